@@ -1,0 +1,270 @@
+"""What every script here selects by flag: precision, wrapping, sharding, data order.
+
+Copy this file along with a script; it imports nothing else of this repository. Nothing in it
+names a model: the class of the transformer block and the device are arguments.
+"""
+
+import argparse
+import contextlib
+import functools
+import math
+import os
+import re
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import get_scheduler
+
+# One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
+warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
+
+# Buffers are never cast: in bf16 the rotary frequencies of Llama are off by whole turns at
+# position 4096. Inputs are cast for each unit, which generation outside the root's forward needs.
+_policy = functools.partial(MixedPrecision, cast_forward_inputs=True)
+bfSixteen = _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+bfSixteen_fp32_reduce = _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+fpSixteen = _policy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+fp32_policy = _policy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+grad_bf16 = _policy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)  # for slow networks
+
+PRECISIONS = {"bf16": bfSixteen, "bf16-fp32-reduce": bfSixteen_fp32_reduce, "fp16": fpSixteen,
+              "fp32": fp32_policy}  # fmt: skip
+STRATEGIES = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "no_shard": ShardingStrategy.NO_SHARD,
+    "ddp": None,  # DistributedDataParallel, the baseline
+}
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Show the defaults, and the script's docstring as it is written."""
+
+
+def exit_with(error: object) -> NoReturn:
+    """End this process with exit code 1 and one sentence, said by rank 0 alone.
+
+    torchrun ends the other ranks once rank 0 is gone: they wait for that, and speak only if it
+    does not come, because rank 0 has no such trouble.
+    """
+    if int(os.environ.get("RANK", 0)) != 0:
+        time.sleep(20)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that mean the same in every script; `set_defaults` changes a default."""
+    parser.formatter_class, parser.error = _Help, exit_with
+    switch = {"action": argparse.BooleanOptionalAction, "default": False}
+
+    add = parser.add_argument_group("run").add_argument
+    add("--output-dir", default="output", help="checkpoints, metrics and the final model")
+    add("--resume", default="auto", help="auto (newest complete checkpoint), none, or a PATH")
+    add("--export-only", **switch, help="write the newest checkpoint to final/ and exit")
+    add("--log-every", type=int, default=10, help="steps between training metrics")
+    add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
+    add("--save-every", type=int, default=50, help="steps between checkpoints (0: epochs only)")
+    add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
+    add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
+    add("--max-shard-size", type=float, default=5.0, help="largest exported file, in GB")
+    add("--track-memory", **switch, help="report peak memory: allocated and reserved, or RSS")
+    add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--batch-size", type=int, default=4, help="samples per rank and micro-batch")
+    add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
+    add("--accumulate-no-sync", **switch, help="communicate once per step, not per micro-batch; "
+        "costs every rank the memory of the whole unsharded gradient")  # fmt: skip
+    add("--epochs", type=int, default=2, help="passes over the training set")
+    add("--max-steps", type=int, default=0, help="train just so many steps (0: --epochs decides)")
+    add("--lr", type=float, default=3e-4, help="peak learning rate")
+    add("--lr-schedule", choices=["linear", "cosine", "constant", "step"], default="linear",
+        help="after the warm-up; step multiplies by --gamma after every epoch")  # fmt: skip
+    add("--gamma", type=float, default=0.85, help="factor of --lr-schedule step")
+    add("--warmup-ratio", type=float, default=0.03, help="share of the steps with rising rate")
+    add("--weight-decay", type=float, default=0.01, help="AdamW's, not for biases and norms")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
+    add("--seed", type=int, default=0, help="of weights, data order and dropout")
+
+    add = parser.add_argument_group("sharding").add_argument
+    add("--strategy", choices=list(STRATEGIES), default="full_shard", help="what is sharded")
+    add("--shard-group-size", type=int, default=0, help="hybrid_shard's (0: the ranks of a node)")
+    add("--precision", choices=["auto", *PRECISIONS], default="auto",
+        help="auto: bf16 where the GPU has it, else fp32; weights stay fp32")  # fmt: skip
+    add("--activation-checkpointing", **switch, help="recompute blocks in the backward pass")
+
+
+def common_problems(args: argparse.Namespace) -> list[str]:
+    """What is wrong with the values of `common_arguments`, a sentence each."""
+    limits = {
+        "1 or more": (lambda value: value >= 1, "batch_size gradient_accumulation_steps epochs "
+                      "log_every keep_checkpoints"),
+        "0 or more": (lambda value: 0 <= value < math.inf, "max_steps eval_every save_every "
+                      "weight_decay shard_group_size seed"),
+        "a number above 0": (lambda value: 0 < value < math.inf, "lr gamma max_grad_norm "
+                             "max_shard_size timeout_minutes"),
+        "at least 0 and below 1": (lambda value: 0 <= value < 1, "warmup_ratio"),
+    }  # fmt: skip
+    problems = [
+        f"--{name.replace('_', '-')} must be {accepted}, not {getattr(args, name)}"
+        for accepted, (fits, names) in limits.items()
+        for name in names.split()
+        if not fits(getattr(args, name))
+    ]
+    if args.precision == "fp16" and not torch.cuda.is_available():
+        problems.append("--precision fp16 needs a GPU, use bf16 or fp32 here")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.strategy == "hybrid_shard" and (group <= 1 or world_size % group):
+        problems.append(  # a group of 1 would never synchronise gradients
+            "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
+            f"{world_size} processes, not {group}"
+        )
+    return problems
+
+
+def resolve_precision(precision: str) -> str:
+    """`auto` is bf16 where the GPU computes it natively, and fp32 elsewhere."""
+    if precision != "auto":
+        return precision
+    native = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if native else "fp32"
+
+
+def wrap_policy(block_class: type[nn.Module]) -> functools.partial:
+    """Every `block_class` becomes an FSDP unit; what is left, tied embeddings too, is the root."""
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={block_class})
+
+
+def device_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
+    """The ranks as FSDP sees them: 1-D, or (replicas, shards) under hybrid_shard."""
+    world_size = dist.get_world_size()
+    if args.strategy != "hybrid_shard":
+        return init_device_mesh(device.type, (world_size,))
+    shards = args.shard_group_size or int(os.environ["LOCAL_WORLD_SIZE"])
+    shape = (world_size // shards, shards)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def checkpoint_activations(model: nn.Module, block_class: type[nn.Module]) -> None:
+    """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
+    checkpoint_wrapper.apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, block_class)
+    )
+
+
+# The next four functions hold all that differs between FSDP and DistributedDataParallel.
+def autocast(args: argparse.Namespace, device: torch.device) -> contextlib.AbstractContextManager:
+    """Mixed precision under DDP; FSDP casts by its MixedPrecision policy instead."""
+    dtype = PRECISIONS[args.precision].param_dtype
+    enabled = args.strategy == "ddp" and dtype != torch.float32
+    return torch.autocast(device.type, dtype=dtype if enabled else None, enabled=enabled)
+
+
+def gradient_scaler(args: argparse.Namespace, device: torch.device) -> torch.amp.GradScaler:
+    """The loss scaler of fp16, which passes everything through in other precisions."""
+    scaler = torch.amp.GradScaler if args.strategy == "ddp" else ShardedGradScaler
+    return scaler(device.type, enabled=args.precision == "fp16")
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip to the global norm and return it from before; torch.nn.utils sees only a shard."""
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(max_norm)
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
+    """Reduce the gradients over ranks in this backward pass, or keep them local."""
+    return contextlib.nullcontext() if enabled else model.no_sync()
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
+    """AdamW groups: no decay for biases and norms, told by name as shards are one-dimensional."""
+    groups = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
+    for name, parameter in model.named_parameters():
+        exempt = re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", name) is not None
+        groups[exempt]["params"].append(parameter)
+    return groups
+
+
+def lr_schedule(
+    args: argparse.Namespace, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate by optimizer step: warm-up, then the shape of --lr-schedule."""
+    if args.lr_schedule == "step":
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda n: args.gamma ** (n // epoch_steps)
+        )
+    name = "constant_with_warmup" if args.lr_schedule == "constant" else args.lr_schedule
+    return get_scheduler(name, optimizer, math.ceil(args.warmup_ratio * total_steps), total_steps)
+
+
+class GlobalBatchSampler:
+    """Batch sampler for a DataLoader, in an order that does not depend on the number of ranks.
+
+    The epoch's permutation, a function of (seed, epoch), is cut into global batches, one per
+    optimizer step; each is dealt out to the ranks in turn, then cut into micro-batches. No sample
+    is dropped or repeated: in the last step of an epoch some micro-batches are short or empty,
+    and every rank still gets the same number of them. A seed of None keeps the given order.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, accumulation: int, seed: int | None):
+        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.global_batch = batch_size * accumulation * self.world_size
+        self.steps_per_epoch = math.ceil(num_samples / self.global_batch)
+        self.epoch = self.consumed = 0  # set these to continue anywhere, without loading anything
+
+    def steps(self) -> Iterator[list[int]]:
+        """The samples, of all ranks, in each remaining step of the epoch."""
+        order = torch.arange(self.num_samples)
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+        for start in range(self.consumed, self.num_samples, self.global_batch):
+            yield order[start : start + self.global_batch].tolist()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for samples in self.steps():
+            mine = samples[self.rank :: self.world_size]
+            for start in range(0, self.global_batch // self.world_size, self.batch_size):
+                yield mine[start : start + self.batch_size]
+
+
+@contextlib.contextmanager
+def local_rank_zero_first() -> Iterator[None]:
+    """Let one process per node download or tokenise; the others then find it in the cache."""
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if not first:
+        dist.barrier()
+    yield
+    if first:
+        dist.barrier()
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory of this process in MB (10^6 bytes): CUDA allocated and reserved, or Linux RSS."""
+    if device.type == "cuda":
+        allocated, reserved = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
+        return {
+            "peak_memory_mb": allocated(device) / 1e6,
+            "peak_reserved_mb": reserved(device) / 1e6,
+        }
+    return {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3}

@@ -1,0 +1,463 @@
+"""Summarisation pairs for a sequence-to-sequence model, from raw text to padded batches.
+
+`--dataset` is `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
+Python, no download), a CSV, TSV, JSONL, JSON or Parquet file, or a hub id. `load_summarization`
+opens it (`open_sources`), cleans it and gives each row a split (`prepare`), takes as many rows as
+asked for and tokenises them (`encode`); `collate` pads a batch. Results stay in the `datasets`
+cache, so a second process or run maps them from disk: let one process per node load first.
+
+Copy this file along with the script that imports it; it imports nothing else of this repository.
+To use data of your own, return one more `Source` from `open_sources`.
+"""
+
+import argparse
+import ast
+import codecs
+import csv
+import glob
+import hashlib
+import json
+import os
+import random
+import re
+import sys
+import sysconfig
+import warnings
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import datasets
+import torch
+from datasets import Dataset, Features, List, Value
+from transformers import PreTrainedTokenizerBase
+
+WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
+# Validation last: a title that stands in two lists is not trained on.
+TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
+KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+LARGE = 50_000  # rows worth several processes
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Raw rows and the rule that splits them."""
+
+    name: str
+    rows: Dataset
+    columns: tuple[str, str, str]  # text, summary, and the key: rows equal in it stay together
+    percent: dict[str, int]  # of the keys, for each split; "train" first
+    rule: str  # the same in words
+    titles: dict[str, str] | None = None  # the split of each title, in place of percentages
+    wikihow: bool = False  # apply WikiHow's published cleaning
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the group "data" to `parser`."""
+    group = parser.add_argument_group("data")
+
+    def add(flag: str, text: str, **options) -> None:
+        group.add_argument(flag, help=f"{text} (default: %(default)s)", **options)
+
+    dataset = "wikihow, docstrings (built in), a CSV, TSV, JSONL or Parquet file, or a hub id"
+    val_split = "the one to validate on; the training split again means: hold out 5%% of it"
+    add("--dataset", dataset, default="wikihow")
+    add("--data-dir", "folder with WikiHow's CSV files and title lists", default="data")
+    add("--wikihow-part", "whole articles or paragraphs", choices=list(WIKIHOW), default="all")
+    add("--dataset-config", "configuration of a hub data set")
+    add("--train-split", "split of a hub data set to train on", default="train")
+    add("--val-split", val_split, default="validation")
+    add("--source-column", "column with the texts", default="text")
+    add("--target-column", "column with the summaries", default="headline")
+    add("--source-prefix", "put before each text", default="summarize: ")
+    add("--source-length", "longest text in tokens, EOS included", type=int, default=512)
+    add("--target-length", "longest summary in tokens, EOS included", type=int, default=150)
+    add("--num-train-samples", "training examples, 0 for all", type=int, default=1500)
+    add("--num-val-samples", "validation examples, 0 for all", type=int, default=300)
+
+
+def check_arguments(args: argparse.Namespace) -> list[str]:
+    """One sentence for each problem that shows without reading data, [] when there is none."""
+    problems = []
+    least = {"source_length": 2, "target_length": 2, "num_train_samples": 0, "num_val_samples": 0}
+    for name, number in least.items():
+        if getattr(args, name) < number:
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            problems.append(f"{flag} is out of range: it must be at least {number}.")
+    path = local_path(args)
+    if path is None or path.is_file() and path.suffix.lower() in KINDS:
+        return problems
+    if args.dataset == "wikihow":
+        problems.append(
+            f"{path} is missing: get {path.name} of the WikiHow dataset (Koupaee & Wang 2018) by "
+            f"way of https://github.com/mahnazkoupaee/WikiHow-Dataset and put it into "
+            f"{path.parent}/, or take --dataset docstrings, which needs no download."
+        )
+    elif path.is_file():
+        problems.append(f"--dataset {path} is of no known kind: {', '.join(KINDS)}.")
+    else:
+        problems.append(f"--dataset {path} is missing: there is no such file.")
+    return problems
+
+
+def local_path(args: argparse.Namespace) -> Path | None:
+    """The file to read, or None for docstrings and hub ids."""
+    if args.dataset == "wikihow":
+        return Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
+    path = Path(args.dataset).expanduser()
+    hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", args.dataset)
+    return path if path.is_file() or path.suffix.lower() in KINDS or not hub_id else None
+
+
+def load_summarization(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool = True
+) -> tuple[Dataset, Dataset]:
+    """Return the training and the validation set: tokenised, cut to number, and cached.
+
+    Both have the columns `input_ids` and `labels`, lists of at most `--source-length` and
+    `--target-length` ints, the last of which is EOS. Which rows are taken depends on the data
+    alone. `verbose` prints what was dropped, how the rows were split, and how many are used.
+
+    Raises ValueError, with a sentence for the user, if arguments or data do not serve.
+    """
+    if problems := check_arguments(args):
+        raise ValueError(" ".join(problems))
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token.")
+    if not verbose:
+        datasets.disable_progress_bars()
+    report = partial(print, flush=True) if verbose else lambda line: None
+    found = {}
+    for source in open_sources(args):
+        rows = prepare(source)
+        places = assign(source, rows, report)
+        for split in source.percent:
+            found[split] = rows, [i for i, place in enumerate(places) if place == split]
+    sets = []
+    for split, number in ("train", args.num_train_samples), ("validation", args.num_val_samples):
+        rows, indices = found[split]
+        if 0 < number < len(indices):
+            random.Random(0).shuffle(indices)
+            indices = sorted(indices[:number])  # reads faster than in random order
+        report(f"{split}: {len(indices):,} examples used")
+        sets.append(encode(rows.select(indices), args, tokenizer))
+    return sets[0], sets[1]
+
+
+def open_sources(args: argparse.Namespace) -> list[Source]:
+    """Open what `--dataset` names: one source to be split, or a hub data set's two splits."""
+    path, columns = local_path(args), (args.source_column, args.target_column)
+    if args.dataset == "docstrings":
+        columns = "text", "headline", "module"
+        identity = fingerprint("docstrings", sys.version, sysconfig.get_path("stdlib"))
+        features = Features(dict.fromkeys(columns, Value("string")))
+        rows = Dataset.from_generator(docstrings, features=features, fingerprint=identity)
+        percent = {"train": 90, "validation": 10}
+        return [Source("docstrings", rows, columns, percent, "a hash of the module")]
+    if args.dataset == "wikihow":
+        columns += ("title",)
+        rows, titles = read_file(path, columns), read_title_lists(path.parent)
+        percent = {"train": 98, "validation": 1, "test": 1}
+        rule = "a hash of the title" if titles is None else f"the title lists in {path.parent}/"
+        return [Source(str(path), rows, columns, percent, rule, titles, wikihow=True)]
+    name, train, val = str(path or args.dataset), args.train_split, args.val_split
+    parts = {train: read_file(path, columns)} if path else read_hub(args, columns)
+    columns += columns[:1]
+    if path or train == val:
+        percent = {"train": 95, "validation": 5}
+        return [Source(name, parts[train], columns, percent, f"a hash of {columns[0]}")]
+    return [
+        Source(f"{name} {part}", parts[part], columns, {split: 100}, "the data set itself")
+        for split, part in (("train", train), ("validation", val))
+    ]
+
+
+def read_file(path: Path, columns: tuple[str, ...]) -> Dataset:
+    """Read a file by its suffix, memory-mapped; ValueError if it is not what it should be."""
+    suffix, files = path.suffix.lower(), glob.escape(str(path))
+    checksum = check_content(path)
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises as well
+    try:
+        options = csv_options(path) if KINDS[suffix] == "csv" else {}
+        # The name becomes part of the cache key, which knows the file's date, not its content.
+        parts = datasets.load_dataset(KINDS[suffix], checksum, data_files=files, **options)
+    except Exception as error:  # pandas, pyarrow and datasets each raise types of their own
+        while error.__cause__ is not None:
+            error = error.__cause__
+        if "no data" in str(error):
+            raise ValueError(f"{path} has no rows.") from error
+        place = f"{path}{broken_line(path) if suffix == '.jsonl' else ''}"
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"{place} cannot be read as {suffix[1:].upper()}: {reason}.") from error
+    finally:
+        datasets.logging.set_verbosity(level)
+    check_columns(str(path), parts["train"], columns)
+    return parts["train"]
+
+
+def check_content(path: Path) -> str:
+    """Return a file's CRC-32; ValueError if it is unreadable, empty, or text but not UTF-8."""
+    crc, decoder = 0, codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                crc = zlib.crc32(block, crc)
+                if path.suffix.lower() != ".parquet":
+                    decoder.decode(block)
+        decoder.decode(b"", final=True)
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty.")
+    except UnicodeDecodeError as error:
+        advice = "convert it, for example with `iconv -f LATIN1 -t UTF-8`"
+        raise ValueError(f"{path} is not UTF-8: {advice}.") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+    return f"{crc:08x}"
+
+
+def csv_options(path: Path) -> dict:
+    """What `datasets` must be told to read a CSV or TSV file as it stands."""
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = filter(None, csv.reader(file, delimiter=separator))
+        header, first = next(rows, []), next(rows, [])
+    if len(first) > len(header):  # pandas would shift the columns
+        raise ValueError(f"{len(first)} fields in the first row, {len(header)} in the header")
+    # All text: "123" stays a headline, and "null" does not become a missing one.
+    features = Features({name: Value("string") for name in header if name})
+    return {"sep": separator, "features": features, "keep_default_na": False}
+
+
+def broken_line(path: Path) -> str:
+    """Where a JSONL file first holds something else than an object, for a message."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                dict(json.loads(line.strip() or "{}"))
+            except (ValueError, TypeError):
+                return f", line {number},"
+    return ""
+
+
+def read_hub(args: argparse.Namespace, columns: tuple[str, str]) -> datasets.DatasetDict:
+    """Load a hub data set; ValueError if it, its splits or its columns cannot be had."""
+    try:
+        parts = datasets.load_dataset(args.dataset, args.dataset_config)
+    except Exception as error:  # network, access, configuration: each has types of its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"--dataset {args.dataset} is no file here and did not load from the hub ({reason}): "
+            "a gated data set needs its licence accepted on "
+            f"https://huggingface.co/datasets/{args.dataset} and HF_TOKEN set, one with several "
+            "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "
+            "file, or docstrings."
+        ) from error
+    for flag, part in ("--train-split", args.train_split), ("--val-split", args.val_split):
+        if part not in parts:
+            raise ValueError(
+                f"{args.dataset} has the splits {', '.join(parts)}; {flag} {part} is not among "
+                "them (both flags naming the same split hold out 5% of it)."
+            )
+        check_columns(f"{args.dataset} {part}", parts[part], columns)
+    return parts
+
+
+def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
+    """Raise ValueError unless all `columns` are there and hold text."""
+    if not set(columns) <= set(rows.column_names):
+        needed = f"--source-column {columns[0]} and --target-column {columns[1]} are not both"
+        if len(columns) == 3:
+            needed = needed.replace("are not both", f"and {columns[2]} are not all")
+        found = ", ".join(rows.column_names)
+        raise ValueError(f"{name} has columns {found}; {needed} among them.")
+    for column in columns:
+        kind = rows.features[column]
+        if getattr(kind, "dtype", None) not in ("string", "large_string", "null"):
+            raise ValueError(f"Column {column} of {name} does not hold text but {kind}.")
+
+
+def read_title_lists(folder: Path) -> dict[str, str] | None:
+    """Split of each title by the authors' lists; None unless training and validation are there."""
+    paths = {split: folder / name for split, name in TITLE_LISTS.items()}
+    if not (paths["train"].is_file() and paths["validation"].is_file()):
+        return None
+    titles = {}
+    for split, path in paths.items():
+        if path.is_file():
+            check_content(path)
+            lines = path.read_text(encoding="utf-8-sig").split("\n")
+            titles.update((title_key(line), split) for line in lines)
+    return titles
+
+
+def title_key(title: str) -> str:
+    """A title as in the authors' lists, which hold file names: letters and digits alone."""
+    return "".join(filter(str.isalnum, title))
+
+
+def docstrings() -> Iterator[dict[str, str]]:
+    """Yield text (the body), headline (the first line) and module of the library's docstrings."""
+    root, seen = sysconfig.get_path("stdlib"), set()
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - NOT_LIBRARY)
+        for path in sorted(Path(folder, name) for name in files if name.endswith(".py")):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # about the library's own escapes
+                    tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError, OSError):
+                continue
+            for node in ast.walk(tree):
+                text = ast.get_docstring(node) if isinstance(node, documented) else None
+                headline, _, body = (text or "").partition("\n\n")
+                body = body.strip()
+                # A first line that runs on into the second is no summary.
+                if "\n" in headline or len(headline) < 10 or len(body) < 20 or body in seen:
+                    continue
+                seen.add(body)
+                module = path.relative_to(root).as_posix()
+                yield {"text": body, "headline": headline, "module": module}
+
+
+def prepare(source: Source) -> Dataset:
+    """Clean all rows; `place` is the split of a row, or in words why it is dropped."""
+    columns, titles, wikihow = source.columns, source.titles, source.wikihow
+    bounds = list(zip(accumulate(source.percent.values()), source.percent, strict=True))
+
+    def clean(text: str, summary: str, key: str) -> tuple[str, str, int, str]:
+        if wikihow:
+            key = title_key(key) or text
+        # Unlike hash(), the same in every process; unlike a checksum, even for similar keys.
+        number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
+        if not text or not summary:
+            return "", "", 0, "with an empty field"
+        if wikihow and len(summary) >= 0.75 * len(text):
+            return "", "", 0, "with a headline not shorter than 0.75 of the text"
+        if titles is not None and key not in titles:
+            return "", "", 0, "with a title in none of the lists"
+        split = titles[key] if titles else next(s for n, s in bounds if number % 100 < n)
+        if wikihow:
+            text, summary = re.sub(r"\.+[\r\n]+,", ".\n", text), summary.replace(".,", ".")
+        text, summary = (re.sub(r"\s*[\r\n]\s*", " ", part) for part in (text, summary))
+        return text, summary, number, split
+
+    def clean_batch(batch: dict[str, list[str | None]]) -> dict[str, list]:
+        fields = zip(*(batch[column] for column in columns), strict=True)
+        rows = [clean(*((field or "").strip() for field in row)) for row in fields]
+        return {name: [row[i] for row in rows] for i, name in enumerate(features)}
+
+    features = {name: Value("string") for name in ("text", "summary", "key", "place")}
+    features["key"] = Value("int64")
+    return cached_map(source.rows, clean_batch, features, columns, bounds, titles, wikihow)
+
+
+def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list[str]:
+    """Return where each row goes, after a report; ValueError if not every split gets a row."""
+    name, splits, places = source.name, list(source.percent), rows["place"][:]
+    counts = Counter(places)
+    dropped = ", ".join(f"{n:,} {why}" for why, n in counts.items() if why not in splits)
+    report(f"{name}: {len(places):,} rows, dropped: {dropped or 'none'}")
+    if not any(counts[split] for split in splits):
+        raise ValueError(f"{name} has no row left after cleaning: {dropped}.")
+    if source.titles is not None and not (counts["train"] and counts["validation"]):
+        raise ValueError(
+            f"{name} has {counts['train']} rows for training and {counts['validation']} for "
+            f"validation by {source.rule}: put there the lists that belong to it, or none."
+        )
+    if source.titles is None and not all(counts[split] for split in splits):
+        # Too few keys for the percentages: one for each split held out, the others train.
+        keys = rows["key"][:]
+        kept = sorted({key for key, place in zip(keys, places, strict=True) if place in splits})
+        if len(kept) == 1:
+            raise ValueError(f"{name} cannot be split by {source.rule}: no two rows differ in it.")
+        held_out = dict(zip(kept[:-1], splits[1:], strict=False))
+        places = [
+            held_out.get(key, "train") if place in splits else place
+            for key, place in zip(keys, places, strict=True)
+        ]
+    sizes = ", ".join(f"{split} {places.count(split):,}" for split in splits)
+    report(f"{name}: split by {source.rule}: {sizes}")
+    return places
+
+
+def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Tokenise prepared rows into columns input_ids and labels."""
+    eos, prefix = tokenizer.eos_token_id, args.source_prefix
+    lengths = args.source_length, args.target_length
+
+    def closed(ids: list[int], length: int) -> list[int]:
+        return ids if ids and ids[-1] == eos else [*ids[: length - 1], eos]
+
+    def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        texts = [prefix + text for text in batch["text"]], batch["summary"]
+        inputs = tokenizer(texts[0], max_length=lengths[0], truncation=True)
+        labels = tokenizer(text_target=texts[1], max_length=lengths[1], truncation=True)
+        return {
+            "input_ids": [closed(ids, lengths[0]) for ids in inputs["input_ids"]],
+            "labels": [closed(ids, lengths[1]) for ids in labels["input_ids"]],
+        }
+
+    # What makes two tokenizers the same: not `truncation` and `padding`, left by the last call.
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend else tokenizer.get_vocab()
+    rules = sorted(rule for rule in rules.items() if rule[0] not in ("truncation", "padding"))
+    features = dict.fromkeys(("input_ids", "labels"), List(Value("int32")))
+    return cached_map(rows, encode_batch, features, prefix, lengths, repr(tokenizer), rules)
+
+
+def cached_map(rows: Dataset, function: Callable, features: dict, *identity: object) -> Dataset:
+    """Map batches of `rows`, cached under this file's code and what `identity` prints as.
+
+    By itself `datasets` knows a function by the name of its module, and would go on using what an
+    older version of this file made; nor would it know the same tokenizer again.
+    """
+    return rows.map(
+        function,
+        batched=True,
+        remove_columns=rows.column_names,
+        features=Features(features),
+        num_proc=min(8, os.cpu_count() or 1) if len(rows) > LARGE else None,
+        new_fingerprint=fingerprint(rows._fingerprint, sorted(features), *identity),
+    )
+
+
+def fingerprint(*parts: object) -> str:
+    """Digest of this file and of what `parts` print as."""
+    return hashlib.sha256(Path(__file__).read_bytes() + repr(parts).encode()).hexdigest()[:32]
+
+
+def collate(
+    examples: list[dict], pad_token_id: int, decoder_start_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Pad examples to the longest of them, rounded up to a multiple of 8.
+
+    Returns int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels` and
+    `decoder_input_ids` [batch, target]; padding is `pad_token_id`, in `labels` -100. No examples
+    give one without any target, so that a rank with nothing left can go along with the others.
+    """
+    # One position stays visible: attention over none would be NaN.
+    examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
+
+    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+        width = max(8, -(-max(map(len, rows)) // 8) * 8)
+        return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
+
+    input_ids = padded([example["input_ids"] for example in examples], pad_token_id)
+    lengths = torch.tensor([[len(example["input_ids"])] for example in examples])
+    labels = padded([example["labels"] for example in examples], -100)
+    start = torch.full_like(labels[:, :1], decoder_start_token_id)
+    shifted = torch.cat((start, labels[:, :-1]), dim=1)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": (torch.arange(input_ids.size(1)) < lengths).long(),
+        "labels": labels,
+        "decoder_input_ids": shifted.masked_fill(shifted == -100, pad_token_id),
+    }

@@ -1,0 +1,71 @@
+"""What the tests share: launching scripts on several CPU processes, small models and data."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.update(
+    {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+)
+
+
+def launch(
+    processes: int, script: str | Path, *args: object, check: bool = True, **options: object
+) -> subprocess.CompletedProcess:
+    """Run a script on `processes` ranks (0: without torchrun) and return its output as text."""
+    command = [sys.executable, str(ROOT / script), *map(str, args)]
+    if processes:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command[1:1] = [*torchrun, str(processes)]
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 600} | options
+    result = subprocess.run(command, **options)
+    if check:
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr[-6000:]}"
+    return result
+
+
+def metrics(output: Path, event: str) -> list[dict]:
+    """The lines of one event in a run's metrics.jsonl."""
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == event]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what `datasets` caches out of the user's cache."""
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
+
+
+@pytest.fixture(scope="session")
+def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random T5 with a byte tokenizer as a Hugging Face directory, without dropout."""
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer()
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config = T5Config(
+        vocab_size=len(tokenizer), decoder_start_token_id=0, dropout_rate=0.0, **shape
+    )
+    path = tmp_path_factory.mktemp("t5")
+    T5ForConditionalGeneration(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty pairs with targets of 1 to 29 bytes; about two of them are for validation."""
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = [
+        {"text": f"text {i}" + " ab cd" * (i % 7), "headline": chr(97 + i % 26) * (1 + 7 * i % 29)}
+        for i in range(40)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

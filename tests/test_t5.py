@@ -1,0 +1,117 @@
+"""T5_training.py against plain single-process PyTorch, and generation under FSDP."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import launch
+from t5_worker import VARIANTS
+from transformers import ByT5Tokenizer, T5ForConditionalGeneration, get_scheduler
+
+import policies
+import T5_training
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs: Path) -> dict:
+    """What two ranks computed, see t5_worker.py."""
+    path = tmp_path_factory.mktemp("results") / "results.pt"
+    launch(2, "tests/t5_worker.py", path, t5_directory, pairs)
+    return torch.load(path, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def reference(results: dict, t5_directory: Path, pairs: Path) -> dict:
+    """The same ten global batches, each as one batch of a plain training loop."""
+    tokenizer = ByT5Tokenizer()
+    texts = {row["text"]: row["headline"] for row in map(json.loads, pairs.open())}
+    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    args.num_train_samples = 0
+    train_set, _ = T5_training.summarization_dataset.load_summarization(args, tokenizer)
+    model = T5ForConditionalGeneration.from_pretrained(t5_directory, dtype=torch.float32)
+    model.train()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = get_scheduler("linear", optimizer, 1, 10)
+    found = {"losses": [], "norms": []}
+    for _, samples in results["full_shard"]["samples"]:
+        sources = [
+            tokenizer.decode(train_set[i]["input_ids"], skip_special_tokens=True) for i in samples
+        ]
+        targets = [texts[source.removeprefix("summarize: ")] for source in sources]
+        batch = tokenizer(sources, padding=True, return_tensors="pt")
+        labels = tokenizer(targets, padding=True, return_tensors="pt").input_ids
+        labels[labels == tokenizer.pad_token_id] = -100
+        loss = model(**batch, labels=labels, use_cache=False).loss
+        loss.backward()
+        found.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        found["losses"].append(loss.item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: dict) -> None:
+    """Losses to 1e-5, the first gradient to 1e-5 of its norm; targets are of uneven lengths."""
+    result = results[variant]
+    assert len(result["losses"]) == 10
+    assert result["losses"] == pytest.approx(reference["losses"], abs=1e-5)
+    assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4)
+    assert result["gradient"].keys() == reference["gradient"].keys()
+    whole = torch.cat([grad.flatten() for grad in reference["gradient"].values()])
+    ours = torch.cat([result["gradient"][name].flatten() for name in reference["gradient"]])
+    assert (ours - whole).norm() <= 1e-5 * whole.norm()
+
+
+def test_every_sample_once_an_epoch(results: dict) -> None:
+    """In a new order each epoch, the short last step included."""
+    by_epoch: dict[int, list[list[int]]] = {}
+    for epoch, samples in results["full_shard"]["samples"]:
+        by_epoch.setdefault(epoch, []).append(samples)
+    first, second = by_epoch[0], by_epoch[1]
+    assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(sum(map(len, first))))
+    assert first != second
+    assert len(first[-1]) < len(first[0])
+
+
+def test_a_batch_can_be_overfitted(results: dict) -> None:
+    """The loss of one batch falls below 0.1."""
+    assert results["overfitted"] < 0.1
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_generation_gives_back_what_was_learnt(
+    precision: str, strategy: str, results: dict
+) -> None:
+    """Of seven overfitted examples at least six, each once and in order, on ranks out of step."""
+    triples = results[f"generated {precision} {strategy}"]
+    plain = results["generated fp32 ddp"]
+    assert [triple[:2] for triple in triples] == [triple[:2] for triple in plain]
+    assert len(triples) == len(set(triples)) == 7
+    assert sum(reference == generated for _, reference, generated in triples) >= 6
+
+
+def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`step` is constant within an epoch; the others warm up, and end as they are called."""
+    rates = {}
+    for name in ("linear", "cosine", "constant", "step"):
+        flags = ["--lr-schedule", name, "--warmup-ratio", "0.2", "--gamma", "0.5", "--lr", "1"]
+        args = T5_training.parse_args(["--dataset", "docstrings", *flags])
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.lr)
+        scheduler = policies.lr_schedule(args, optimizer, 10, 4)
+        rates[name] = []
+        for _ in range(10):
+            rates[name].append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+    assert rates["step"] == [1] * 4 + [0.5] * 4 + [0.25] * 2
+    assert rates["constant"] == [0, 0.5] + [1] * 8
+    assert rates["linear"] == pytest.approx([0, 0.5] + [1 - i / 8 for i in range(8)])
+    assert rates["cosine"][2] == 1 and rates["cosine"][6] == pytest.approx(0.5)

@@ -1,0 +1,274 @@
+"""Whole runs of T5_training.py: killed and resumed, exported and reloaded, refused."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, launch, metrics
+from safetensors.torch import load_file
+from transformers import ByT5Tokenizer
+
+import T5_training
+
+
+@pytest.fixture(scope="module")
+def flags(pairs: Path) -> list[str]:
+    """Eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
+    return ["--dataset", str(pairs), "--num-train-samples", "0", "--max-steps", "8", "--log-every",
+            "1", "--eval-every", "3", "--save-every", "2", "--lr", "1e-3", "--rouge-samples", "0",
+            "--model-name", "tiny"]  # fmt: skip
+
+
+def two_ranks(output: Path) -> list[str]:
+    return ["--batch-size", "4", "--output-dir", str(output)]
+
+
+def one_process(flags: list[str], output: Path) -> None:
+    """Run the script here, as one process with the same global batch."""
+    T5_training.fsdp_main(
+        T5_training.parse_args([*flags, "--batch-size", "8", "--output-dir", str(output)])
+    )
+
+
+def losses(output: Path, event: str = "train") -> dict[int, float]:
+    """Loss by step; fails if a step is logged twice."""
+    lines = metrics(output, event)
+    found = {line["step"]: line["loss"] for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an exported model."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """A finished run of two ranks, with dropout."""
+    output = tmp_path_factory.mktemp("run") / "uninterrupted"
+    launch(2, "T5_training.py", *flags, *two_ranks(output), "--track-memory")
+    return output
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, flags: list[str], t5_directory: Path) -> Path:
+    """A finished run of one process, without dropout."""
+    output = tmp_path_factory.mktemp("run") / "alone"
+    one_process([*flags, "--model-name", str(t5_directory)], output)
+    return output
+
+
+@pytest.fixture
+def finished(uninterrupted: Path, tmp_path: Path) -> Path:
+    """A copy of a finished run, to do things to."""
+    return Path(shutil.copytree(uninterrupted, tmp_path / "finished"))
+
+
+def test_killed_and_run_again_is_as_if_nothing_was(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """The same command after SIGKILL in the middle of an epoch: equal to the last bit."""
+    command = [*flags, *two_ranks(tmp_path)]
+    killed = launch(2, "tests/killed.py", 1, 8, *command, check=False)
+    assert killed.returncode != 0
+    assert (tmp_path / "status").read_text() != "finished\n"
+    assert max(losses(tmp_path)) == 7  # of which step 7 is lost
+    launch(2, "T5_training.py", *command)
+    assert (tmp_path / "status").read_text() == "finished\n"
+    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert list(losses(tmp_path)) == list(range(1, 9))
+    assert losses(tmp_path, "val") == losses(uninterrupted, "val")
+    for kind in ("final", "best"):
+        there = weights(uninterrupted / kind)
+        assert all(torch.equal(t, there[name]) for name, t in weights(tmp_path / kind).items())
+
+
+def test_resumed_by_fewer_processes_under_another_strategy(
+    alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Killed as two ranks under FULL_SHARD, finished as one under DDP."""
+    flags = [*flags, "--model-name", str(t5_directory)]
+    assert launch(2, "tests/killed.py", 0, 7, *flags, *two_ranks(tmp_path), check=False).returncode
+    one_process([*flags, "--strategy", "ddp"], tmp_path)
+    assert [line["world_size"] for line in metrics(tmp_path, "start")] == [2, 1]
+    assert "2 processes saved" in capfd.readouterr().out
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
+    assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)
+
+
+def test_resumed_by_more_processes_under_another_strategy(
+    alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
+) -> None:
+    """Killed as one process, finished as two ranks under SHARD_GRAD_OP."""
+    flags = [*flags, "--model-name", str(t5_directory)]
+    command = [*flags, "--batch-size", "8", "--output-dir", tmp_path]
+    assert launch(0, "tests/killed.py", 0, 6, *command, check=False).returncode
+    launch(2, "T5_training.py", *flags, *two_ranks(tmp_path), "--strategy", "shard_grad_op")
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
+    assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)
+
+
+def test_validation_does_not_depend_on_the_number_of_processes(
+    alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
+) -> None:
+    """Five examples on one, two and three processes."""
+    flags = [*flags, "--model-name", t5_directory, "--max-steps", 1, "--batch-size", 2]
+    for processes in (2, 3):
+        output = tmp_path / str(processes)
+        launch(processes, "T5_training.py", *flags, "--output-dir", output)
+        assert losses(output, "val")[0] == pytest.approx(losses(alone, "val")[0], abs=1e-5)
+
+
+def test_what_a_run_leaves(uninterrupted: Path) -> None:
+    """The newest two checkpoints, the best weights, and metrics one can draw."""
+    best = min(losses(uninterrupted, "val").items(), key=lambda item: (item[1], item[0]))
+    names = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
+    assert names == [f"best-{best[0]:08d}", "step-00000006", "step-00000008"]
+    assert sorted(path.name for path in uninterrupted.iterdir()) == [
+        "best", "checkpoints", "final", "metrics.jsonl", "status"]  # fmt: skip
+    assert sorted(losses(uninterrupted, "val")) == [0, 3, 5, 6, 8]
+    (start,) = metrics(uninterrupted, "start")
+    assert start["arguments"]["lr"] == 1e-3 and start["world_size"] == 2
+    line = metrics(uninterrupted, "train")[-1]
+    assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= line.keys()
+    assert line["peak_memory_mb"] > 100
+    assert metrics(uninterrupted, "done")[0]["best_loss"] == best[1]
+
+
+def reloaded(directory: Path, pairs: Path) -> dict:
+    """What a fresh process with plain transformers makes of an exported model."""
+    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    tokenizer = ByT5Tokenizer()
+    _, val_set = T5_training.summarization_dataset.load_summarization(args, tokenizer)
+    texts = [
+        [tokenizer.decode(row[key], skip_special_tokens=True) for key in ("input_ids", "labels")]
+        for row in val_set
+    ]
+    (directory.parent / "validation.json").write_text(json.dumps(texts))
+    command = [sys.executable, ROOT / "tests/reload.py", directory]
+    return json.loads(
+        subprocess.check_output([*command, directory.parent / "validation.json"], text=True)
+    )
+
+
+def test_exports_reload_and_give_the_same_loss(
+    finished: Path, flags: list[str], pairs: Path
+) -> None:
+    """final/, best/, and what --export-only writes as one process, in several files."""
+    val = losses(finished, "val")
+    for kind, loss in (("final", val[8]), ("best", min(val.values()))):
+        found = reloaded(finished / kind, pairs)
+        assert found["loss"] == pytest.approx(loss, abs=1e-5)
+        assert found["tied"] and found["dtype"] == "torch.float32"
+    before = weights(finished / "final")
+    assert "lm_head.weight" not in before  # ties are written once
+    shutil.rmtree(finished / "final")
+    one_process([*flags, "--export-only", "--max-shard-size", "0.001"], finished)
+    assert len(list((finished / "final").glob("model-*-of-*.safetensors"))) > 2
+    after = weights(finished / "final")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert reloaded(finished / "final", pairs)["loss"] == pytest.approx(val[8], abs=1e-5)
+    one_process([*flags, "--export-only", "--export-dtype", "bf16"], finished)
+    found = reloaded(finished / "final", pairs)
+    assert found["dtype"] == "torch.bfloat16"
+    assert found["loss"] == pytest.approx(val[8], abs=0.02)
+
+
+def test_a_finished_run_says_so_and_more_steps_continue_it(
+    finished: Path, flags: list[str], capfd: pytest.CaptureFixture
+) -> None:
+    """Exit code 0 and nothing changed; then two steps more."""
+    before = (finished / "metrics.jsonl").read_text()
+    one_process(flags, finished)
+    assert "is finished" in capfd.readouterr().out
+    assert (finished / "metrics.jsonl").read_text() == before
+    one_process([*flags, "--max-steps", "10"], finished)
+    assert list(losses(finished)) == list(range(1, 11))
+
+
+def refused(flags: list[str], output: Path, capfd: pytest.CaptureFixture) -> str:
+    """The one sentence that the script ends with."""
+    with pytest.raises(SystemExit) as end:
+        one_process(flags, output)
+    assert end.value.code
+    said = capfd.readouterr().err.strip().splitlines()[-1]
+    assert said.startswith("error: ") and "Traceback" not in said
+    return said
+
+
+def test_what_must_not_differ_is_named(
+    finished: Path, flags: list[str], t5_directory: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Seed, model, data and global batch; and nothing that is saved is touched."""
+    before = sorted((path, path.stat().st_mtime) for path in finished.rglob("*") if path.is_file())
+    said = refused([*flags, "--seed", "1"], finished, capfd)
+    assert "seed (0 there, 1 here)" in said and "model" not in said
+    assert "data (" in refused([*flags, "--source-length", "8"], finished, capfd)
+    assert "model (" in refused([*flags, "--model-name", str(t5_directory)], finished, capfd)
+    said = refused([*flags, "--gradient-accumulation-steps", "2"], finished, capfd)
+    assert "global batch (8 there, 16 here)" in said
+    assert "--batch-size 8 --gradient-accumulation-steps 1 keeps it" in said
+    assert "step-00000008" in refused([*flags, "--resume", "none"], finished, capfd)
+    older = str(finished / "checkpoints/step-00000006")
+    assert "step-00000008" in refused([*flags, "--resume", older], finished, capfd)
+    assert "train_state.json" in refused([*flags, "--resume", str(finished)], finished, capfd)
+    after = sorted((path, path.stat().st_mtime) for path in finished.rglob("*") if path.is_file())
+    assert before == after
+
+
+def test_resume_from_a_path_into_another_directory(
+    finished: Path, uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """The last two steps once more, beside the run that they come from."""
+    output = tmp_path / "elsewhere"
+    one_process([*flags, "--resume", str(finished / "checkpoints/step-00000006")], output)
+    assert list(losses(output)) == [7, 8]
+
+
+@pytest.mark.parametrize("flag, said", [
+    (["--model-name", "/no/such/directory"], "--model-name /no/such/directory is no directory"),
+    (["--model-name", "no-such/model"], "HF_TOKEN"),
+    (["--output-dir", "/dev/null/here"], "/dev/null/here"),
+    (["--export-only"], "--export-only finds no checkpoint"),
+    (["--source-column", "body"], "has columns text, headline"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence(
+    flag: list[str], said: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Whatever is found out before training, without a traceback."""
+    args = [*flags, "--output-dir", str(tmp_path), *flag]
+    with pytest.raises(SystemExit) as end:
+        T5_training.fsdp_main(T5_training.parse_args(args))
+    assert end.value.code
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and said in error
+
+
+def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixture) -> None:
+    """Before any process group, naming each flag."""
+    wrong = {
+        "--batch-size": 0, "--lr": -1, "--warmup-ratio": 2, "--source-length": 0, "--epochs": 0,
+        "--rouge-samples": -1, "--max-grad-norm": 0, "--keep-checkpoints": 0, "--precision": "fp16",
+        "--strategy": "hybrid_shard",
+    }  # fmt: skip
+    if torch.cuda.is_available():
+        del wrong["--precision"]
+    words = [str(word) for item in wrong.items() for word in item]
+    with pytest.raises(SystemExit) as end:
+        T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs), *words])
+    assert end.value.code
+    error = capfd.readouterr().err
+    assert all(flag in error for flag in wrong) and len(error.splitlines()) == 1
+    for word in (["--strategy", "zero3"], ["--no-such-flag"], ["--lr", "high"]):
+        with contextlib.suppress(SystemExit):
+            T5_training.parse_args(word)
+        assert word[0] in capfd.readouterr().err
