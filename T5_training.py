@@ -159,15 +159,10 @@ def setup_data(
     )
 
     def loader(dataset: Any, accumulation: int, seed: int | None) -> DataLoader:
-        return DataLoader(
-            dataset,
-            batch_sampler=policies.GlobalBatchSampler(
-                len(dataset), args.batch_size, accumulation, seed
-            ),
-            collate_fn=collate,
-            generator=torch.Generator(),  # its own, or each epoch would draw from dropout's
-            pin_memory=torch.cuda.is_available(),
-        )
+        sampler = policies.GlobalBatchSampler(len(dataset), args.batch_size, accumulation, seed)
+        options = {"collate_fn": collate, "pin_memory": torch.cuda.is_available()}
+        options["generator"] = torch.Generator()  # or each epoch would draw from dropout's
+        return DataLoader(dataset, batch_sampler=sampler, **options)
 
     train_loader = loader(train_set, args.gradient_accumulation_steps, args.seed)
     return train_loader, {args.dataset: loader(val_set, 1, None)}
@@ -175,12 +170,8 @@ def setup_data(
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
-    logits = model(
-        input_ids=batch["input_ids"],
-        attention_mask=batch["attention_mask"],
-        decoder_input_ids=batch["decoder_input_ids"],
-        use_cache=False,
-    ).logits
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    logits = model(**inputs, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="sum")
 
 
@@ -251,8 +242,8 @@ def train(
                 values = {"loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item()}
                 values["tokens_per_second"] = (state.tokens - tokens) / seconds
                 bar.set_postfix({key: f"{value:.3g}" for key, value in values.items()})
-                memory = policies.peak_memory(state.device) if args.track_memory else {}
-                log(args, state, "train", **values, tokens=state.tokens, **memory)
+                values |= policies.peak_memory(args, state.device)
+                log(args, state, "train", tokens=state.tokens, **values)
                 tokens, seconds = state.tokens, 0.0
             if milestone or state.step % (args.eval_every or math.inf) == 0:  # all ranks
                 val_loss = validation(args, state, val_loaders)
@@ -309,23 +300,15 @@ def log(args: Namespace, state: TrainState, event: str, **values: Any) -> None:
 
 
 def log_start(args: Namespace, state: TrainState) -> None:
-    """Cut metrics.jsonl to the restored step, and log what this run is; only rank 0 acts."""
+    """Cut metrics.jsonl to the restored step and log what this run is; only rank 0 acts."""
     if dist.get_rank() == 0:
         checkpointing.truncate_metrics(Path(args.output_dir, "metrics.jsonl"), state.step)
-        git = subprocess.run(
-            "git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True
-        )
-        about = {"world_size": dist.get_world_size(), "device": str(state.device), **state.identity}
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        log(
-            args,
-            state,
-            "start",
-            arguments=vars(args),
-            **about,
-            **versions,
-            git=git.stdout.decode().strip() or None,
-        )
+        about = {"script": Path(__file__).stem, "world_size": dist.get_world_size()}
+        about["device"] = torch.cuda.get_device_name() if state.device.type == "cuda" else "cpu"
+        about |= {"torch": torch.__version__, "transformers": transformers.__version__}
+        options = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True}
+        git = subprocess.run("git rev-parse HEAD", **options).stdout.decode().strip()
+        log(args, state, "start", **about, git=git or None, arguments=vars(args))
 
 
 @torch.no_grad()
@@ -342,16 +325,13 @@ def summarize(
         root = FSDP.summon_full_params(state.model, recurse=False, writeback=False)
     count = math.ceil(args.rouge_samples / loader.batch_sampler.global_batch)
     mine, everyone = [], [None] * dist.get_world_size()
+    options = {"max_new_tokens": args.target_length, "do_sample": False}
+    options["synced_gpus"] = dist.get_world_size() > 1
     state.model.eval()
     with root, torch.autocast(state.device.type, dtype, enabled=dtype != torch.float32):
         for batch in itertools.islice(loader, count):
-            generated = state.model.module.generate(
-                input_ids=batch["input_ids"].to(state.device),
-                attention_mask=batch["attention_mask"].to(state.device),
-                max_new_tokens=args.target_length,
-                do_sample=False,
-                synced_gpus=dist.get_world_size() > 1,
-            )
+            inputs = {k: batch[k].to(state.device) for k in ("input_ids", "attention_mask")}
+            generated = state.model.module.generate(**inputs, **options)
             labels = batch["labels"].masked_fill(batch["labels"] == -100, tokenizer.pad_token_id)
             texts = [
                 tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -392,17 +372,16 @@ def prepare(
 
 def finish(args: Namespace, state: TrainState, tokenizer: Tokenizer, loader: DataLoader) -> None:
     """Summarise a few examples and write final/ and best/; all ranks."""
+    output = Path(args.output_dir)
     triples = summarize(args, state, tokenizer, loader) if args.rouge_samples else []
-    rouge = summarization_dataset.rouge(triples) if triples and dist.get_rank() == 0 else {}
-    memory = policies.peak_memory(state.device) if args.track_memory else {}
-    output, form = Path(args.output_dir), (args.export_dtype, args.max_shard_size)
-    checkpointing.export_model(state.model, tokenizer, output / "final", *form)
+    checkpointing.export_model(state.model, tokenizer, output / "final", args)
     checkpointing.load_weights(checkpointing.best_path(output, state), state.model)
-    checkpointing.export_model(state.model, tokenizer, output / "best", *form)
-    log(
-        args, state, "done", best_loss=state.best_loss, best_step=state.best_step, **rouge, **memory
-    )
+    checkpointing.export_model(state.model, tokenizer, output / "best", args)
     if dist.get_rank() == 0:
+        values = {"best_loss": state.best_loss, "best_step": state.best_step}
+        values |= policies.peak_memory(args, state.device)
+        values |= summarization_dataset.rouge(triples) if triples else {}
+        log(args, state, "done", **values)
         print(f"last model: {output / 'final'}, of lowest validation loss: {output / 'best'}")
 
 
@@ -413,8 +392,7 @@ def export_only(args: Namespace, device: torch.device, checkpoint: Path | None) 
     model, tokenizer, shapes = setup_model(args, device, pretrained=False)
     checkpointing.check_identity(checkpoint, {"script": Path(__file__).stem, "model": shapes})
     checkpointing.load_weights(checkpoint, model)
-    final = Path(args.output_dir, "final")
-    checkpointing.export_model(model, tokenizer, final, args.export_dtype, args.max_shard_size)
+    checkpointing.export_model(model, tokenizer, Path(args.output_dir, "final"), args)
 
 
 @record

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import zlib
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +32,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RANDOM = [  # how the random states of a rank are read, and how they are restored
     (random.getstate, random.setstate),
     (numpy.random.get_state, numpy.random.set_state),
@@ -47,7 +47,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scheduler: torch.optim.lr_scheduler.LambdaLR
     scaler: torch.amp.GradScaler
     device: torch.device
     identity: dict[str, Any]  # what must not differ between a run and its continuation
@@ -133,10 +133,7 @@ def _write(path: Path, tensors: dict[str, Any], state: TrainState) -> None:
     dcp.save(tensors, checkpoint_id=temporary)
     if dist.get_rank() == 0:
         saved = {name: getattr(state, name) for name in COUNTERS}
-        saved["scheduler"], saved["scaler"] = (
-            state.scheduler.state_dict(),
-            state.scaler.state_dict(),
-        )
+        saved |= {"schedule": state.scheduler.last_epoch, "scaler": state.scaler.state_dict()}
         saved["world_size"] = dist.get_world_size()
         (temporary / "train_state.json").write_text(json.dumps(saved, indent=1))
         shutil.rmtree(path, ignore_errors=True)
@@ -189,12 +186,19 @@ def load_checkpoint(path: Path, state: TrainState, seed: int) -> None:
     check_identity(path, state.identity)
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer)
     same_world = saved["world_size"] == world_size
+    settings = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in state.optimizer.param_groups
+    ]
     tensors = {"model": model, "optimizer": optimizer, "rng": {rank: b""} if same_world else {}}
     dcp.load(tensors, checkpoint_id=path)
     dcp_state.set_state_dict(
         state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer
     )
-    state.scheduler.load_state_dict(saved["scheduler"])
+    for group, options in zip(state.optimizer.param_groups, settings, strict=True):
+        group.update(options)  # the flags of this run hold, not those of the one that saved
+    state.scheduler.last_epoch = saved["schedule"] - 1
+    state.scheduler.step()
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
@@ -362,13 +366,15 @@ def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def export_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, dtype: str, max_gb: float
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
 ) -> None:
     """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
 
-    Rank 0 holds one file of at most `max_gb` and one unit above its own shard. The directory
-    replaces the one before when it is complete. `dtype`: a key of EXPORT_DTYPES.
+    Rank 0 holds one file of --max-shard-size GB and one unit above its own shard. The directory
+    replaces the one before when it is complete. The weights are written as --export-dtype.
     """
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype, limit = dtypes[args.export_dtype], args.max_shard_size * 1e9
     temporary, inner, pending, files = path.with_name(f"tmp-{path.name}"), model.module, {}, []
 
     def write_file() -> None:
@@ -380,8 +386,8 @@ def export_model(
         temporary.mkdir(parents=True)
     for name, parameter in _whole_tensors(model):
         if dist.get_rank() == 0:
-            tensor = parameter.detach().to("cpu", EXPORT_DTYPES[dtype], copy=True)
-            if pending and sum(x.nbytes for x in (*pending.values(), tensor)) > max_gb * 1e9:
+            tensor = parameter.detach().to("cpu", dtype, copy=True)
+            if pending and sum(x.nbytes for x in (*pending.values(), tensor)) > limit:
                 write_file()
             pending[name] = tensor
     if dist.get_rank() == 0:
@@ -395,7 +401,7 @@ def export_model(
         if len(files) > 1:
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config = copy.deepcopy(inner.config)
-        config.architectures, config.dtype = [type(inner).__name__], EXPORT_DTYPES[dtype]
+        config.architectures, config.dtype = [type(inner).__name__], dtype
         for part in (config, inner.generation_config, tokenizer):
             part.save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)

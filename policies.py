@@ -20,12 +20,15 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
@@ -41,8 +44,8 @@ fpSixteen = _policy(param_dtype=torch.float16, reduce_dtype=torch.float16)
 fp32_policy = _policy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 grad_bf16 = _policy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)  # for slow networks
 
-PRECISIONS = {"bf16": bfSixteen, "bf16-fp32-reduce": bfSixteen_fp32_reduce, "fp16": fpSixteen,
-              "fp32": fp32_policy}  # fmt: skip
+PRECISIONS = {"bf16": bfSixteen, "bf16-fp32-reduce": bfSixteen_fp32_reduce}
+PRECISIONS |= {"fp16": fpSixteen, "fp32": fp32_policy}
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
@@ -57,10 +60,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def exit_with(error: object) -> NoReturn:
-    """End this process with exit code 1 and one sentence, said by rank 0 alone.
+    """End with exit code 1 and one sentence, said by rank 0, whose end ends the others.
 
-    torchrun ends the other ranks once rank 0 is gone: they wait for that, and speak only if it
-    does not come, because rank 0 has no such trouble.
+    A rank that has to wait in vain for that speaks itself: rank 0 has no such trouble.
     """
     if int(os.environ.get("RANK", 0)) != 0:
         time.sleep(20)
@@ -141,10 +143,8 @@ def common_problems(args: argparse.Namespace) -> list[str]:
 
 def resolve_precision(precision: str) -> str:
     """`auto` is bf16 where the GPU computes it natively, and fp32 elsewhere."""
-    if precision != "auto":
-        return precision
     native = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16" if native else "fp32"
+    return precision if precision != "auto" else "bf16" if native else "fp32"
 
 
 def wrap_policy(block_class: type[nn.Module]) -> functools.partial:
@@ -164,9 +164,7 @@ def device_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
 
 def checkpoint_activations(model: nn.Module, block_class: type[nn.Module]) -> None:
     """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
-    checkpoint_wrapper.apply_activation_checkpointing(
-        model, check_fn=lambda module: isinstance(module, block_class)
-    )
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block_class))
 
 
 # The next four functions hold all that differs between FSDP and DistributedDataParallel.
@@ -206,12 +204,10 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def lr_schedule(
     args: argparse.Namespace, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
+) -> LambdaLR:
     """The learning rate by optimizer step: warm-up, then the shape of --lr-schedule."""
     if args.lr_schedule == "step":
-        return torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda n: args.gamma ** (n // epoch_steps)
-        )
+        return LambdaLR(optimizer, lambda step: args.gamma ** (step // epoch_steps))
     name = "constant_with_warmup" if args.lr_schedule == "constant" else args.lr_schedule
     return get_scheduler(name, optimizer, math.ceil(args.warmup_ratio * total_steps), total_steps)
 
@@ -219,10 +215,10 @@ def lr_schedule(
 class GlobalBatchSampler:
     """Batch sampler for a DataLoader, in an order that does not depend on the number of ranks.
 
-    The epoch's permutation, a function of (seed, epoch), is cut into global batches, one per
-    optimizer step; each is dealt out to the ranks in turn, then cut into micro-batches. No sample
-    is dropped or repeated: in the last step of an epoch some micro-batches are short or empty,
-    and every rank still gets the same number of them. A seed of None keeps the given order.
+    The epoch's permutation, a function of (seed, epoch; a seed of None keeps the order), is cut
+    into global batches, one per optimizer step; each is dealt out to the ranks in turn, then cut
+    into micro-batches. No sample is dropped or repeated: in the last step some micro-batches may
+    be short or empty, and every rank gets the same number of them.
     """
 
     def __init__(self, num_samples: int, batch_size: int, accumulation: int, seed: int | None):
@@ -259,12 +255,11 @@ def local_rank_zero_first() -> Iterator[None]:
         dist.barrier()
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """Peak memory of this process in MB (10^6 bytes): CUDA allocated and reserved, or Linux RSS."""
-    if device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved
-        return {
-            "peak_memory_mb": allocated(device) / 1e6,
-            "peak_reserved_mb": reserved(device) / 1e6,
-        }
-    return {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3}
+def peak_memory(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """For --track-memory, this process's peak in 10^6 bytes: CUDA's two, or RSS (on Linux)."""
+    if not args.track_memory:
+        return {}
+    if device.type == "cpu":
+        return {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3}
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"peak_memory_mb": allocated / 1e6, "peak_reserved_mb": reserved / 1e6}

@@ -88,7 +88,7 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
     for name, number in least.items():
         if getattr(args, name) < number:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            problems.append(f"{flag} is out of range: it must be at least {number}.")
+            problems.append(f"{flag} is out of range: it must be at least {number}")
     path = local_path(args)
     if path is None or path.is_file() and path.suffix.lower() in KINDS:
         return problems
@@ -96,12 +96,12 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
         problems.append(
             f"{path} is missing: get {path.name} of the WikiHow dataset (Koupaee & Wang 2018) by "
             f"way of https://github.com/mahnazkoupaee/WikiHow-Dataset and put it into "
-            f"{path.parent}/, or take --dataset docstrings, which needs no download."
+            f"{path.parent}/, or take --dataset docstrings, which needs no download"
         )
     elif path.is_file():
-        problems.append(f"--dataset {path} is of no known kind: {', '.join(KINDS)}.")
+        problems.append(f"--dataset {path} is of no known kind: {', '.join(KINDS)}")
     else:
-        problems.append(f"--dataset {path} is missing: there is no such file.")
+        problems.append(f"--dataset {path} is missing: there is no such file")
     return problems
 
 
@@ -126,10 +126,10 @@ def load_summarization(
     Raises ValueError, with a sentence for the user, if arguments or data do not serve.
     """
     if problems := check_arguments(args):
-        raise ValueError(" ".join(problems))
+        raise ValueError("; ".join(problems))
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token.")
-    if not verbose:
+        raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token")
+    if not (verbose and sys.stderr.isatty()):
         datasets.disable_progress_bars()
     report = partial(print, flush=True) if verbose else lambda line: None
     found = {}
@@ -157,7 +157,7 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
         identity = fingerprint("docstrings", sys.version, sysconfig.get_path("stdlib"))
         features = Features(dict.fromkeys(columns, Value("string")))
         rows = Dataset.from_generator(docstrings, features=features, fingerprint=identity)
-        percent = {"train": 90, "validation": 10}
+        percent = {"train": 85, "validation": 15}
         return [Source("docstrings", rows, columns, percent, "a hash of the module")]
     if args.dataset == "wikihow":
         columns += ("title",)
@@ -191,10 +191,10 @@ def read_file(path: Path, columns: tuple[str, ...]) -> Dataset:
         while error.__cause__ is not None:
             error = error.__cause__
         if "no data" in str(error):
-            raise ValueError(f"{path} has no rows.") from error
+            raise ValueError(f"{path} has no rows") from error
         place = f"{path}{broken_line(path) if suffix == '.jsonl' else ''}"
         reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(f"{place} cannot be read as {suffix[1:].upper()}: {reason}.") from error
+        raise ValueError(f"{place} cannot be read as {suffix[1:].upper()}: {reason}") from error
     finally:
         datasets.logging.set_verbosity(level)
     check_columns(str(path), parts["train"], columns)
@@ -212,12 +212,12 @@ def check_content(path: Path) -> str:
                     decoder.decode(block)
         decoder.decode(b"", final=True)
         if path.stat().st_size == 0:
-            raise ValueError(f"{path} is empty.")
+            raise ValueError(f"{path} is empty")
     except UnicodeDecodeError as error:
         advice = "convert it, for example with `iconv -f LATIN1 -t UTF-8`"
-        raise ValueError(f"{path} is not UTF-8: {advice}.") from error
+        raise ValueError(f"{path} is not UTF-8: {advice}") from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     return f"{crc:08x}"
 
 
@@ -257,13 +257,13 @@ def read_hub(args: argparse.Namespace, columns: tuple[str, str]) -> datasets.Dat
             "a gated data set needs its licence accepted on "
             f"https://huggingface.co/datasets/{args.dataset} and HF_TOKEN set, one with several "
             "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "
-            "file, or docstrings."
+            "file, or docstrings"
         ) from error
     for flag, part in ("--train-split", args.train_split), ("--val-split", args.val_split):
         if part not in parts:
             raise ValueError(
                 f"{args.dataset} has the splits {', '.join(parts)}; {flag} {part} is not among "
-                "them (both flags naming the same split hold out 5% of it)."
+                "them (both flags naming the same split hold out 5% of it)"
             )
         check_columns(f"{args.dataset} {part}", parts[part], columns)
     return parts
@@ -276,11 +276,11 @@ def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
         if len(columns) == 3:
             needed = needed.replace("are not both", f"and {columns[2]} are not all")
         found = ", ".join(rows.column_names)
-        raise ValueError(f"{name} has columns {found}; {needed} among them.")
+        raise ValueError(f"{name} has columns {found}; {needed} among them")
     for column in columns:
         kind = rows.features[column]
         if getattr(kind, "dtype", None) not in ("string", "large_string", "null"):
-            raise ValueError(f"Column {column} of {name} does not hold text but {kind}.")
+            raise ValueError(f"Column {column} of {name} does not hold text but {kind}")
 
 
 def read_title_lists(folder: Path) -> dict[str, str] | None:
@@ -366,18 +366,18 @@ def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list
     dropped = ", ".join(f"{n:,} {why}" for why, n in counts.items() if why not in splits)
     report(f"{name}: {len(places):,} rows, dropped: {dropped or 'none'}")
     if not any(counts[split] for split in splits):
-        raise ValueError(f"{name} has no row left after cleaning: {dropped}.")
+        raise ValueError(f"{name} has no row left after cleaning: {dropped}")
     if source.titles is not None and not (counts["train"] and counts["validation"]):
         raise ValueError(
             f"{name} has {counts['train']} rows for training and {counts['validation']} for "
-            f"validation by {source.rule}: put there the lists that belong to it, or none."
+            f"validation by {source.rule}: put there the lists that belong to it, or none"
         )
     if source.titles is None and not all(counts[split] for split in splits):
         # Too few keys for the percentages: one for each split held out, the others train.
         keys = rows["key"][:]
         kept = sorted({key for key, place in zip(keys, places, strict=True) if place in splits})
         if len(kept) == 1:
-            raise ValueError(f"{name} cannot be split by {source.rule}: no two rows differ in it.")
+            raise ValueError(f"{name} cannot be split by {source.rule}: no two rows differ in it")
         held_out = dict(zip(kept[:-1], splits[1:], strict=False))
         places = [
             held_out.get(key, "train") if place in splits else place
@@ -461,3 +461,19 @@ def collate(
         "labels": labels,
         "decoder_input_ids": shifted.masked_fill(shifted == -100, pad_token_id),
     }
+
+
+def rouge(triples: list[tuple[str, str, str]]) -> dict[str, float]:
+    """Mean F-measures of ROUGE-1, -2 and -L (Lin 2004, with stemming) in percent.
+
+    `triples` are source, reference and generated text; the first three are printed.
+    """
+    from rouge_score.rouge_scorer import RougeScorer  # only who asks for ROUGE needs it
+
+    for triple in triples[:3]:
+        for label, text in zip(("source", "reference", "generated"), triple, strict=True):
+            print(f"{label:>9}: {text[:300]}")
+    kinds = ["rouge1", "rouge2", "rougeL"]
+    scorer = RougeScorer(kinds, use_stemmer=True)
+    scores = [scorer.score(reference, generated) for _, reference, generated in triples]
+    return {k: 100 * sum(score[k].fmeasure for score in scores) / len(scores) for k in kinds}

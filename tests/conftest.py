@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,8 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.update(
-    {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-)
+CACHE = tempfile.TemporaryDirectory()  # of `datasets`, which reads the variable when imported
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
 
 
 def launch(
@@ -36,12 +36,6 @@ def metrics(output: Path, event: str) -> list[dict]:
     """The lines of one event in a run's metrics.jsonl."""
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == event]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep what `datasets` caches out of the user's cache."""
-    os.environ["HF_DATASETS_CACHE"] = str(tmp_path_factory.mktemp("datasets"))
 
 
 @pytest.fixture(scope="session")

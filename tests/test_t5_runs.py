@@ -191,8 +191,10 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(
     one_process(flags, finished)
     assert "is finished" in capfd.readouterr().out
     assert (finished / "metrics.jsonl").read_text() == before
-    one_process([*flags, "--max-steps", "10"], finished)
+    one_process([*flags, "--max-steps", "10", "--lr", "2e-3"], finished)
     assert list(losses(finished)) == list(range(1, 11))
+    rates = [line["lr"] for line in metrics(finished, "train")[-2:]]
+    assert rates == pytest.approx([2e-3 * 2 / 9, 2e-3 * 1 / 9])  # of the schedule as it is now
 
 
 def refused(flags: list[str], output: Path, capfd: pytest.CaptureFixture) -> str:
@@ -272,3 +274,15 @@ def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixtur
         with contextlib.suppress(SystemExit):
             T5_training.parse_args(word)
         assert word[0] in capfd.readouterr().err
+
+
+def test_hybrid_shard_on_two_by_two(
+    alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
+) -> None:
+    """Four ranks, two copies of the model: the losses of one process, and its weights."""
+    command = [*flags, "--model-name", t5_directory, "--batch-size", "2", "--output-dir", tmp_path]
+    launch(4, "T5_training.py", *command, "--strategy", "hybrid_shard", "--shard-group-size", "2")
+    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
+    there = weights(alone / "final")
+    for name, tensor in weights(tmp_path / "final").items():
+        torch.testing.assert_close(tensor, there[name], rtol=0, atol=1e-4)
