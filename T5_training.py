@@ -112,7 +112,7 @@ def setup_model(
         with torch.device("meta"):
             model = T5ForConditionalGeneration(config)
         init = checkpointing.streamed_init(model, directory if pretrained else None, device)
-    shapes = checkpointing.shape_checksum(model)
+    shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
     if args.strategy == "ddp":
         for module in list(model.modules()) if init else ():
             init(module)
@@ -199,7 +199,7 @@ def train_step(
     for number, batch in enumerate(batches, start=1):
         batch = {key: value.to(state.device, non_blocking=True) for key, value in batch.items()}
         sync = number == len(batches) or not args.accumulate_no_sync
-        with policies.gradient_sync(state.model, sync):
+        with contextlib.nullcontext() if sync else state.model.no_sync():
             with policies.autocast(args, state.device):
                 share = summed_loss(state.model, batch) / targets
             state.scaler.scale(share * dist.get_world_size()).backward()
@@ -356,10 +356,14 @@ def prepare(
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
     scheduler = policies.lr_schedule(args, optimizer, total_steps, sampler.steps_per_epoch)
     scaler = policies.gradient_scaler(args, device)
+    sets = [x.dataset for x in (loader, *val_loaders.values())]
+    samples = [len(d) for d in sets] + [
+        d[i] for d in sets for i in range(0, len(d), len(d) // 256 + 1)
+    ]
     identity = {
         "script": Path(__file__).stem,
         "model": shapes,
-        "data": checkpointing.data_checksum([x.dataset for x in (loader, *val_loaders.values())]),
+        "data": checkpointing.checksum(samples),
         "global batch": sampler.global_batch,
         "seed": args.seed,
     }

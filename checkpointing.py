@@ -7,6 +7,7 @@ All ranks call a function together unless its docstring says "rank 0 alone".
 import contextlib
 import copy
 import json
+import math
 import pickle
 import random
 import re
@@ -186,17 +187,14 @@ def load_checkpoint(path: Path, state: TrainState, seed: int) -> None:
     check_identity(path, state.identity)
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer)
     same_world = saved["world_size"] == world_size
-    settings = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in state.optimizer.param_groups
-    ]
+    settings = [group | {"params": []} for group in state.optimizer.param_groups]
     tensors = {"model": model, "optimizer": optimizer, "rng": {rank: b""} if same_world else {}}
     dcp.load(tensors, checkpoint_id=path)
     dcp_state.set_state_dict(
         state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer
     )
-    for group, options in zip(state.optimizer.param_groups, settings, strict=True):
-        group.update(options)  # the flags of this run hold, not those of the one that saved
+    for group, flags in zip(state.optimizer.param_groups, settings, strict=True):
+        group |= flags | {"params": group["params"]}  # not the flags of the run that saved
     state.scheduler.last_epoch = saved["schedule"] - 1
     state.scheduler.step()
     if saved["scaler"] and state.scaler.is_enabled():
@@ -209,9 +207,7 @@ def load_checkpoint(path: Path, state: TrainState, seed: int) -> None:
         return
     set_seed(seed + state.step * world_size + int(rank))
     if rank == "0":
-        print(
-            f"{saved['world_size']} processes saved {path}, {world_size} go on: new dropout seeds"
-        )
+        print(f"{saved['world_size']} processes saved this, {world_size} go on: dropout reseeded")
 
 
 def check_identity(path: Path, here: dict[str, Any]) -> None:
@@ -224,26 +220,16 @@ def check_identity(path: Path, here: dict[str, Any]) -> None:
     remedy = "give what it had, or another --output-dir"
     if differing == ["global batch"]:
         per_rank, rest = divmod(saved["global batch"], dist.get_world_size())
-        batch = max(size for size in range(1, min(per_rank, 8) + 1) if per_rank % size == 0)
+        batch = math.gcd(per_rank, 8)
         remedy = f"--batch-size {batch} --gradient-accumulation-steps {per_rank // batch} keeps it"
         if rest:
             remedy = f"use a number of processes that divides {saved['global batch']}"
     raise ValueError(f"{path} was saved by a run that differs in {what}: {remedy}")
 
 
-def shape_checksum(model: nn.Module) -> str:
-    """Number of parameters and CRC-32 of names and shapes, of a model that is not wrapped yet."""
-    shapes = str([(name, list(tensor.shape)) for name, tensor in model.named_parameters()])
-    return f"{model.num_parameters()} parameters, crc {zlib.crc32(shapes.encode()):08x}"
-
-
-def data_checksum(datasets: list[Any]) -> str:
-    """Numbers of examples and a CRC-32 of 256 examples of each data set, evenly spaced."""
-    crc = 0
-    for dataset in datasets:
-        for index in range(0, len(dataset), max(1, len(dataset) // 256)):
-            crc = zlib.crc32(repr(dataset[index]).encode(), crc)
-    return f"{'+'.join(str(len(dataset)) for dataset in datasets)} examples, crc {crc:08x}"
+def checksum(items: list[Any]) -> str:
+    """Their number and the CRC-32 of what they print as: tells data, or shapes, from others."""
+    return f"{len(items)} items, crc {zlib.crc32(repr(items).encode()):08x}"
 
 
 def model_directory(name: str) -> Path:

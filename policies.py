@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
@@ -47,12 +49,9 @@ grad_bf16 = _policy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)  # f
 PRECISIONS = {"bf16": bfSixteen, "bf16-fp32-reduce": bfSixteen_fp32_reduce}
 PRECISIONS |= {"fp16": fpSixteen, "fp32": fp32_policy}
 STRATEGIES = {
-    "full_shard": ShardingStrategy.FULL_SHARD,
-    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
-    "no_shard": ShardingStrategy.NO_SHARD,
-    "ddp": None,  # DistributedDataParallel, the baseline
-}
+    name: ShardingStrategy[name.upper()]
+    for name in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
+} | {"ddp": None}  # DistributedDataParallel, the baseline
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -60,12 +59,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 
 def exit_with(error: object) -> NoReturn:
-    """End with exit code 1 and one sentence, said by rank 0, whose end ends the others.
-
-    A rank that has to wait in vain for that speaks itself: rank 0 has no such trouble.
-    """
+    """End with exit code 1 and one sentence, said by rank 0."""
     if int(os.environ.get("RANK", 0)) != 0:
-        time.sleep(20)
+        time.sleep(20)  # rank 0's end ends this one too, unless this one alone is in trouble
     print(f"error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
@@ -112,7 +108,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation-checkpointing", **switch, help="recompute blocks in the backward pass")
 
 
-def common_problems(args: argparse.Namespace) -> list[str]:
+def common_problems(args: Namespace) -> list[str]:
     """What is wrong with the values of `common_arguments`, a sentence each."""
     limits = {
         "1 or more": (lambda value: value >= 1, "batch_size gradient_accumulation_steps epochs "
@@ -123,20 +119,19 @@ def common_problems(args: argparse.Namespace) -> list[str]:
                              "max_shard_size timeout_minutes"),
         "at least 0 and below 1": (lambda value: 0 <= value < 1, "warmup_ratio"),
     }  # fmt: skip
-    problems = [
-        f"--{name.replace('_', '-')} must be {accepted}, not {getattr(args, name)}"
-        for accepted, (fits, names) in limits.items()
-        for name in names.split()
-        if not fits(getattr(args, name))
-    ]
+    problems = []
+    for accepted, (fits, names) in limits.items():
+        for name in (name for name in names.split() if not fits(getattr(args, name))):
+            flag = f"--{name.replace('_', '-')}"
+            problems.append(f"{flag} must be {accepted}, not {getattr(args, name)}")
     if args.precision == "fp16" and not torch.cuda.is_available():
         problems.append("--precision fp16 needs a GPU, use bf16 or fp32 here")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.strategy == "hybrid_shard" and (group <= 1 or world_size % group):
-        problems.append(  # a group of 1 would never synchronise gradients
-            "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
-            f"{world_size} processes, not {group}"
+        needed = "above 1 (or gradients are never synchronised) that divides the processes"
+        problems.append(
+            f"--strategy hybrid_shard needs a --shard-group-size {needed}: {world_size}"
         )
     return problems
 
@@ -152,14 +147,14 @@ def wrap_policy(block_class: type[nn.Module]) -> functools.partial:
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={block_class})
 
 
-def device_mesh(args: argparse.Namespace, device: torch.device) -> DeviceMesh:
+def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
     """The ranks as FSDP sees them: 1-D, or (replicas, shards) under hybrid_shard."""
     world_size = dist.get_world_size()
     if args.strategy != "hybrid_shard":
         return init_device_mesh(device.type, (world_size,))
     shards = args.shard_group_size or int(os.environ["LOCAL_WORLD_SIZE"])
-    shape = (world_size // shards, shards)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    names = ("replicate", "shard")
+    return init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=names)
 
 
 def checkpoint_activations(model: nn.Module, block_class: type[nn.Module]) -> None:
@@ -167,15 +162,15 @@ def checkpoint_activations(model: nn.Module, block_class: type[nn.Module]) -> No
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block_class))
 
 
-# The next four functions hold all that differs between FSDP and DistributedDataParallel.
-def autocast(args: argparse.Namespace, device: torch.device) -> contextlib.AbstractContextManager:
+# The next three functions hold all that differs between FSDP and DistributedDataParallel.
+def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
     """Mixed precision under DDP; FSDP casts by its MixedPrecision policy instead."""
     dtype = PRECISIONS[args.precision].param_dtype
     enabled = args.strategy == "ddp" and dtype != torch.float32
-    return torch.autocast(device.type, dtype=dtype if enabled else None, enabled=enabled)
+    return torch.autocast(device.type, dtype, enabled=enabled)
 
 
-def gradient_scaler(args: argparse.Namespace, device: torch.device) -> torch.amp.GradScaler:
+def gradient_scaler(args: Namespace, device: torch.device) -> torch.amp.GradScaler:
     """The loss scaler of fp16, which passes everything through in other precisions."""
     scaler = torch.amp.GradScaler if args.strategy == "ddp" else ShardedGradScaler
     return scaler(device.type, enabled=args.precision == "fp16")
@@ -188,11 +183,6 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def gradient_sync(model: nn.Module, enabled: bool) -> contextlib.AbstractContextManager:
-    """Reduce the gradients over ranks in this backward pass, or keep them local."""
-    return contextlib.nullcontext() if enabled else model.no_sync()
-
-
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """AdamW groups: no decay for biases and norms, told by name as shards are one-dimensional."""
     groups = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
@@ -202,23 +192,20 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     return groups
 
 
-def lr_schedule(
-    args: argparse.Namespace, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int
-) -> LambdaLR:
+def lr_schedule(args: Namespace, optimizer: Optimizer, total: int, epoch_steps: int) -> LambdaLR:
     """The learning rate by optimizer step: warm-up, then the shape of --lr-schedule."""
     if args.lr_schedule == "step":
         return LambdaLR(optimizer, lambda step: args.gamma ** (step // epoch_steps))
     name = "constant_with_warmup" if args.lr_schedule == "constant" else args.lr_schedule
-    return get_scheduler(name, optimizer, math.ceil(args.warmup_ratio * total_steps), total_steps)
+    return get_scheduler(name, optimizer, math.ceil(args.warmup_ratio * total), total)
 
 
 class GlobalBatchSampler:
     """Batch sampler for a DataLoader, in an order that does not depend on the number of ranks.
 
-    The epoch's permutation, a function of (seed, epoch; a seed of None keeps the order), is cut
-    into global batches, one per optimizer step; each is dealt out to the ranks in turn, then cut
-    into micro-batches. No sample is dropped or repeated: in the last step some micro-batches may
-    be short or empty, and every rank gets the same number of them.
+    The epoch's permutation, a function of (seed, epoch), is cut into global batches, one per
+    optimizer step; each is dealt out to the ranks in turn, then cut into micro-batches. No sample
+    is dropped or repeated: some micro-batches of the last step may be short or empty.
     """
 
     def __init__(self, num_samples: int, batch_size: int, accumulation: int, seed: int | None):
@@ -255,7 +242,7 @@ def local_rank_zero_first() -> Iterator[None]:
         dist.barrier()
 
 
-def peak_memory(args: argparse.Namespace, device: torch.device) -> dict[str, float]:
+def peak_memory(args: Namespace, device: torch.device) -> dict[str, float]:
     """For --track-memory, this process's peak in 10^6 bytes: CUDA's two, or RSS (on Linux)."""
     if not args.track_memory:
         return {}

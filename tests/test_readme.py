@@ -1,0 +1,60 @@
+"""The commands that the README and the Makefile give, run as they stand but shorter."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, launch, metrics
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_demo_command(tmp_path: Path) -> None:
+    """`make demo` for twelve steps: the loss falls, ROUGE and three examples are printed."""
+    printed = subprocess.check_output(["make", "-n", "-B", "demo"], cwd=ROOT, text=True)
+    command = shlex.split(printed[printed.index("T5_training.py") :].replace("\\\n", " "))
+    short = ["--max-steps", "12", "--output-dir", tmp_path, "--target-length", "16"]
+    result = launch(2, *command, *short)
+    assert all(result.stdout.count(word) == 3 for word in ("source:", "reference:", "generated:"))
+    (done,) = metrics(tmp_path, "done")
+    assert {"rouge1", "rouge2", "rougeL"} <= done.keys()
+    val = [line["loss"] for line in metrics(tmp_path, "val")]
+    assert val[-1] <= 0.75 * val[0]  # 120 steps reach 0.4
+    assert str(tmp_path / "final") in result.stdout
+
+
+def test_readme_snippet_uses_final(t5_directory: Path, tmp_path: Path) -> None:
+    """The Python block, on a model that lies where it says."""
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output/final").symlink_to(t5_directory)
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
+def test_readme_cpu_commands_parse_from_another_directory(tmp_path: Path) -> None:
+    """The first by-hand command, cut to one step, started elsewhere and without torchrun."""
+    line = next(line for line in README.splitlines() if line.startswith("python T5_training.py"))
+    flags = shlex.split(line)[2:]
+    launch(0, "T5_training.py", *flags, "--max-steps", 1, "--rouge-samples", 0, cwd=tmp_path)
+    assert (tmp_path / "output/final/config.json").is_file()
+
+
+def test_flags_in_the_readme_exist() -> None:
+    """Every --flag named in the README is one of the script's, torchrun's or pip's."""
+    text = subprocess.check_output([sys.executable, ROOT / "T5_training.py", "--help"], text=True)
+    known = set(re.findall(r"--[a-z][a-z-]+", text)) | {
+        "--nnodes", "--nproc_per_node", "--nproc", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id",
+        "--no-build-isolation",
+    }  # fmt: skip
+    assert set(re.findall(r"--[a-z][a-z-]+", README)) <= known
+
+
+@pytest.mark.parametrize("name", ["policies.py", "checkpointing.py", "summarization_dataset.py"])
+def test_shared_modules_import_nothing_of_ours(name: str) -> None:
+    """So that they can be copied along with one script."""
+    ours = {path.stem for path in ROOT.glob("*.py")}
+    imported = re.findall(r"^(?:from|import) (\w+)", (ROOT / name).read_text(), re.MULTILINE)
+    assert not ours & set(imported)
