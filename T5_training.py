@@ -32,7 +32,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import BackwardPrefetch
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
@@ -123,6 +123,7 @@ def setup_model(
             auto_wrap_policy=policies.wrap_policy(T5Block),
             mixed_precision=policies.PRECISIONS[args.precision],
             sharding_strategy=policies.STRATEGIES[args.strategy],
+            cpu_offload=CPUOffload(offload_params=args.cpu_offload),
             device_mesh=policies.device_mesh(args, device),
             device_id=device,
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
@@ -179,6 +180,11 @@ def count_tokens(batch: Batch) -> tuple[int, int]:
     """Number of target tokens, and of all tokens that are not padding."""
     targets = int((batch["labels"] != -100).sum())
     return targets, targets + int(batch["attention_mask"].sum())
+
+
+def throughput(args: Namespace, state: TrainState, tokens: int, seconds: float) -> dict[str, float]:
+    """What the log says of the speed over the last steps."""
+    return {"tokens_per_second": tokens / seconds}
 
 
 def train_step(
@@ -240,7 +246,7 @@ def train(
             if milestone or state.step % args.log_every == 0:  # all ranks, written by rank 0
                 dist.all_reduce(loss)
                 values = {"loss": loss.item(), "lr": lr, "grad_norm": grad_norm.item()}
-                values["tokens_per_second"] = (state.tokens - tokens) / seconds
+                values |= throughput(args, state, state.tokens - tokens, seconds)
                 bar.set_postfix({key: f"{value:.3g}" for key, value in values.items()})
                 values |= policies.peak_memory(args, state.device)
                 log(args, state, "train", tokens=state.tokens, **values)
@@ -278,7 +284,7 @@ def validation(args: Namespace, state: TrainState, loaders: dict[str, DataLoader
     state.model.train()
     losses = dict(zip(loaders, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
     loss = (totals[:, 0].sum() / totals[:, 1].sum()).item()
-    log(args, state, "val", loss=loss, losses=losses)
+    log(args, state, "val", loss=loss, perplexity=math.exp(loss), losses=losses)
     return loss
 
 
@@ -353,7 +359,7 @@ def prepare(
     sampler = loader.batch_sampler
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
     groups = policies.parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=device.type == "cuda")
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=torch.cuda.is_available())
     scheduler = policies.lr_schedule(args, optimizer, total_steps, sampler.steps_per_epoch)
     scaler = policies.gradient_scaler(args, device)
     sets = [x.dataset for x in (loader, *val_loaders.values())]

@@ -15,7 +15,8 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
@@ -28,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
@@ -103,6 +104,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sharding").add_argument
     add("--strategy", choices=list(STRATEGIES), default="full_shard", help="what is sharded")
     add("--shard-group-size", type=int, default=0, help="hybrid_shard's (0: the ranks of a node)")
+    add("--cpu-offload", **switch, help="keep parameters, gradients and optimizer state on the CPU")
     add("--precision", choices=["auto", *PRECISIONS], default="auto",
         help="auto: bf16 where the GPU has it, else fp32; weights stay fp32")  # fmt: skip
     add("--activation-checkpointing", **switch, help="recompute blocks in the backward pass")
@@ -126,6 +128,8 @@ def common_problems(args: Namespace) -> list[str]:
             problems.append(f"{flag} must be {accepted}, not {getattr(args, name)}")
     if args.precision == "fp16" and not torch.cuda.is_available():
         problems.append("--precision fp16 needs a GPU, use bf16 or fp32 here")
+    if args.cpu_offload and (args.strategy == "ddp" or not torch.cuda.is_available()):
+        problems.append("--cpu-offload needs a GPU and a --strategy that is not ddp")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.strategy == "hybrid_shard" and (group <= 1 or world_size % group):
@@ -145,6 +149,19 @@ def resolve_precision(precision: str) -> str:
 def wrap_policy(block_class: type[nn.Module]) -> functools.partial:
     """Every `block_class` becomes an FSDP unit; what is left, tied embeddings too, is the root."""
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={block_class})
+
+
+def size_policy(model: nn.Module, min_num_params: int) -> Callable[..., bool]:
+    """Modules of `min_num_params` become units; those that hold a tied parameter stay in the root,
+    where both its uses are, and so do those that contain one."""
+    names = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    root = {m for m in model.modules() if any(names[p] > 1 for p in m.parameters())}
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params)
+        return large and (recurse or module not in root)
+
+    return policy
 
 
 def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:

@@ -153,10 +153,7 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
     """Open what `--dataset` names: one source to be split, or a hub data set's two splits."""
     path, columns = local_path(args), (args.source_column, args.target_column)
     if args.dataset == "docstrings":
-        columns = "text", "headline", "module"
-        identity = fingerprint("docstrings", sys.version, sysconfig.get_path("stdlib"))
-        features = Features(dict.fromkeys(columns, Value("string")))
-        rows = Dataset.from_generator(docstrings, features=features, fingerprint=identity)
+        rows, columns = docstring_rows(), ("text", "headline", "module")
         percent = {"train": 85, "validation": 15}
         return [Source("docstrings", rows, columns, percent, "a hash of the module")]
     if args.dataset == "wikihow":
@@ -302,6 +299,13 @@ def title_key(title: str) -> str:
     return "".join(filter(str.isalnum, title))
 
 
+def docstring_rows() -> Dataset:
+    """The docstrings of the installed Python's library, in columns text, headline and module."""
+    features = Features(dict.fromkeys(("text", "headline", "module"), Value("string")))
+    identity = fingerprint("docstrings", sys.version, sysconfig.get_path("stdlib"))
+    return Dataset.from_generator(docstrings, features=features, fingerprint=identity)
+
+
 def docstrings() -> Iterator[dict[str, str]]:
     """Yield text (the body), headline (the first line) and module of the library's docstrings."""
     root, seen = sysconfig.get_path("stdlib"), set()
@@ -405,12 +409,16 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
             "labels": [closed(ids, lengths[1]) for ids in labels["input_ids"]],
         }
 
-    # What makes two tokenizers the same: not `truncation` and `padding`, left by the last call.
+    features = dict.fromkeys(("input_ids", "labels"), List(Value("int32")))
+    return cached_map(rows, encode_batch, features, prefix, lengths, *tokenizer_identity(tokenizer))
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> tuple:
+    """What tells a tokenizer from others: not `truncation` and `padding`, left by the last call."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else tokenizer.get_vocab()
-    rules = sorted(rule for rule in rules.items() if rule[0] not in ("truncation", "padding"))
-    features = dict.fromkeys(("input_ids", "labels"), List(Value("int32")))
-    return cached_map(rows, encode_batch, features, prefix, lengths, repr(tokenizer), rules)
+    left = sorted(rule for rule in rules.items() if rule[0] not in ("truncation", "padding"))
+    return repr(tokenizer), left
 
 
 def cached_map(rows: Dataset, function: Callable, features: dict, *identity: object) -> Dataset:

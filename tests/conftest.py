@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
+from safetensors.torch import load_file
+from transformers import (
+    ByT5Tokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,6 +45,20 @@ def metrics(output: Path, event: str) -> list[dict]:
     return [line for line in lines if line["event"] == event]
 
 
+def losses(output: Path, event: str = "train") -> dict[int, float]:
+    """Loss by step; fails if a step is logged twice."""
+    lines = metrics(output, event)
+    found = {line["step"]: line["loss"] for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+def weights(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an exported model."""
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
 @pytest.fixture(scope="session")
 def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random T5 with a byte tokenizer as a Hugging Face directory, without dropout."""
@@ -63,3 +84,29 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+@pytest.fixture(scope="session")
+def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random GPT-2 with a byte tokenizer as a Hugging Face directory, without dropout."""
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer()
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    shape = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=1, **off, **shape)
+    path = tmp_path_factory.mktemp("gpt2")
+    GPT2LMHeadModel(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Training and validation text: 35 blocks of 32 bytes with a short last one, and 5."""
+    path = tmp_path_factory.mktemp("texts")
+    line = "The {} of {} is {} times {}.\n"
+    words = ["sum", "root", "cube", "half", "sine"]
+    for name, count in (("train", 35), ("val", 5)):
+        lines = [line.format(words[i % 5], i * i, i % 7, words[i * i % 5]) for i in range(count)]
+        (path / f"{name}.txt").write_text("".join(lines))
+    return path / "train.txt", path / "val.txt"

@@ -1,5 +1,6 @@
-"""T5_training.py until a rank dies: killed.py RANK STEP FLAGS... (SIGKILL before that step)."""
+"""A script until a rank dies: killed.py SCRIPT RANK STEP FLAGS... (SIGKILL before that step)."""
 
+import importlib
 import os
 import signal
 import sys
@@ -7,11 +8,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import T5_training
-
 if __name__ == "__main__":
-    rank, step = int(sys.argv[1]), int(sys.argv[2])
-    train_step = T5_training.train_step
+    script, rank, step = importlib.import_module(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    train_step = script.train_step
 
     def killed_step(args, state, batches, samples):
         """Die where the real one would begin."""
@@ -19,5 +18,5 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
         return train_step(args, state, batches, samples)
 
-    T5_training.train_step = killed_step
-    T5_training.fsdp_main(T5_training.parse_args(sys.argv[3:]))
+    script.train_step = killed_step
+    script.fsdp_main(script.parse_args(sys.argv[4:]))

@@ -14,7 +14,9 @@ README = (ROOT / "README.md").read_text()
 
 def test_demo_command(tmp_path: Path) -> None:
     """`make demo` for twelve steps: the loss falls, ROUGE and three examples are printed."""
-    printed = subprocess.check_output(["make", "-n", "-B", "demo"], cwd=ROOT, text=True)
+    printed = subprocess.check_output(
+        ["make", "--no-print-directory", "-n", "-B", "demo"], cwd=ROOT, text=True
+    )
     command = shlex.split(printed[printed.index("T5_training.py") :].replace("\\\n", " "))
     short = ["--max-steps", "12", "--output-dir", tmp_path, "--target-length", "16"]
     result = launch(2, *command, *short)

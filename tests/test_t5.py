@@ -1,12 +1,11 @@
 """T5_training.py against plain single-process PyTorch, and generation under FSDP."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import launch
-from t5_worker import VARIANTS
+from ten_steps import SHARED_VARIANTS
 from transformers import ByT5Tokenizer, T5ForConditionalGeneration, get_scheduler
 
 import policies
@@ -22,13 +21,9 @@ def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs:
 
 
 @pytest.fixture(scope="module")
-def reference(results: dict, t5_directory: Path, pairs: Path) -> dict:
+def reference(results: dict, t5_directory: Path) -> dict:
     """The same ten global batches, each as one batch of a plain training loop."""
     tokenizer = ByT5Tokenizer()
-    texts = {row["text"]: row["headline"] for row in map(json.loads, pairs.open())}
-    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
-    args.num_train_samples = 0
-    train_set, _ = T5_training.summarization_dataset.load_summarization(args, tokenizer)
     model = T5ForConditionalGeneration.from_pretrained(t5_directory, dtype=torch.float32)
     model.train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -37,11 +32,9 @@ def reference(results: dict, t5_directory: Path, pairs: Path) -> dict:
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     scheduler = get_scheduler("linear", optimizer, 1, 10)
     found = {"losses": [], "norms": []}
-    for _, samples in results["full_shard"]["samples"]:
-        sources = [
-            tokenizer.decode(train_set[i]["input_ids"], skip_special_tokens=True) for i in samples
-        ]
-        targets = [texts[source.removeprefix("summarize: ")] for source in sources]
+    for rows in results["full_shard"]["rows"]:
+        sources = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
+        targets = [tokenizer.decode(row["labels"], skip_special_tokens=True) for row in rows]
         batch = tokenizer(sources, padding=True, return_tensors="pt")
         labels = tokenizer(targets, padding=True, return_tensors="pt").input_ids
         labels[labels == tokenizer.pad_token_id] = -100
@@ -56,7 +49,7 @@ def reference(results: dict, t5_directory: Path, pairs: Path) -> dict:
     return found
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", SHARED_VARIANTS)
 def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: dict) -> None:
     """Losses to 1e-5, the first gradient to 1e-5 of its norm; targets are of uneven lengths."""
     result = results[variant]

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, metrics
-from safetensors.torch import load_file
+from conftest import ROOT, launch, losses, metrics, weights
 from transformers import ByT5Tokenizer
 
 import T5_training
@@ -33,20 +32,6 @@ def one_process(flags: list[str], output: Path) -> None:
     T5_training.fsdp_main(
         T5_training.parse_args([*flags, "--batch-size", "8", "--output-dir", str(output)])
     )
-
-
-def losses(output: Path, event: str = "train") -> dict[int, float]:
-    """Loss by step; fails if a step is logged twice."""
-    lines = metrics(output, event)
-    found = {line["step"]: line["loss"] for line in lines}
-    assert len(found) == len(lines)
-    return found
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an exported model."""
-    files = sorted(directory.glob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +61,7 @@ def test_killed_and_run_again_is_as_if_nothing_was(
 ) -> None:
     """The same command after SIGKILL in the middle of an epoch: equal to the last bit."""
     command = [*flags, *two_ranks(tmp_path)]
-    killed = launch(2, "tests/killed.py", 1, 8, *command, check=False)
+    killed = launch(2, "tests/killed.py", "T5_training", 1, 8, *command, check=False)
     assert killed.returncode != 0
     assert (tmp_path / "status").read_text() != "finished\n"
     assert max(losses(tmp_path)) == 7  # of which step 7 is lost
@@ -96,7 +81,9 @@ def test_resumed_by_fewer_processes_under_another_strategy(
 ) -> None:
     """Killed as two ranks under FULL_SHARD, finished as one under DDP."""
     flags = [*flags, "--model-name", str(t5_directory)]
-    assert launch(2, "tests/killed.py", 0, 7, *flags, *two_ranks(tmp_path), check=False).returncode
+    assert launch(
+        2, "tests/killed.py", "T5_training", 0, 7, *flags, *two_ranks(tmp_path), check=False
+    ).returncode
     one_process([*flags, "--strategy", "ddp"], tmp_path)
     assert [line["world_size"] for line in metrics(tmp_path, "start")] == [2, 1]
     assert "2 processes saved" in capfd.readouterr().out
@@ -110,7 +97,7 @@ def test_resumed_by_more_processes_under_another_strategy(
     """Killed as one process, finished as two ranks under SHARD_GRAD_OP."""
     flags = [*flags, "--model-name", str(t5_directory)]
     command = [*flags, "--batch-size", "8", "--output-dir", tmp_path]
-    assert launch(0, "tests/killed.py", 0, 6, *command, check=False).returncode
+    assert launch(0, "tests/killed.py", "T5_training", 0, 6, *command, check=False).returncode
     launch(2, "T5_training.py", *flags, *two_ranks(tmp_path), "--strategy", "shard_grad_op")
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
     assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)

@@ -1,0 +1,196 @@
+"""Which sharding strategy fits, and what does it cost? GPT-2 under each, in one table.
+
+    python benchmarks/compare_strategies.py --processes 2                          # on a CPU
+    python benchmarks/compare_strategies.py --processes 2 --model gpt2-xl --memory-limit-gb 24
+
+On GPUs it looks for the largest batch per rank that fits, by doubling and then bisecting; on a CPU
+it compares the bytes that a rank holds and the time of a step at one batch size. Every trial is a
+torchrun launch of its own: a rank that runs out of memory leaves the others waiting.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from transformers import ByT5Tokenizer, GPT2Config
+
+import gpt2_fsdp
+import policies
+from checkpointing import TrainState
+
+SHAPES = {  # width, layers, heads of the published models
+    "tiny": (128, 4, 4),
+    "gpt2": (768, 12, 12),
+    "gpt2-medium": (1024, 24, 16),
+    "gpt2-large": (1280, 36, 20),
+    "gpt2-xl": (1600, 48, 25),
+}
+OUT_OF_MEMORY = 3  # exit code of a trial
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=list(SHAPES), default="tiny", help="shape")
+    parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
+    parser.add_argument("--block-size", type=int, default=256, help="tokens in a sample")
+    parser.add_argument("--batch-size", type=int, default=8, help="per rank, on a CPU")
+    parser.add_argument("--max-batch-size", type=int, default=1024, help="where the search ends")
+    parser.add_argument("--memory-limit-gb", type=float, default=0, help="of a GPU (0: all it has)")
+    parser.add_argument("--precision", default="auto", help="as in gpt2_fsdp.py")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a trial")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds that a trial may take")
+    parser.add_argument("--trial", nargs=2, help=argparse.SUPPRESS)  # directory, flags as JSON
+    return parser.parse_args()
+
+
+def held(tensors: list[torch.Tensor]) -> float:
+    """MB (10^6 bytes) of the tensors on this rank."""
+    return sum(tensor.nbytes for tensor in tensors) / 1e6
+
+
+def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None:
+    """Train a few steps on random tokens under torchrun; rank 0 prints what it cost as JSON."""
+    common = ["--model-name", directory, "--from-scratch", "--dataset", "docstrings"]
+    args = gpt2_fsdp.parse_args([*common, *flags, "--track-memory"])
+    device = gpt2_fsdp.setup(args)
+    if device.type == "cuda" and options.memory_limit_gb:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(options.memory_limit_gb * 1e9 / total)
+    try:
+        model, _, _ = gpt2_fsdp.setup_model(args, device, pretrained=False)
+        optimizer = torch.optim.AdamW(policies.parameter_groups(model, 0.01), lr=args.lr)
+        schedule = policies.lr_schedule(args, optimizer, 1000, 1000)
+        scaler = policies.gradient_scaler(args, device)
+        state = TrainState(model, optimizer, schedule, scaler, device, {}, 1000)
+        ids = torch.randint(0, 256, (args.batch_size, args.block_size + 1))
+        batch, seconds, gradients = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [], []
+        clip = policies.clip_gradients
+
+        def clip_and_weigh(*arguments: object) -> torch.Tensor:
+            gradients.append(held([p.grad for p in model.parameters() if p.grad is not None]))
+            return clip(*arguments)
+
+        policies.clip_gradients = clip_and_weigh
+        for _ in range(options.steps + 2):
+            start = time.perf_counter()
+            gpt2_fsdp.train_step(args, state, [batch], [0] * args.batch_size)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+    except torch.OutOfMemoryError:
+        os._exit(OUT_OF_MEMORY)  # at once: the others wait for this rank, torchrun ends them
+    moments = [value for values in optimizer.state.values() for value in values.values()]
+    peak = torch.tensor(max(policies.peak_memory(args, device).values()))
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        median = statistics.median(seconds[2:])
+        samples = args.batch_size * dist.get_world_size() / median
+        sizes = {"parameters": held(list(model.parameters())), "gradients": gradients[-1]}
+        sizes |= {"optimizer": held([m for m in moments if m.ndim]), "peak": peak.item()}
+        print(json.dumps({"seconds": median, "samples_per_second": samples, **sizes}))
+    gpt2_fsdp.cleanup()
+
+
+def launch(options: argparse.Namespace, directory: str, flags: list[str]) -> dict | None:
+    """The result of one trial in a launch of its own, None if it ran out of memory or time."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", str(options.processes), __file__]
+    command += ["--steps", str(options.steps), "--memory-limit-gb", str(options.memory_limit_gb)]
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
+    command += ["--trial", directory, json.dumps(flags)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as run:
+        try:
+            output, errors = run.communicate(timeout=options.timeout)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # torchrun ends its ranks
+            output, errors = run.communicate()
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if lines:
+        return json.loads(lines[-1])
+    if f"exitcode  : {OUT_OF_MEMORY}" in errors or "OutOfMemory" in errors or run.returncode < 0:
+        return None
+    raise SystemExit(f"{' '.join(flags)} failed:\n{errors[-3000:]}")
+
+
+def largest_batch(options: argparse.Namespace, directory: str, flags: list[str]) -> tuple:
+    """The largest batch per rank that fits, and its result: by doubling, then bisecting."""
+    results: dict[int, dict | None] = {}
+
+    def fits(size: int) -> bool:
+        results[size] = launch(options, directory, [*flags, "--batch-size", str(size)])
+        print(
+            f"  {' '.join(flags)} at {size}: {'fits' if results[size] else 'does not'}", flush=True
+        )
+        return results[size] is not None
+
+    if not fits(1):
+        return 0, None
+    low = 1
+    while low < options.max_batch_size and fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > 1 and low < options.max_batch_size:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low, results[low]
+
+
+def main() -> None:
+    """Run all trials and print one table."""
+    options = parse_args()
+    if options.trial:
+        return trial(options, options.trial[0], json.loads(options.trial[1]))
+    width, layers, heads = SHAPES[options.model]
+    gpu = torch.cuda.is_available()
+    strategies = [["ddp"], ["shard_grad_op"], ["full_shard"]]
+    if gpu:
+        strategies += [["shard_grad_op", "--cpu-offload"], ["full_shard", "--cpu-offload"]]
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        vocabulary = 384 if options.model == "tiny" else 50257
+        positions = max(1024, options.block_size)
+        shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": positions}
+        ends = {"bos_token_id": 1, "eos_token_id": 1}
+        GPT2Config(vocab_size=vocabulary, **ends, **shape).save_pretrained(directory)
+        ByT5Tokenizer().save_pretrained(directory)
+        for strategy in strategies:
+            flags = ["--strategy", *strategy, "--block-size", str(options.block_size)]
+            flags += ["--precision", options.precision]
+            if gpu:
+                batch, result = largest_batch(options, directory, flags)
+            else:
+                batch = options.batch_size
+                result = launch(options, directory, [*flags, "--batch-size", str(batch)])
+            rows.append((" ".join(strategy).replace("--", "+ "), batch, result))
+    what = torch.cuda.get_device_name() if gpu else "CPU"
+    print(f"\n{options.model}, blocks of {options.block_size}, {options.processes} x {what}, "
+          f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; MB of one rank")  # fmt: skip
+    print("\n| strategy | batch per rank | parameters | gradients | optimizer | peak | s per step "
+          "| samples/s | of DDP |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
+    base = rows[0][2]["samples_per_second"] if rows[0][2] else None
+    for name, batch, r in rows:
+        if r is None:
+            print(f"| {name} | does not fit | | | | | | | |")
+            continue
+        sizes = " | ".join(f"{r[k]:,.1f}" for k in ("parameters", "gradients", "optimizer"))
+        relative = f"{r['samples_per_second'] / base:.2f}" if base else "-"
+        print(f"| {name} | {batch} | {sizes} | {r['peak']:,.0f} | {r['seconds']:.3f} "
+              f"| {r['samples_per_second']:.1f} | {relative} |")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

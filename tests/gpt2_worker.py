@@ -1,0 +1,46 @@
+"""Run under torchrun by test_gpt2.py: short trainings of GPT-2 in one process group.
+
+gpt2_worker.py OUTPUT.pt MODEL_DIRECTORY TRAIN.txt VAL.txt BATCH VARIANTS.json
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from ten_steps import ten_steps
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+import checkpointing
+import gpt2_fsdp
+
+
+def main() -> None:
+    """Write what each variant gave, rank 0's view of it, to the first argument."""
+    output, model, train, val, batch, variants = sys.argv[1:]
+    common = ["--model-name", model, "--train-file", train, "--val-file", val, "--block-size", "32",
+              "--num-train-samples", "34", "--num-val-samples", "5", "--precision", "fp32", "--lr",
+              "1e-3", "--batch-size", batch, "--max-steps", "10", "--max-grad-norm", "0.5",
+              "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
+    device = gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
+    results = {}
+    for name, flags in json.loads(variants).items():
+        args = gpt2_fsdp.parse_args([*common, *flags])
+        checkpointing.open_output(Path(args.output_dir), "auto")
+        results[name] = ten_steps(gpt2_fsdp, args, device)
+        state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, None)
+        results[name]["units"] = sum(isinstance(m, FSDP) for m in state.model.modules())
+        inner = state.model.module
+        results[name]["tied"] = inner.lm_head.weight is inner.transformer.wte.weight
+        texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
+        results[name]["texts"] = texts
+    if dist.get_rank() == 0:
+        torch.save(results, output)
+    gpt2_fsdp.cleanup()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What the parity tests run on every rank: ten steps of a script, watched closely."""
+
+import argparse
+import types
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardingStrategy
+
+import policies
+
+SHARED_VARIANTS = {
+    "full_shard": [],
+    "shard_grad_op": ["--strategy", "shard_grad_op"],
+    "no_shard": ["--strategy", "no_shard"],
+    "ddp": ["--strategy", "ddp"],
+    "accumulate": ["--batch-size", "2", "--gradient-accumulation-steps", "2"],
+    "accumulate_no_sync": ["--batch-size", "2", "--gradient-accumulation-steps", "2",
+                           "--accumulate-no-sync"],
+    "ddp_accumulate": ["--strategy", "ddp", "--batch-size", "2", "--gradient-accumulation-steps",
+                       "2"],
+    "activation_checkpointing": ["--activation-checkpointing"],
+    "ddp_activation_checkpointing": ["--activation-checkpointing", "--strategy", "ddp"],
+}  # fmt: skip
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The whole gradient of each parameter, by the name it had before wrapping."""
+    sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
+    if sharded:
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    else:
+        found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
+        found = {name.replace(wrapper, ""): grad for name, grad in found.items()}
+    return {name.removeprefix("module."): grad for name, grad in found.items()}
+
+
+def held(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of the storages behind these tensors, each counted once."""
+    storages = [t.untyped_storage() for t in tensors if t is not None and t.numel()]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def ten_steps(
+    script: types.ModuleType, args: argparse.Namespace, device: torch.device, whole: bool = True
+) -> dict:
+    """Losses and rows of ten steps, the first gradient before clipping, and bytes held."""
+    state, _, loader, val_loaders = script.prepare(args, device, None)
+    result: dict = {"losses": [], "rows": [], "samples": [], "norms": []}
+    clip = policies.clip_gradients
+
+    def keep_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        result.setdefault("gradient_bytes", held(p.grad for p in model.parameters()))
+        result.setdefault("parameter_bytes", held(model.parameters()))
+        if whole:
+            result.setdefault("gradient", gradients(model))
+        return clip(model, max_norm)
+
+    policies.clip_gradients = keep_gradient
+    while state.step < 10:
+        loader.batch_sampler.epoch, loader.batch_sampler.consumed = state.epoch, 0
+        micro_batches = iter(loader)
+        for samples in loader.batch_sampler.steps():
+            batches = [next(micro_batches) for _ in range(args.gradient_accumulation_steps)]
+            loss, norm = script.train_step(args, state, batches, samples)
+            dist.all_reduce(loss)
+            result["losses"].append(loss.item())
+            result["norms"].append(norm.item())
+            result["samples"].append((state.epoch, samples))
+            result["rows"].append([loader.dataset[i] for i in samples])
+            if state.step == 10:
+                break
+        state.epoch += 1
+    policies.clip_gradients = clip
+    moments = [v for s in state.optimizer.state.values() for k, v in s.items() if k != "step"]
+    result["optimizer_bytes"] = held(moments)
+    result["validation"] = script.validation(args, state, val_loaders)
+    return result

@@ -1,0 +1,276 @@
+"""gpt2_fsdp.py against plain single-process PyTorch, under every strategy that a CPU can run."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import ROOT, launch
+from ten_steps import SHARED_VARIANTS
+from transformers import ByT5Tokenizer, GPT2Config, get_scheduler
+
+import gpt2_fsdp
+
+TWO_RANKS = SHARED_VARIANTS | {
+    "size": ["--wrap", "size", "--min-num-params", "3000"],
+    "bf16": ["--precision", "bf16"],
+    "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
+}
+FOUR_RANKS = {
+    "full_shard": [],
+    "shard_grad_op": ["--strategy", "shard_grad_op"],
+    "hybrid_shard": ["--strategy", "hybrid_shard", "--shard-group-size", "2"],
+    "ddp": ["--strategy", "ddp"],
+}
+
+
+def run_worker(path: Path, model: Path, texts: tuple, ranks: int, variants: dict) -> dict:
+    """What `ranks` ranks computed, at a global batch of 8."""
+    launch(ranks, "tests/gpt2_worker.py", path, model, *texts, 8 // ranks, json.dumps(variants))
+    return torch.load(path, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path, texts: tuple) -> dict:
+    """Results of two ranks by variant."""
+    path = tmp_path_factory.mktemp("results") / "two.pt"
+    return run_worker(path, gpt2_directory, texts, 2, TWO_RANKS)
+
+
+@pytest.fixture(scope="module")
+def four_ranks(
+    tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path, texts: tuple
+) -> dict:
+    """Results of four ranks by variant."""
+    path = tmp_path_factory.mktemp("results") / "four.pt"
+    return run_worker(path, gpt2_directory, texts, 4, FOUR_RANKS)
+
+
+@pytest.fixture(scope="module")
+def reference(two_ranks: dict, gpt2_directory: Path) -> dict:
+    """The same ten global batches in a plain training loop, an example at a time."""
+    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory, dtype=torch.float32)
+    model.train()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = get_scheduler("linear", optimizer, 1, 10)
+    found: dict = {"losses": []}
+    for rows in two_ranks["full_shard"]["rows"]:
+        loss = torch.zeros(())
+        for row in rows:
+            ids = torch.tensor([row["input_ids"]])
+            logits = model(ids[:, :-1], use_cache=False).logits[0]
+            loss = loss + F.cross_entropy(logits, ids[0, 1:], reduction="sum")
+        loss = loss / sum(len(row["input_ids"]) - 1 for row in rows)
+        loss.backward()
+        found.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        found["losses"].append(loss.item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return found
+
+
+def check_parity(result: dict, reference: dict) -> None:
+    """Losses to 1e-5, the first gradient to 1e-5 of its norm."""
+    assert len(result["losses"]) == 10
+    assert result["losses"] == pytest.approx(reference["losses"], abs=1e-5)
+    assert result["gradient"].keys() == reference["gradient"].keys()
+    whole = torch.cat([grad.flatten() for grad in reference["gradient"].values()])
+    ours = torch.cat([result["gradient"][name].flatten() for name in reference["gradient"]])
+    assert (ours - whole).norm() <= 1e-5 * whole.norm()
+    assert result["tied"]
+
+
+@pytest.mark.parametrize("variant", [name for name in TWO_RANKS if "bf16" not in name])
+def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, reference: dict) -> None:
+    """With the short last block, and steps that the ranks cannot share out evenly."""
+    check_parity(two_ranks[variant], reference)
+
+
+@pytest.mark.parametrize("variant", FOUR_RANKS)
+def test_ten_steps_on_four_ranks(variant: str, four_ranks: dict, reference: dict) -> None:
+    """HYBRID_SHARD as 2 x 2 among them."""
+    check_parity(four_ranks[variant], reference)
+
+
+@pytest.mark.parametrize("variant", ["bf16", "ddp_bf16"])
+def test_bf16_is_near(variant: str, two_ranks: dict, reference: dict) -> None:
+    """And not equal: the policy, or under DDP autocast, is in force."""
+    losses = two_ranks[variant]["losses"]
+    assert losses == pytest.approx(reference["losses"], abs=0.05)
+    assert losses != pytest.approx(reference["losses"], abs=1e-5)
+
+
+def test_units(two_ranks: dict) -> None:
+    """Blocks and the root; by size, more of them, and never one that holds the tied embedding."""
+    assert two_ranks["full_shard"]["units"] == 4
+    assert two_ranks["size"]["units"] > 4
+    assert two_ranks["ddp"]["units"] == 0
+
+
+@pytest.mark.parametrize("strategy, share", [("full_shard", 4), ("shard_grad_op", 4),
+                                             ("hybrid_shard", 2), ("ddp", 1)])  # fmt: skip
+def test_bytes_held_are_what_the_strategy_promises(
+    strategy: str, share: int, four_ranks: dict, reference: dict
+) -> None:
+    """After backward, of each: parameters, gradients, and both moments of AdamW."""
+    count = sum(grad.numel() for grad in reference["gradient"].values())
+    padding = 4 * 16 * four_ranks["full_shard"]["units"]  # at most 15 elements a unit, and rounding
+    result = four_ranks[strategy]
+    for kind, copies in (("parameter", 1), ("gradient", 1), ("optimizer", 2)):
+        promised = copies * 4 * count / share
+        assert promised <= result[f"{kind}_bytes"] + copies * padding
+        assert result[f"{kind}_bytes"] <= promised + copies * padding
+
+
+def test_prompts_are_continued_alike(two_ranks: dict, gpt2_directory: Path) -> None:
+    """Under FSDP and DDP as by plain generate, in fp32; bf16 at least goes through."""
+    tokenizer = ByT5Tokenizer()
+    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
+    for prompt, continued in two_ranks["full_shard"]["texts"]:
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        output = model.generate(**ids, max_new_tokens=32, do_sample=False, pad_token_id=1)
+        assert tokenizer.decode(output[0, ids.input_ids.size(1) :]) == continued
+    for variant in ("shard_grad_op", "no_shard", "ddp", "size"):
+        assert two_ranks[variant]["texts"] == two_ranks["full_shard"]["texts"]
+    assert len(two_ranks["bf16"]["texts"]) == 3
+
+
+def test_loss_without_logits_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Value and gradients to 1e-5 in fp32, over several chunks, and where torch has no such."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=500, n_positions=256)
+    model = gpt2_fsdp.GPT2LMHeadModel(config).eval()
+    ids = torch.randint(0, 500, (3, 200))
+    targets = ids.roll(-1, dims=1).masked_fill(torch.rand(3, 200) < 0.3, -100)
+    monkeypatch.setattr(gpt2_fsdp, "CHUNK", 128)
+
+    def value_and_gradient(loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        model.zero_grad()
+        loss.backward()
+        return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    logits = model(ids, use_cache=False).logits.flatten(0, 1)
+    plain = value_and_gradient(F.cross_entropy(logits, targets.flatten(), reduction="sum"))
+    ours = [value_and_gradient(model(ids, targets=targets))]
+    if hasattr(F, "linear_cross_entropy"):
+        monkeypatch.delattr(F, "linear_cross_entropy")
+        ours.append(value_and_gradient(model(ids, targets=targets)))
+    for loss, gradient in ours:
+        assert loss.item() == pytest.approx(plain[0].item(), rel=1e-5)
+        assert (gradient - plain[1]).norm() <= 1e-5 * plain[1].norm()
+
+
+def functions(path: Path) -> dict[str, str]:
+    """Source of each function of a script, docstrings included."""
+    text = path.read_text()
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_source_segment(text, node) for node in nodes}
+
+
+def test_functions_meant_to_be_identical_are() -> None:
+    """So that copies cannot drift."""
+    t5, gpt2 = functions(ROOT / "T5_training.py"), functions(ROOT / "gpt2_fsdp.py")
+    for name in ("setup", "cleanup", "train_step", "train", "validation", "save", "log",
+                 "log_start", "export_only"):  # fmt: skip
+        assert t5[name] == gpt2[name], name
+
+
+def test_blocks_lose_nothing() -> None:
+    """Every token but the first is predicted once; the tail is kept."""
+    rows = [{"input_ids": list(range(10))}, {"input_ids": []}, {"input_ids": list(range(10, 23))}]
+    cut = [block["input_ids"] for block in gpt2_fsdp.blocks(rows, 5)]
+    assert [len(block) for block in cut] == [6, 6, 6, 6, 3]
+    assert [token for block in cut for token in block[1:]] == list(range(1, 23))
+    batch = gpt2_fsdp.collate([{"input_ids": cut[0]}, {"input_ids": cut[-1]}])
+    assert batch["labels"].tolist()[0] == [1, 2, 3, 4, 5, -100, -100, -100]
+    assert batch["labels"].tolist()[1] == [21, 22] + [-100] * 6
+    assert batch["input_ids"].tolist()[1][:2] == [20, 21]
+    assert (gpt2_fsdp.collate([])["labels"] == -100).all()
+
+
+def load(tmp_path: Path, *flags: str) -> gpt2_fsdp.Dataset:
+    """The training blocks that these flags give."""
+    args = gpt2_fsdp.parse_args(["--model-name", "tiny", "--block-size", "16", *flags])
+    return gpt2_fsdp.load_blocks(args, ByT5Tokenizer(), "train", 0, verbose=False)
+
+
+def decoded(rows: gpt2_fsdp.Dataset) -> str:
+    """Text of consecutive blocks."""
+    ids = [rows[0]["input_ids"][0], *(i for row in rows for i in row["input_ids"][1:])]
+    return ByT5Tokenizer().decode(ids)
+
+
+def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
+    """Text files (globs too) line by line; rows of JSONL and Parquet; rows that go on."""
+    for name, text in (("a.txt", "one\ntwo\n"), ("b.txt", "three")):
+        (tmp_path / name).write_text(text)
+    rows = [{"body": "four"}, {"body": ""}, {"body": "five\n"}, {"body": "six"}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    some = ["--val-file", str(tmp_path / "b.txt"), "--text-column", "body"]
+    both = load(tmp_path, "--train-file", str(tmp_path / "*.txt"), *some)
+    assert decoded(both) == "one\ntwo</s>three</s>"
+    assert decoded(load(tmp_path, "--train-file", str(tmp_path / "c.jsonl"), *some)) == (
+        "four</s>five\nsix</s>"
+    )
+    gpt2_fsdp.Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
+    assert decoded(load(tmp_path, "--train-file", str(tmp_path / "c.parquet"), *some)) == (
+        "four</s>five\nsix</s>"
+    )
+    (tmp_path / "b.txt").write_text("changed")  # and not what the cache has
+    assert decoded(load(tmp_path, "--train-file", str(tmp_path / "b.txt"), *some)) == "changed</s>"
+
+
+@pytest.mark.parametrize("content, flags, said", [
+    (None, [], "cannot be read: No such file"),
+    (b"", [], "is empty"),
+    (b"\xff\xfe\x00x", [], "is not UTF-8"),
+    (b"a\x00b", [], "is binary"),
+    (b"a", ["--model-name", "tiny"], None),
+    (b"", ["--wrap", "size"], "--min-num-params"),
+    (b"", ["--cpu-offload", "--strategy", "ddp"], "--cpu-offload needs a GPU"),
+    (b"", ["--cpu-offload"], "--cpu-offload needs a GPU"),
+    (b"", ["--block-size", "1"], "--block-size must be 2 or more"),
+    (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence(
+    content: bytes | None, flags: list, said: str | None, texts: tuple, tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """Before training, with an exit code that is not 0."""
+    if torch.cuda.is_available() and flags == ["--cpu-offload"]:
+        pytest.skip("there is a GPU")
+    file = tmp_path / "train.txt"
+    if content is not None:
+        file.write_bytes(content)
+    command = ["--model-name", "tiny", "--train-file", str(file), "--val-file", str(texts[1]),
+               "--output-dir", str(tmp_path / "run"), "--block-size", "32", "--max-steps", "1",
+               *flags]  # fmt: skip
+    if said is None:  # the smallest text there can be: one byte and EOS
+        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command))
+        return
+    with pytest.raises(SystemExit) as end:
+        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command))
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code and error.startswith("error: ") and said in error
+
+
+def test_an_empty_validation_set_and_an_unknown_column(
+    texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """A file with a newline alone; a JSONL file whose text is called otherwise."""
+    (tmp_path / "blank.txt").write_text("\n")
+    (tmp_path / "c.jsonl").write_text('{"body": "text", "title": "x"}\n')
+    command = ["--model-name", "tiny", "--output-dir", str(tmp_path / "run"), "--block-size", "32"]
+    for name, said in (("blank.txt", "give no block"), ("c.jsonl", "has columns body, title")):
+        files = ["--train-file", str(texts[0]), "--val-file", str(tmp_path / name)]
+        with pytest.raises(SystemExit):
+            gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*command, *files]))
+        assert said in capfd.readouterr().err

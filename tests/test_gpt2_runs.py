@@ -1,0 +1,123 @@
+"""Whole runs of gpt2_fsdp.py: real text, killed and resumed, exported and reloaded."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, launch, losses, metrics, weights
+
+import gpt2_fsdp
+
+WIKITEXT = ROOT.parent / "shared/data/wikitext-2/valid.txt"
+RELOAD = """
+import json, sys, torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer(open(sys.argv[2]).read().rstrip("\\n"), add_special_tokens=False).input_ids
+ids = torch.tensor(ids + [tokenizer.eos_token_id])
+size, total = int(sys.argv[3]), 0.0
+with torch.no_grad():
+    for start in range(0, len(ids) - 1, size):
+        block = ids[start : start + size + 1]
+        logits = model(block[None, :-1]).logits[0]
+        total += F.cross_entropy(logits.double(), block[1:], reduction="sum").item()
+tied = model.lm_head.weight is model.transformer.wte.weight
+print(json.dumps({"loss": total / (len(ids) - 1), "tied": tied, "class": type(model).__name__}))
+"""
+
+
+@pytest.fixture(scope="module")
+def flags(texts: tuple[Path, Path]) -> list[str]:
+    """Eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
+    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+            "--num-train-samples", "35", "--num-val-samples", "0", "--max-steps", "8",
+            "--log-every", "1", "--eval-every", "3", "--save-every", "2", "--lr", "1e-3",
+            "--model-name", "tiny"]  # fmt: skip
+
+
+def reloaded(directory: Path, text: Path, size: int) -> dict:
+    """Loss, tie and class of an exported model in a fresh process with plain transformers."""
+    command = [sys.executable, "-c", RELOAD, directory, text, str(size)]
+    return json.loads(subprocess.check_output(command, text=True))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """A finished run of two ranks, with dropout."""
+    output = tmp_path_factory.mktemp("run") / "uninterrupted"
+    command = [*flags, "--batch-size", "4", "--output-dir", output, "--track-memory"]
+    launch(2, "gpt2_fsdp.py", *command)
+    return output
+
+
+def test_killed_and_run_again_is_as_if_nothing_was(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """The same command after SIGKILL in the middle of an epoch: equal to the last bit."""
+    command = [*flags, "--batch-size", "4", "--output-dir", tmp_path]
+    assert launch(2, "tests/killed.py", "gpt2_fsdp", 1, 8, *command, check=False).returncode
+    launch(2, "gpt2_fsdp.py", *command)
+    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert losses(tmp_path, "val") == losses(uninterrupted, "val")
+    there = weights(uninterrupted / "final")
+    assert all(torch.equal(t, there[name]) for name, t in weights(tmp_path / "final").items())
+
+
+def test_resumed_by_one_process_under_ddp(
+    gpt2_directory: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """Two ranks by size under SHARD_GRAD_OP, killed; one process goes on. Without dropout."""
+    flags = [*flags, "--model-name", str(gpt2_directory)]
+    whole = [*flags, "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
+    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(whole))
+    output = ["--output-dir", str(tmp_path / "parts")]
+    size = ["--strategy", "shard_grad_op", "--wrap", "size", "--min-num-params", "3000"]
+    command = [*flags, *output, *size, "--batch-size", "4"]
+    assert launch(2, "tests/killed.py", "gpt2_fsdp", 0, 7, *command, check=False).returncode
+    args = gpt2_fsdp.parse_args([*flags, *output, "--batch-size", "8", "--strategy", "ddp"])
+    gpt2_fsdp.fsdp_main(args)
+    for event in ("train", "val"):
+        there = losses(tmp_path / "whole", event)
+        assert losses(tmp_path / "parts", event) == pytest.approx(there, abs=1e-5)
+
+
+def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple) -> None:
+    """Plain transformers gives the run's perplexity; peaks of the phases are logged."""
+    val = losses(uninterrupted, "val")
+    found = reloaded(uninterrupted / "final", texts[1], 32)
+    assert math.exp(found["loss"]) == pytest.approx(math.exp(val[8]), rel=1e-5)
+    assert found["tied"] and found["class"] == "GPT2LMHeadModel"
+    assert "lm_head.weight" not in weights(uninterrupted / "final")
+    assert metrics(uninterrupted, "val")[-1]["perplexity"] == pytest.approx(math.exp(val[8]))
+    phases = [line["phase"] for line in metrics(uninterrupted, "memory")]
+    assert phases == ["load", "first forward", "first step"]
+    line = metrics(uninterrupted, "train")[-1]
+    assert line["tokens_per_second"] == pytest.approx(2 * line["tokens_per_second_per_rank"])
+
+
+@pytest.mark.skipif(not WIKITEXT.is_file(), reason="../shared/data/wikitext-2/valid.txt is absent")
+def test_real_text(tmp_path: Path) -> None:
+    """Nine tenths of WikiText-2's validation file, 200 steps of 2 x 8 x 256 bytes: below 12."""
+    text = WIKITEXT.read_text()
+    cut = text.index("\n", len(text) * 9 // 10) + 1
+    for name, part in (("train", text[:cut]), ("val", text[cut:])):
+        (tmp_path / f"{name}.txt").write_text(part)
+    files = ["--train-file", tmp_path / "train.txt", "--val-file", tmp_path / "val.txt"]
+    shape = ["--block-size", "256", "--batch-size", "8", "--max-steps", "200", "--lr", "1e-3",
+             "--lr-schedule", "constant"]  # fmt: skip
+    output = tmp_path / "run"
+    command = ["--model-name", "tiny", *files, *shape, "--num-train-samples", "0",
+               "--num-val-samples", "0", "--save-every", "0", "--output-dir", output]  # fmt: skip
+    launch(2, "gpt2_fsdp.py", *command)
+    nats = losses(output, "val")[200] * (len(text[cut:].rstrip("\n").encode()))  # one byte a token
+    perplexity = math.exp(nats / len(text[cut:].encode()))
+    assert perplexity < 12
+    found = reloaded(output / "final", tmp_path / "val.txt", 256)
+    assert found["loss"] == pytest.approx(losses(output, "val")[200], rel=1e-5)
