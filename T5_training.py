@@ -15,11 +15,13 @@ Left out on purpose: parameter-efficient tuning, beam search, evaluation on the 
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import json
 import math
 import os
 import subprocess
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from datetime import timedelta
@@ -37,7 +39,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, T5Config
+from transformers import AutoConfig, ByT5Tokenizer, T5Config
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.t5.modeling_t5 import T5Block, T5ForConditionalGeneration
 
@@ -62,6 +64,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     problems = policies.common_problems(args) + summarization_dataset.check_arguments(args)
     if args.rouge_samples < 0:
         problems.append(f"--rouge-samples must be 0 or more, not {args.rouge_samples}")
+    if args.rouge_samples > 0 and not importlib.util.find_spec("rouge_score"):
+        problems.append("--rouge-samples needs `pip install rouge-score`, or 0")
     if problems:
         parser.error("; ".join(problems))
     args.precision = policies.resolve_precision(args.precision)
@@ -103,14 +107,16 @@ def setup_model(
         config = T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, **shape)
         model = T5ForConditionalGeneration(config)
     else:
-        with policies.local_rank_zero_first():
-            directory = checkpointing.model_directory(args.model_name)
+        directory = policies.first_on_node(checkpointing.model_directory, args.model_name)
         config = AutoConfig.from_pretrained(directory)
         if config.model_type != "t5":
             raise ValueError(f"--model-name {args.model_name} is a {config.model_type}, not a t5")
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = checkpointing.load_tokenizer(directory, config.vocab_size)
+        if config.decoder_start_token_id is None:
+            config.decoder_start_token_id = config.pad_token_id
         with torch.device("meta"):
             model = T5ForConditionalGeneration(config)
+        checkpointing.untie_as_stored(model, directory)
         init = checkpointing.streamed_init(model, directory if pretrained else None, device)
     shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
     if args.strategy == "ddp":
@@ -144,10 +150,8 @@ def setup_data(
 
     Raises ValueError if the data cannot be had or are too few.
     """
-    with policies.local_rank_zero_first():
-        train_set, val_set = summarization_dataset.load_summarization(
-            args, tokenizer, verbose=dist.get_rank() == 0
-        )
+    load = summarization_dataset.load_summarization
+    train_set, val_set = policies.first_on_node(load, args, tokenizer, dist.get_rank() == 0)
     if len(train_set) < dist.get_world_size():
         raise ValueError(
             f"--dataset {args.dataset} gives {len(train_set)} training examples, fewer than the "
@@ -204,7 +208,7 @@ def train_step(
     loss = torch.zeros((), device=state.device)
     for number, batch in enumerate(batches, start=1):
         batch = {key: value.to(state.device, non_blocking=True) for key, value in batch.items()}
-        sync = number == len(batches) or not args.accumulate_no_sync
+        sync = not args.accumulate_no_sync or number == len(batches) or dist.get_world_size() == 1
         with contextlib.nullcontext() if sync else state.model.no_sync():
             with policies.autocast(args, state.device):
                 share = summed_loss(state.model, batch) / targets
@@ -283,9 +287,9 @@ def validation(args: Namespace, state: TrainState, loaders: dict[str, DataLoader
     dist.all_reduce(totals)
     state.model.train()
     losses = dict(zip(loaders, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
-    loss = (totals[:, 0].sum() / totals[:, 1].sum()).item()
-    log(args, state, "val", loss=loss, perplexity=math.exp(loss), losses=losses)
-    return loss
+    loss = totals[:, 0].sum() / totals[:, 1].sum()
+    log(args, state, "val", loss=loss.item(), perplexity=loss.exp().item(), losses=losses)
+    return loss.item()
 
 
 def save(args: Namespace, state: TrainState) -> None:
@@ -298,9 +302,9 @@ def save(args: Namespace, state: TrainState) -> None:
 def log(args: Namespace, state: TrainState, event: str, **values: Any) -> None:
     """Append an event to metrics.jsonl and print its numbers; only rank 0 does anything."""
     if dist.get_rank() == 0:
-        record = {"event": event, "step": state.step, "epoch": state.epoch, **values}
+        line = {"event": event, "step": state.step, "epoch": state.epoch, **values}
         with Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(line) + "\n")
         numbers = [f"{key} {value:.5g}" for key, value in values.items() if type(value) is float]
         tqdm.write("  ".join([f"{event:5} step {state.step}/{state.total_steps}", *numbers]))
 
@@ -315,6 +319,9 @@ def log_start(args: Namespace, state: TrainState) -> None:
         options = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True}
         git = subprocess.run("git rev-parse HEAD", **options).stdout.decode().strip()
         log(args, state, "start", **about, git=git or None, arguments=vars(args))
+        what = f"{about['world_size']} x {about['device']}, {args.strategy}, {args.precision}"
+        print(f"{args.model_name}: {state.identity['model']}; {what}; {state.identity['data']}; "
+              f"global batch {state.identity['global batch']}")  # fmt: skip
 
 
 @torch.no_grad()
@@ -385,7 +392,8 @@ def finish(args: Namespace, state: TrainState, tokenizer: Tokenizer, loader: Dat
     output = Path(args.output_dir)
     triples = summarize(args, state, tokenizer, loader) if args.rouge_samples else []
     checkpointing.export_model(state.model, tokenizer, output / "final", args)
-    checkpointing.load_weights(checkpointing.best_path(output, state), state.model)
+    if state.best_step:  # or no validation followed on a checkpoint taken from elsewhere
+        checkpointing.load_weights(checkpointing.best_path(output, state), state.model)
     checkpointing.export_model(state.model, tokenizer, output / "best", args)
     if dist.get_rank() == 0:
         values = {"best_loss": state.best_loss, "best_step": state.best_step}
@@ -403,6 +411,8 @@ def export_only(args: Namespace, device: torch.device, checkpoint: Path | None) 
     checkpointing.check_identity(checkpoint, {"script": Path(__file__).stem, "model": shapes})
     checkpointing.load_weights(checkpoint, model)
     checkpointing.export_model(model, tokenizer, Path(args.output_dir, "final"), args)
+    if dist.get_rank() == 0:
+        print(f"{checkpoint.name} is written to {Path(args.output_dir, 'final')}")
 
 
 @record
@@ -411,7 +421,7 @@ def fsdp_main(args: Namespace) -> None:
     device, output = setup(args), Path(args.output_dir)
     try:
         try:
-            checkpoint, status = checkpointing.open_output(output, args.resume)
+            checkpoint, status = checkpointing.open_output(output, args.resume, Path(__file__).stem)
             if args.export_only:
                 return export_only(args, device, checkpoint)
             state, tokenizer, loader, val_loaders = prepare(args, device, checkpoint)
@@ -428,7 +438,8 @@ def fsdp_main(args: Namespace) -> None:
             train(args, state, loader, val_loaders)
             finish(args, state, tokenizer, next(iter(val_loaders.values())))
     finally:
-        cleanup()
+        if device.type == "cpu" or sys.exc_info()[0] is None:  # nccl would wait for absent ranks
+            cleanup()
 
 
 if __name__ == "__main__":

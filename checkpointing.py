@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 RANDOM = [  # how the random states of a rank are read, and how they are restored
     (random.getstate, random.setstate),
@@ -75,7 +75,7 @@ def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
     return outcome[0]
 
 
-def open_output(directory: Path, resume: str) -> tuple[Path | None, str]:
+def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None, str]:
     """Make the output directory, or clear what an interrupted save left there.
 
     Returns the checkpoint that --resume means (auto: the newest, by step) and the last status.
@@ -83,21 +83,35 @@ def open_output(directory: Path, resume: str) -> tuple[Path | None, str]:
     """
 
     def on_this_rank() -> tuple[Path | None, str]:
+        status, metrics = directory / "status", directory / "metrics.jsonl"
+        if not status.exists() and (
+            (directory / "final").exists() or (directory / "best").exists()
+        ):
+            raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else")
         (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (directory / "status").open("a").close()
-        for rubbish in (*directory.glob("checkpoints/tmp-*"), *directory.glob("tmp-*")):
-            shutil.rmtree(rubbish)
-        path = newest = max(directory.glob("checkpoints/step-*"), default=None)
-        if resume != "auto":
-            path = None if resume == "none" else Path(resume).resolve()
-        if path and not (path / "train_state.json").is_file():
-            raise ValueError(f"--resume {path} is not a checkpoint: it has no train_state.json")
-        if newest and (not path or path.name < newest.name):
-            raise ValueError(
-                f"--resume {resume} would go back behind {newest}: give another --output-dir, or "
-                "delete the later checkpoints"
-            )
-        return path, (directory / "status").read_text().strip()
+        status.open("a").close()
+        with metrics.open("a+") as file:
+            file.seek(0)
+            owner = json.loads(file.readline() or "{}").get("script", script)
+        if owner != script:
+            raise ValueError(f"--output-dir {directory} holds a run of {owner}, not of {script}")
+        rubbish = [directory / "tmp-final", directory / "tmp-best"]
+        for path in (*rubbish, *directory.glob("checkpoints/tmp-*")):
+            shutil.rmtree(path, ignore_errors=True)
+        newest = max(directory.glob("checkpoints/step-*"), default=None)
+        if resume == "none" and newest:
+            raise ValueError(f"--resume none would start over {newest}: give another --output-dir")
+        if resume in ("auto", "none"):
+            return newest, status.read_text().strip()
+        path = Path(resume).resolve()
+        if not (path.name.startswith("step-") and path.is_dir()):
+            raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
+        if newest and path.parent == newest.parent.resolve() and path.name < newest.name:
+            raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
+        if newest and path.parent != newest.parent.resolve():
+            print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
+            path = newest
+        return path, status.read_text().strip()
 
     return on_rank_zero(on_this_rank)
 
@@ -201,6 +215,8 @@ def load_checkpoint(path: Path, state: TrainState, seed: int) -> None:
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
         setattr(state, name, saved[name])
+    if not best_path(path.parent.parent, state).is_dir():
+        state.best_loss, state.best_step = float("inf"), 0
     if same_world:  # last: what stands above may draw random numbers
         for (_, restore), value in zip(RANDOM, pickle.loads(tensors["rng"][rank]), strict=False):
             restore(value)
@@ -296,6 +312,43 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, tuple[Pa
     return found
 
 
+def untie_as_stored(model: PreTrainedModel, directory: Path) -> None:
+    """Untie what the files hold apart: newer T5s have a head of their own, whatever their config.
+
+    `model` is on meta. Raises ValueError, on all ranks, if a file cannot be read.
+    """
+
+    def apart() -> list[str]:
+        first_name = {parameter: name for name, parameter in model.named_parameters()}
+        files = {key: path for key, path, _, _ in _headers(directory)}
+        tensors, names = {}, []
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            first = first_name[parameter]
+            if first in files and name in files and first != name:
+                for key in (first, name):
+                    with safe_open(files[key], framework="pt") as file:
+                        tensors[key] = file.get_tensor(key)
+                if not torch.equal(tensors[first], tensors[name]):
+                    names.append(name)
+        return names
+
+    for name in on_rank_zero(apart):
+        module, _, key = name.rpartition(".")
+        setattr(model.get_submodule(module), key, nn.Parameter(model.get_parameter(name).clone()))
+
+
+def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    """A directory's tokenizer; raises ValueError if there is none, or it knows too many tokens."""
+    if not any(list(directory.glob(name)) for name in ("tokenizer*", "vocab.*", "spiece.model")):
+        raise ValueError(f"{directory} has no tokenizer, such as tokenizer.json")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    if len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} has {len(tokenizer)} tokens, the model only {vocab_size}"
+        )
+    return tokenizer
+
+
 def streamed_init(
     model: PreTrainedModel, directory: Path | None, device: torch.device
 ) -> Callable[[nn.Module], None]:
@@ -343,9 +396,7 @@ def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for prefix, unit in units or [("", model)]:
         with contextlib.ExitStack() as stack:
             if units:  # not DDP
-                offload = unit.compute_device.type != "cpu"  # from a CPU it would crash
-                context = FSDP.summon_full_params(unit, **whole, offload_to_cpu=offload)
-                stack.enter_context(context)
+                stack.enter_context(FSDP.summon_full_params(unit, **whole))
             for name, parameter in unit.module.named_parameters():
                 if "_fsdp_wrapped_module." not in name:  # or it is a nested unit's
                     yield wrappers.sub("", f"{prefix}.{name}".removeprefix(".")), parameter

@@ -22,6 +22,7 @@ import math
 import os
 import random
 import subprocess
+import sys
 import time
 import zlib
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
@@ -43,7 +44,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, ByT5Tokenizer, GPT2Config
+from transformers import AutoConfig, ByT5Tokenizer, GPT2Config
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -158,12 +159,11 @@ def setup_model(
         eos = tokenizer.eos_token_id
         config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, **shape)
     else:
-        with policies.local_rank_zero_first():
-            directory = checkpointing.model_directory(args.model_name)
+        directory = policies.first_on_node(checkpointing.model_directory, args.model_name)
         config = AutoConfig.from_pretrained(directory)
         if config.model_type != "gpt2":
             raise ValueError(f"--model-name {args.model_name} is a {config.model_type}, not a gpt2")
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = checkpointing.load_tokenizer(directory, config.vocab_size)
     if args.block_size > config.n_positions:
         raise ValueError(
             f"--block-size {args.block_size} is above the model's {config.n_positions} positions"
@@ -173,6 +173,7 @@ def setup_model(
     else:
         with torch.device("meta"):
             model = GPT2LMHeadModel(config)
+        checkpointing.untie_as_stored(model, directory)
         init = checkpointing.streamed_init(model, directory if pretrained else None, device)
     shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
     policy = policies.wrap_policy(GPT2Block)
@@ -207,7 +208,7 @@ def read_file(path: Path, column: str) -> Dataset:
     if path.suffix.lower() in summarization_dataset.KINDS:
         return text_column(str(path), summarization_dataset.read_file(path, ()), column)
     checksum = summarization_dataset.check_content(path)
-    lines = path.read_text(encoding="utf-8").rstrip("\n").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8").rstrip("\n").splitlines(keepends=True) or [""]
     if any("\0" in line for line in lines):
         raise ValueError(f"{path} is binary, not text")
     return Dataset.from_generator(
@@ -277,13 +278,13 @@ def load_blocks(
     identity = (code, *summarization_dataset.tokenizer_identity(tokenizer))
     rows = read_texts(args, split)
     rows = summarization_dataset.cached_map(rows, encode, features, *identity)
+    if next(blocks(rows, args.block_size), None) is None:
+        raise ValueError(f"the {split} texts give no block: they have fewer than two tokens")
     cut = Dataset.from_generator(
         functools.partial(blocks, rows, args.block_size),
         features=Features(features),
         fingerprint=summarization_dataset.fingerprint(rows._fingerprint, args.block_size, code),
     )
-    if len(cut) == 0:
-        raise ValueError(f"the {split} texts give no block: they have fewer than two tokens")
     number = min(number or len(cut), len(cut))
     if verbose:
         print(f"{split}: {len(cut):,} blocks, {number:,} used", flush=True)
@@ -310,10 +311,15 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[
 
     Raises ValueError if the data cannot be had or are too few.
     """
-    with policies.local_rank_zero_first():
-        verbose = dist.get_rank() == 0
-        train_set = load_blocks(args, tokenizer, "train", args.num_train_samples, verbose)
-        val_set = load_blocks(args, tokenizer, "validation", args.num_val_samples, verbose)
+
+    def load(split: str, number: int) -> Dataset:
+        parts = (args, tokenizer, split, number, dist.get_rank() == 0)
+        return policies.first_on_node(load_blocks, *parts)
+
+    train_set, val_set = (
+        load("train", args.num_train_samples),
+        load("validation", args.num_val_samples),
+    )
     if len(train_set) < dist.get_world_size():
         raise ValueError(
             f"there are {len(train_set)} training blocks, fewer than the {dist.get_world_size()} "
@@ -382,7 +388,7 @@ def train_step(
     loss = torch.zeros((), device=state.device)
     for number, batch in enumerate(batches, start=1):
         batch = {key: value.to(state.device, non_blocking=True) for key, value in batch.items()}
-        sync = number == len(batches) or not args.accumulate_no_sync
+        sync = not args.accumulate_no_sync or number == len(batches) or dist.get_world_size() == 1
         with contextlib.nullcontext() if sync else state.model.no_sync():
             with policies.autocast(args, state.device):
                 share = summed_loss(state.model, batch) / targets
@@ -461,9 +467,9 @@ def validation(args: Namespace, state: TrainState, loaders: dict[str, DataLoader
     dist.all_reduce(totals)
     state.model.train()
     losses = dict(zip(loaders, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
-    loss = (totals[:, 0].sum() / totals[:, 1].sum()).item()
-    log(args, state, "val", loss=loss, perplexity=math.exp(loss), losses=losses)
-    return loss
+    loss = totals[:, 0].sum() / totals[:, 1].sum()
+    log(args, state, "val", loss=loss.item(), perplexity=loss.exp().item(), losses=losses)
+    return loss.item()
 
 
 def save(args: Namespace, state: TrainState) -> None:
@@ -476,9 +482,9 @@ def save(args: Namespace, state: TrainState) -> None:
 def log(args: Namespace, state: TrainState, event: str, **values: Any) -> None:
     """Append an event to metrics.jsonl and print its numbers; only rank 0 does anything."""
     if dist.get_rank() == 0:
-        record = {"event": event, "step": state.step, "epoch": state.epoch, **values}
+        line = {"event": event, "step": state.step, "epoch": state.epoch, **values}
         with Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(line) + "\n")
         numbers = [f"{key} {value:.5g}" for key, value in values.items() if type(value) is float]
         tqdm.write("  ".join([f"{event:5} step {state.step}/{state.total_steps}", *numbers]))
 
@@ -493,6 +499,9 @@ def log_start(args: Namespace, state: TrainState) -> None:
         options = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True}
         git = subprocess.run("git rev-parse HEAD", **options).stdout.decode().strip()
         log(args, state, "start", **about, git=git or None, arguments=vars(args))
+        what = f"{about['world_size']} x {about['device']}, {args.strategy}, {args.precision}"
+        print(f"{args.model_name}: {state.identity['model']}; {what}; {state.identity['data']}; "
+              f"global batch {state.identity['global batch']}")  # fmt: skip
 
 
 def log_phases(args: Namespace, state: TrainState) -> None:
@@ -581,13 +590,13 @@ def finish(args: Namespace, state: TrainState, tokenizer: Tokenizer, loader: Dat
     output = Path(args.output_dir)
     texts = continue_prompts(args, state, tokenizer, loader.dataset)
     checkpointing.export_model(state.model, tokenizer, output / "final", args)
-    checkpointing.load_weights(checkpointing.best_path(output, state), state.model)
+    if state.best_step:  # or no validation followed on a checkpoint taken from elsewhere
+        checkpointing.load_weights(checkpointing.best_path(output, state), state.model)
     checkpointing.export_model(state.model, tokenizer, output / "best", args)
     if dist.get_rank() == 0:
         for prompt, text in texts:
             print(f"   prompt: {prompt!r}\ncontinued: {text!r}")
-        values = {"best_loss": state.best_loss, "best_perplexity": math.exp(state.best_loss)}
-        values |= policies.peak_memory(args, state.device)
+        values = {"best_loss": state.best_loss} | policies.peak_memory(args, state.device)
         log(args, state, "done", best_step=state.best_step, **values)
         print(f"last model: {output / 'final'}, of lowest validation loss: {output / 'best'}")
 
@@ -600,6 +609,8 @@ def export_only(args: Namespace, device: torch.device, checkpoint: Path | None) 
     checkpointing.check_identity(checkpoint, {"script": Path(__file__).stem, "model": shapes})
     checkpointing.load_weights(checkpoint, model)
     checkpointing.export_model(model, tokenizer, Path(args.output_dir, "final"), args)
+    if dist.get_rank() == 0:
+        print(f"{checkpoint.name} is written to {Path(args.output_dir, 'final')}")
 
 
 @record
@@ -608,7 +619,7 @@ def fsdp_main(args: Namespace) -> None:
     device, output = setup(args), Path(args.output_dir)
     try:
         try:
-            checkpoint, status = checkpointing.open_output(output, args.resume)
+            checkpoint, status = checkpointing.open_output(output, args.resume, Path(__file__).stem)
             if args.export_only:
                 return export_only(args, device, checkpoint)
             state, tokenizer, loader, val_loaders = prepare(args, device, checkpoint)
@@ -626,7 +637,8 @@ def fsdp_main(args: Namespace) -> None:
             train(args, state, loader, val_loaders)
             finish(args, state, tokenizer, next(iter(val_loaders.values())))
     finally:
-        cleanup()
+        if device.type == "cpu" or sys.exc_info()[0] is None:  # nccl would wait for absent ranks
+            cleanup()
 
 
 if __name__ == "__main__":

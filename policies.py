@@ -17,7 +17,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,11 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
 warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
+warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
 
 # Buffers are never cast: in bf16 the rotary frequencies of Llama are off by whole turns at
 # position 4096. Inputs are cast for each unit, which generation outside the root's forward needs.
@@ -115,10 +115,10 @@ def common_problems(args: Namespace) -> list[str]:
     limits = {
         "1 or more": (lambda value: value >= 1, "batch_size gradient_accumulation_steps epochs "
                       "log_every keep_checkpoints"),
-        "0 or more": (lambda value: 0 <= value < math.inf, "max_steps eval_every save_every "
-                      "weight_decay shard_group_size seed"),
-        "a number above 0": (lambda value: 0 < value < math.inf, "lr gamma max_grad_norm "
-                             "max_shard_size timeout_minutes"),
+        "0 or more, below 2^31": (lambda value: 0 <= value < 2**31, "max_steps eval_every "
+                                  "save_every weight_decay shard_group_size seed"),
+        "above 0, below 10^6": (lambda value: 0 < value < 1e6, "lr gamma max_grad_norm "
+                                "max_shard_size timeout_minutes"),
         "at least 0 and below 1": (lambda value: 0 <= value < 1, "warmup_ratio"),
     }  # fmt: skip
     problems = []
@@ -130,8 +130,15 @@ def common_problems(args: Namespace) -> list[str]:
         problems.append("--precision fp16 needs a GPU, use bf16 or fp32 here")
     if args.cpu_offload and (args.strategy == "ddp" or not torch.cuda.is_available()):
         problems.append("--cpu-offload needs a GPU and a --strategy that is not ddp")
+    if args.gradient_accumulation_steps > 1 and args.cpu_offload and not args.accumulate_no_sync:
+        problems.append("--cpu-offload accumulates gradients only with --accumulate-no-sync")
+    if args.accumulate_no_sync and args.strategy == "no_shard":
+        problems.append("--accumulate-no-sync is for other strategies than no_shard")
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available() and local_size > torch.cuda.device_count():
+        problems.append(f"--nproc_per_node {local_size} is above {torch.cuda.device_count()} GPUs")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    group = args.shard_group_size or local_size
     if args.strategy == "hybrid_shard" and (group <= 1 or world_size % group):
         needed = "above 1 (or gradients are never synchronised) that divides the processes"
         problems.append(
@@ -211,10 +218,18 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def lr_schedule(args: Namespace, optimizer: Optimizer, total: int, epoch_steps: int) -> LambdaLR:
     """The learning rate by optimizer step: warm-up, then the shape of --lr-schedule."""
-    if args.lr_schedule == "step":
-        return LambdaLR(optimizer, lambda step: args.gamma ** (step // epoch_steps))
-    name = "constant_with_warmup" if args.lr_schedule == "constant" else args.lr_schedule
-    return get_scheduler(name, optimizer, math.ceil(args.warmup_ratio * total), total)
+    warmup = math.ceil(args.warmup_ratio * total)
+
+    def factor(step: int) -> float:
+        if args.lr_schedule == "step":
+            return args.gamma ** (step // epoch_steps)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)  # no step is wasted on a rate of 0
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        shapes = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        return shapes.get(args.lr_schedule, 1.0)
+
+    return LambdaLR(optimizer, factor)
 
 
 class GlobalBatchSampler:
@@ -248,15 +263,22 @@ class GlobalBatchSampler:
                 yield mine[start : start + self.batch_size]
 
 
-@contextlib.contextmanager
-def local_rank_zero_first() -> Iterator[None]:
-    """Let one process per node download or tokenise; the others then find it in the cache."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if not first:
-        dist.barrier()
-    yield
-    if first:
-        dist.barrier()
+def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` on one process per node, then on the others, which find its files cached.
+
+    Returns its result; its ValueError or OSError on any rank is raised on all of them.
+    """
+    for first in (True, False):
+        error, errors = None, [None] * dist.get_world_size()
+        if first == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
+            try:
+                result = function(*args)
+            except (OSError, ValueError) as raised:
+                error = raised
+        dist.all_gather_object(errors, error)
+        if any(errors):
+            raise next(filter(None, errors))
+    return result
 
 
 def peak_memory(args: Namespace, device: torch.device) -> dict[str, float]:

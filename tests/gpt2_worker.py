@@ -29,7 +29,7 @@ def main() -> None:
     results = {}
     for name, flags in json.loads(variants).items():
         args = gpt2_fsdp.parse_args([*common, *flags])
-        checkpointing.open_output(Path(args.output_dir), "auto")
+        checkpointing.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
         results[name] = ten_steps(gpt2_fsdp, args, device)
         state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, None)
         results[name]["units"] = sum(isinstance(m, FSDP) for m in state.model.modules())

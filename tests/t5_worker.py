@@ -24,7 +24,7 @@ def main() -> None:
               "0.5", "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
     args = T5_training.parse_args(common)
     device = T5_training.setup(args)
-    checkpointing.open_output(Path(args.output_dir), "auto")
+    checkpointing.open_output(Path(args.output_dir), "auto", "T5_training")
     results = {}
     for name, flags in SHARED_VARIANTS.items():
         args = T5_training.parse_args([*common, *flags])

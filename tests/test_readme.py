@@ -36,21 +36,23 @@ def test_readme_snippet_uses_final(t5_directory: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
-def test_readme_cpu_commands_parse_from_another_directory(tmp_path: Path) -> None:
-    """The first by-hand command, cut to one step, started elsewhere and without torchrun."""
-    line = next(line for line in README.splitlines() if line.startswith("python T5_training.py"))
-    flags = shlex.split(line)[2:]
-    launch(0, "T5_training.py", *flags, "--max-steps", 1, "--rouge-samples", 0, cwd=tmp_path)
-    assert (tmp_path / "output/final/config.json").is_file()
+@pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py"])
+def test_readme_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None:
+    """The by-hand command, cut to one step, started elsewhere and without torchrun."""
+    line = next(line for line in README.splitlines() if line.startswith(f"python {script}"))
+    short = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
+    flags = [*shlex.split(line)[2:], *short, "--output-dir", "here"]
+    launch(0, script, *flags, cwd=tmp_path)
+    assert (tmp_path / "here/final/config.json").is_file()
 
 
 def test_flags_in_the_readme_exist() -> None:
-    """Every --flag named in the README is one of the script's, torchrun's or pip's."""
-    text = subprocess.check_output([sys.executable, ROOT / "T5_training.py", "--help"], text=True)
-    known = set(re.findall(r"--[a-z][a-z-]+", text)) | {
-        "--nnodes", "--nproc_per_node", "--nproc", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id",
-        "--no-build-isolation",
-    }  # fmt: skip
+    """Every --flag named in the README is one of a program's, torchrun's or pip's."""
+    known = {"--nnodes", "--nproc", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id",
+             "--no-build-isolation"}  # fmt: skip
+    for program in ("T5_training.py", "gpt2_fsdp.py", "benchmarks/compare_strategies.py"):
+        text = subprocess.check_output([sys.executable, ROOT / program, "--help"], text=True)
+        known |= set(re.findall(r"--[a-z][a-z-]+", text))
     assert set(re.findall(r"--[a-z][a-z-]+", README)) <= known
 
 

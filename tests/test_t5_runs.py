@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, launch, losses, metrics, weights
+from safetensors.torch import load_file, save_file
 from transformers import ByT5Tokenizer
 
 import T5_training
@@ -209,18 +210,23 @@ def test_what_must_not_differ_is_named(
     assert "step-00000008" in refused([*flags, "--resume", "none"], finished, capfd)
     older = str(finished / "checkpoints/step-00000006")
     assert "step-00000008" in refused([*flags, "--resume", older], finished, capfd)
-    assert "train_state.json" in refused([*flags, "--resume", str(finished)], finished, capfd)
+    said = refused([*flags, "--resume", str(finished)], finished.parent / "elsewhere", capfd)
+    assert "is not a checkpoint" in said
     after = sorted((path, path.stat().st_mtime) for path in finished.rglob("*") if path.is_file())
     assert before == after
 
 
 def test_resume_from_a_path_into_another_directory(
-    finished: Path, uninterrupted: Path, flags: list[str], tmp_path: Path
+    finished: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """The last two steps once more, beside the run that they come from."""
+    """The last two steps once more, beside the run that they come from; and then once again."""
     output = tmp_path / "elsewhere"
-    one_process([*flags, "--resume", str(finished / "checkpoints/step-00000006")], output)
+    command = [*flags, "--resume", str(finished / "checkpoints/step-00000006"), "--lr", "1e-9"]
+    one_process(command, output)
     assert list(losses(output)) == [7, 8]
+    assert (output / "best/config.json").is_file()  # the best of these steps, if not of all
+    one_process(command, output)
+    assert "is finished" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("flag, said", [
@@ -273,3 +279,55 @@ def test_hybrid_shard_on_two_by_two(
     there = weights(alone / "final")
     for name, tensor in weights(tmp_path / "final").items():
         torch.testing.assert_close(tensor, there[name], rtol=0, atol=1e-4)
+
+
+def test_what_is_not_ours_stays(
+    finished: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """A directory of the user's, a model of somebody else's, and a run of another script."""
+    (finished / "tmp-mine").mkdir()
+    one_process(flags, finished)
+    assert (finished / "tmp-mine").is_dir()
+    (tmp_path / "foreign/final").mkdir(parents=True)
+    assert "of something else" in refused(flags, tmp_path / "foreign", capfd)
+    (tmp_path / "other").mkdir()
+    line = {"event": "start", "step": 0, "script": "gpt2_fsdp"}
+    (tmp_path / "other/metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert "holds a run of gpt2_fsdp" in refused(flags, tmp_path / "other", capfd)
+
+
+def test_bad_data_is_said_once_by_two_ranks(flags: list[str], tmp_path: Path) -> None:
+    """Nobody waits for a rank that is gone, and no rank shows a traceback of its own."""
+    (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
+    command = [*flags, "--dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
+    result = launch(2, "T5_training.py", *command, check=False)
+    assert result.returncode != 0
+    assert result.stderr.count("error: ") == 1 and "has columns a, b" in result.stderr
+    ours = result.stderr[: result.stderr.index("torch/distributed/elastic")]
+    assert "Traceback" not in ours and "Connection closed" not in result.stderr
+
+
+def test_an_untied_head_stays_untied(
+    flags: list[str], t5_directory: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """As in T5 1.1 and FLAN-T5: what is loaded, trained, resumed and exported has its own head."""
+    for path in t5_directory.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(t5_directory / "model.safetensors")
+    torch.manual_seed(1)
+    tensors["lm_head.weight"] = torch.randn_like(tensors["shared.weight"]) * 0.1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    flags, output = [*flags, "--model-name", str(tmp_path)], tmp_path / "run"
+    launch(2, "T5_training.py", *flags, *two_ranks(output), "--max-steps", "2")
+    assert losses(output, "val")[0] == pytest.approx(reloaded(tmp_path, pairs)["loss"], abs=1e-5)
+    one_process(flags, output)
+    found = reloaded(output / "final", pairs)
+    assert found["loss"] == pytest.approx(losses(output, "val")[8], abs=1e-5)
+    assert not found["tied"] and "lm_head.weight" in weights(output / "final")
+
+
+def test_accumulation_without_sync_alone_in_bf16(flags: list[str], tmp_path: Path) -> None:
+    """One process has nothing to wait for; the flag changes nothing."""
+    more = ["--gradient-accumulation-steps", "2", "--accumulate-no-sync", "--precision", "bf16"]
+    one_process([*flags, *more, "--max-steps", "1"], tmp_path)
+    assert list(losses(tmp_path)) == [1]
