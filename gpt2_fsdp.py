@@ -643,3 +643,5 @@ def fsdp_main(args: Namespace) -> None:
 
 if __name__ == "__main__":
     fsdp_main(parse_args())
+    sys.stdout.flush()
+    os._exit(0)  # under FSDP gloo's threads outlive its group, and now and then abort another exit

@@ -4,6 +4,7 @@ gpt2_worker.py OUTPUT.pt MODEL_DIRECTORY TRAIN.txt VAL.txt BATCH VARIANTS.json
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -44,3 +45,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # as the scripts do, and why

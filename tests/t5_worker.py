@@ -3,6 +3,7 @@
 t5_worker.py OUTPUT.pt MODEL_DIRECTORY PAIRS.jsonl
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -64,3 +65,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # as the scripts do, and why
