@@ -286,6 +286,12 @@ def _headers(directory: Path) -> Iterator[tuple[str, Path, list[int], str]]:
             raise ValueError(f"{path} cannot be read: {error}") from None
 
 
+def _read(path: Path, key: str) -> torch.Tensor:
+    """One tensor; the file is opened each time, or its mapped pages would count as memory held."""
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(key)
+
+
 def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, tuple[Path, str]]:
     """File and key of each parameter, by its first name; raises ValueError with all that is wrong.
 
@@ -319,18 +325,11 @@ def untie_as_stored(model: PreTrainedModel, directory: Path) -> None:
     """
 
     def apart() -> list[str]:
-        first_name = {parameter: name for name, parameter in model.named_parameters()}
-        files = {key: path for key, path, _, _ in _headers(directory)}
-        tensors, names = {}, []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first = first_name[parameter]
-            if first in files and name in files and first != name:
-                for key in (first, name):
-                    with safe_open(files[key], framework="pt") as file:
-                        tensors[key] = file.get_tensor(key)
-                if not torch.equal(tensors[first], tensors[name]):
-                    names.append(name)
-        return names
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        names = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False)}
+        paths = {key: path for key, path, _, _ in _headers(directory)}
+        both = [(a, b) for a, b in names.items() if a != b and {a, b} <= paths.keys()]
+        return [a for a, b in both if not torch.equal(_read(paths[a], a), _read(paths[b], b))]
 
     for name in on_rank_zero(apart):
         module, _, key = name.rpartition(".")
@@ -374,9 +373,7 @@ def streamed_init(
                 parameter = nn.Parameter(torch.empty_like(meta, device=device))
                 if found:
                     if dist.get_rank() == 0:
-                        path, stored_key = found[names[meta][0]]
-                        with safe_open(path, framework="pt") as file:
-                            parameter.data.copy_(file.get_tensor(stored_key))
+                        parameter.data.copy_(_read(*found[names[meta][0]]))
                     dist.broadcast(parameter.data, src=0)
                     bar.update()
                 setattr(module, key, parameter)

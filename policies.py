@@ -112,39 +112,32 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def common_problems(args: Namespace) -> list[str]:
     """What is wrong with the values of `common_arguments`, a sentence each."""
-    limits = {
-        "1 or more": (lambda value: value >= 1, "batch_size gradient_accumulation_steps epochs "
-                      "log_every keep_checkpoints"),
-        "0 or more, below 2^31": (lambda value: 0 <= value < 2**31, "max_steps eval_every "
-                                  "save_every weight_decay shard_group_size seed"),
-        "above 0, below 10^6": (lambda value: 0 < value < 1e6, "lr gamma max_grad_norm "
-                                "max_shard_size timeout_minutes"),
-        "at least 0 and below 1": (lambda value: 0 <= value < 1, "warmup_ratio"),
-    }  # fmt: skip
     problems = []
-    for accepted, (fits, names) in limits.items():
-        for name in (name for name in names.split() if not fits(getattr(args, name))):
-            flag = f"--{name.replace('_', '-')}"
-            problems.append(f"{flag} must be {accepted}, not {getattr(args, name)}")
-    if args.precision == "fp16" and not torch.cuda.is_available():
-        problems.append("--precision fp16 needs a GPU, use bf16 or fp32 here")
-    if args.cpu_offload and (args.strategy == "ddp" or not torch.cuda.is_available()):
-        problems.append("--cpu-offload needs a GPU and a --strategy that is not ddp")
-    if args.gradient_accumulation_steps > 1 and args.cpu_offload and not args.accumulate_no_sync:
-        problems.append("--cpu-offload accumulates gradients only with --accumulate-no-sync")
-    if args.accumulate_no_sync and args.strategy == "no_shard":
-        problems.append("--accumulate-no-sync is for other strategies than no_shard")
+    for low, high, names in (
+        (1, 2**31, "batch_size gradient_accumulation_steps epochs log_every keep_checkpoints"),
+        (0, 2**31, "max_steps eval_every save_every weight_decay shard_group_size seed"),
+        (1e-12, 1e6, "lr gamma max_grad_norm max_shard_size timeout_minutes"),
+        (0, 1, "warmup_ratio"),
+    ):
+        for name in (name for name in names.split() if not low <= getattr(args, name) < high):
+            problems.append(f"--{name.replace('_', '-')} must be at least {low} and below {high}")
+    gpus = torch.cuda.device_count()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.is_available() and local_size > torch.cuda.device_count():
-        problems.append(f"--nproc_per_node {local_size} is above {torch.cuda.device_count()} GPUs")
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
     group = args.shard_group_size or local_size
-    if args.strategy == "hybrid_shard" and (group <= 1 or world_size % group):
-        needed = "above 1 (or gradients are never synchronised) that divides the processes"
-        problems.append(
-            f"--strategy hybrid_shard needs a --shard-group-size {needed}: {world_size}"
-        )
-    return problems
+    uneven = group <= 1 or int(os.environ.get("WORLD_SIZE", 1)) % group  # 1 would never synchronise
+    checks = {
+        "--precision fp16 needs a GPU, use bf16 or fp32": args.precision == "fp16" and not gpus,
+        f"--nproc_per_node {local_size} is above the {gpus} GPUs": 0 < gpus < local_size,
+        "--cpu-offload needs a GPU and a --strategy other than ddp": args.cpu_offload
+        and (args.strategy == "ddp" or not gpus),
+        "--cpu-offload accumulates gradients only with --accumulate-no-sync": args.cpu_offload
+        and args.gradient_accumulation_steps > 1 and not args.accumulate_no_sync,
+        "--accumulate-no-sync cannot be used with no_shard": args.accumulate_no_sync
+        and args.strategy == "no_shard",
+        "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes":
+        args.strategy == "hybrid_shard" and uneven,
+    }  # fmt: skip
+    return problems + [problem for problem, found in checks.items() if found]
 
 
 def resolve_precision(precision: str) -> str:
