@@ -31,11 +31,16 @@ def main() -> None:
     for name, flags in json.loads(variants).items():
         args = gpt2_fsdp.parse_args([*common, *flags])
         checkpointing.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
-        results[name] = ten_steps(gpt2_fsdp, args, device)
-        state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, None)
+        results[name], trained = ten_steps(gpt2_fsdp, args, device)
+        output_dir = Path(args.output_dir)
+        checkpointing.save_checkpoint(output_dir, trained, keep=1)
+        checkpoint = output_dir / f"checkpoints/step-{trained.step:08d}"
+        state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, checkpoint)
         results[name]["units"] = sum(isinstance(m, FSDP) for m in state.model.modules())
-        inner = state.model.module
-        results[name]["tied"] = inner.lm_head.weight is inner.transformer.wte.weight
+        results[name]["tied"] = all(
+            inner.lm_head.weight is inner.transformer.wte.weight
+            for inner in (trained.model.module, state.model.module)
+        )
         texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
         results[name]["texts"] = texts
     if dist.get_rank() == 0:

@@ -29,7 +29,7 @@ def main() -> None:
     results = {}
     for name, flags in SHARED_VARIANTS.items():
         args = T5_training.parse_args([*common, *flags])
-        results[name] = ten_steps(T5_training, args, device)
+        results[name], _ = ten_steps(T5_training, args, device)
 
     # One batch, until it is known by heart.
     flags = ["--num-train-samples", "8", "--lr", "1e-2", "--lr-schedule", "constant",

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 import policies
+from checkpointing import TrainState
 
 SHARED_VARIANTS = {
     "full_shard": [],
@@ -46,9 +47,10 @@ def held(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def ten_steps(
-    script: types.ModuleType, args: argparse.Namespace, device: torch.device, whole: bool = True
-) -> dict:
-    """Losses and rows of ten steps, the first gradient before clipping, and bytes held."""
+    script: types.ModuleType, args: argparse.Namespace, device: torch.device
+) -> tuple[dict, TrainState]:
+    """Losses and rows of ten steps, the first gradient before clipping, and bytes held; and the
+    state after them."""
     state, _, loader, val_loaders = script.prepare(args, device, None)
     result: dict = {"losses": [], "rows": [], "samples": [], "norms": []}
     clip = policies.clip_gradients
@@ -56,8 +58,7 @@ def ten_steps(
     def keep_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         result.setdefault("gradient_bytes", held(p.grad for p in model.parameters()))
         result.setdefault("parameter_bytes", held(model.parameters()))
-        if whole:
-            result.setdefault("gradient", gradients(model))
+        result.setdefault("gradient", gradients(model))
         return clip(model, max_norm)
 
     policies.clip_gradients = keep_gradient
@@ -79,4 +80,4 @@ def ten_steps(
     moments = [v for s in state.optimizer.state.values() for k, v in s.items() if k != "step"]
     result["optimizer_bytes"] = held(moments)
     result["validation"] = script.validation(args, state, val_loaders)
-    return result
+    return result, state

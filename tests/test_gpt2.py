@@ -131,14 +131,8 @@ def test_bytes_held_are_what_the_strategy_promises(
         assert result[f"{kind}_bytes"] <= promised + copies * padding
 
 
-def test_prompts_are_continued_alike(two_ranks: dict, gpt2_directory: Path) -> None:
-    """Under FSDP and DDP as by plain generate, in fp32; bf16 at least goes through."""
-    tokenizer = ByT5Tokenizer()
-    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
-    for prompt, continued in two_ranks["full_shard"]["texts"]:
-        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
-        output = model.generate(**ids, max_new_tokens=32, do_sample=False, pad_token_id=1)
-        assert tokenizer.decode(output[0, ids.input_ids.size(1) :]) == continued
+def test_prompts_are_continued_alike(two_ranks: dict) -> None:
+    """After ten steps and a resume: the same under FSDP and DDP; bf16 at least goes through."""
     for variant in ("shard_grad_op", "no_shard", "ddp", "size"):
         assert two_ranks[variant]["texts"] == two_ranks["full_shard"]["texts"]
     assert len(two_ranks["bf16"]["texts"]) == 3
