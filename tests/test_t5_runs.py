@@ -331,3 +331,25 @@ def test_accumulation_without_sync_alone_in_bf16(flags: list[str], tmp_path: Pat
     more = ["--gradient-accumulation-steps", "2", "--accumulate-no-sync", "--precision", "bf16"]
     one_process([*flags, *more, "--max-steps", "1"], tmp_path)
     assert list(losses(tmp_path)) == [1]
+
+
+def test_a_model_that_is_no_t5(
+    flags: list[str], gpt2_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Named for what it is; and a directory without a tokenizer is not guessed at."""
+    said = refused([*flags, "--model-name", str(gpt2_directory)], tmp_path / "run", capfd)
+    assert "is a gpt2, not a t5" in said
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((gpt2_directory / name).read_bytes())
+    text = (tmp_path / "config.json").read_text().replace('"gpt2"', '"t5"')
+    (tmp_path / "config.json").write_text(text)
+    said = refused([*flags, "--model-name", str(tmp_path)], tmp_path / "run", capfd)
+    assert "has no tokenizer" in said
+
+
+def test_fewer_examples_than_processes(flags: list[str], tmp_path: Path) -> None:
+    """One example for two ranks."""
+    command = [*flags, "--num-train-samples", "1", "--output-dir", tmp_path]
+    result = launch(2, "T5_training.py", *command, check=False)
+    assert result.returncode != 0 and result.stderr.count("error: ") == 1
+    assert "gives 1 training examples, fewer than the 2 processes" in result.stderr
