@@ -17,6 +17,7 @@ Left out on purpose: attention that stops at document boundaries (see llama_fsdp
 import contextlib
 import functools
 import inspect
+import io
 import json
 import math
 import os
@@ -208,7 +209,8 @@ def read_file(path: Path, column: str) -> Dataset:
     if path.suffix.lower() in summarization_dataset.KINDS:
         return text_column(str(path), summarization_dataset.read_file(path, ()), column)
     checksum = summarization_dataset.check_content(path)
-    lines = path.read_text(encoding="utf-8").rstrip("\n").splitlines(keepends=True) or [""]
+    text = path.read_text(encoding="utf-8").rstrip("\n")
+    lines = list(io.StringIO(text, newline="\n")) or [""]  # splitlines knows other ends of lines
     if any("\0" in line for line in lines):
         raise ValueError(f"{path} is binary, not text")
     return Dataset.from_generator(
@@ -268,7 +270,8 @@ def load_blocks(
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = [text or "" for text in batch["text"]]
-        ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        plain = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
+        ids = tokenizer(texts, **plain, verbose=False)["input_ids"]
         eos = [tokenizer.eos_token_id]
         ends = [bool(text) and not text.endswith("\n") for text in texts]
         return {"input_ids": [x + eos * end for x, end in zip(ids, ends, strict=True)]}

@@ -205,13 +205,13 @@ def decoded(rows: gpt2_fsdp.Dataset) -> str:
 
 def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     """Text files (globs too) line by line; rows of JSONL and Parquet; rows that go on."""
-    for name, text in (("a.txt", "one\ntwo\n"), ("b.txt", "three")):
+    for name, text in (("a.txt", "one\u2028\x85 <unk> \ntwo\n"), ("b.txt", "three")):
         (tmp_path / name).write_text(text)
     rows = [{"body": "four"}, {"body": ""}, {"body": "five\n"}, {"body": "six"}]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     some = ["--val-file", str(tmp_path / "b.txt"), "--text-column", "body"]
     both = load(tmp_path, "--train-file", str(tmp_path / "*.txt"), *some)
-    assert decoded(both) == "one\ntwo</s>three</s>"
+    assert decoded(both) == "one\u2028\x85 <unk> \ntwo</s>three</s>"
     assert decoded(load(tmp_path, "--train-file", str(tmp_path / "c.jsonl"), *some)) == (
         "four</s>five\nsix</s>"
     )

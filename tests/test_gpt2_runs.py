@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-ids = tokenizer(open(sys.argv[2]).read().rstrip("\\n"), add_special_tokens=False).input_ids
+text = open(sys.argv[2]).read().rstrip("\\n")
+ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 ids = torch.tensor(ids + [tokenizer.eos_token_id])
 size, total = int(sys.argv[3]), 0.0
 with torch.no_grad():
@@ -115,9 +116,12 @@ def test_real_text(tmp_path: Path) -> None:
     output = tmp_path / "run"
     command = ["--model-name", "tiny", *files, *shape, "--num-train-samples", "0",
                "--num-val-samples", "0", "--save-every", "0", "--output-dir", output]  # fmt: skip
-    launch(2, "gpt2_fsdp.py", *command)
-    nats = losses(output, "val")[200] * (len(text[cut:].rstrip("\n").encode()))  # one byte a token
-    perplexity = math.exp(nats / len(text[cut:].encode()))
-    assert perplexity < 12
+    result = launch(2, "gpt2_fsdp.py", *command)
+    size = len(
+        text[cut:].rstrip("\n").encode()
+    )  # a token is a byte, and EOS follows: `size` targets
+    nats = losses(output, "val")[200] * size
+    assert math.exp(nats / size) < 12
+    assert f"{math.ceil(size / 256):,} blocks" in result.stdout
     found = reloaded(output / "final", tmp_path / "val.txt", 256)
     assert found["loss"] == pytest.approx(losses(output, "val")[200], rel=1e-5)
