@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import launch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, T5ForConditionalGeneration
+from transformers import AutoConfig, GPT2LMHeadModel, T5ForConditionalGeneration
 
 import checkpointing
 
@@ -110,3 +110,15 @@ def test_two_ranks_refuse_a_wrong_checkpoint_once_and_quickly(
     assert "shared.weight is missing" in result.stderr
     assert time.monotonic() - start < 60
     assert not list((output / "checkpoints").iterdir())
+
+
+def test_names_without_the_base_model_prefix(gpt2_directory: Path, tmp_path: Path) -> None:
+    """The published GPT-2 files say wte.weight, and carry the causal masks of old."""
+    tensors = load_file(gpt2_directory / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(bare | {"h.0.attn.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(AutoConfig.from_pretrained(gpt2_directory))
+    found = checkpointing._find_weights(model, tmp_path)
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    assert found["transformer.wte.weight"][1] == "wte.weight"
