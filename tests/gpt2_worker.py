@@ -43,6 +43,10 @@ def main() -> None:
         )
         texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
         results[name]["texts"] = texts
+    args = gpt2_fsdp.parse_args(common)
+    state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, None)
+    texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
+    results["untrained"] = {"texts": texts}
     if dist.get_rank() == 0:
         torch.save(results, output)
     gpt2_fsdp.cleanup()

@@ -138,6 +138,16 @@ def test_prompts_are_continued_alike(two_ranks: dict) -> None:
     assert len(two_ranks["bf16"]["texts"]) == 3
 
 
+def test_prompts_are_continued_as_by_plain_generate(two_ranks: dict, gpt2_directory: Path) -> None:
+    """The model as it was loaded, under FULL_SHARD on two ranks, in fp32."""
+    tokenizer = ByT5Tokenizer()
+    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
+    for prompt, continued in two_ranks["untrained"]["texts"]:
+        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+        output = model.generate(**ids, max_new_tokens=32, do_sample=False, pad_token_id=1)
+        assert tokenizer.decode(output[0, ids.input_ids.size(1) :]) == continued
+
+
 def test_loss_without_logits_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Value and gradients to 1e-5 in fp32, over several chunks, and where torch has no such."""
     torch.manual_seed(0)
