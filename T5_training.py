@@ -23,7 +23,7 @@ import os
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="google-t5/t5-base", help="hub id, local directory, or tiny "
         "(random weights, bytes as tokens, no download)")  # fmt: skip
+    add("--group-by-length", action=BooleanOptionalAction, default=True,
+        help="train on batches of texts of about one length: less padding")  # fmt: skip
     add("--rouge-samples", type=int, default=32, help="examples to summarise at the end")
     summarization_dataset.add_arguments(parser)
     policies.common_arguments(parser)
@@ -80,9 +82,12 @@ def setup(args: Namespace) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         backend, options["device_id"] = "cpu:gloo,cuda:nccl", device
-    if "RANK" not in os.environ:  # started without torchrun: one process
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, **options)
+    store, rank, world_size = dist.HashStore(), 0, 1  # without torchrun: one process
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=options["timeout"]))
+    # When torchrun restarts its workers, the addresses of those before are still in the store.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     transformers.set_seed(args.seed)
     return device
 
@@ -112,13 +117,13 @@ def setup_model(
         if config.model_type != "t5":
             raise ValueError(f"--model-name {args.model_name} is a {config.model_type}, not a t5")
         tokenizer = checkpointing.load_tokenizer(directory, config.vocab_size)
-        if config.decoder_start_token_id is None:
+        if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = config.pad_token_id
-        with torch.device("meta"):
-            model = T5ForConditionalGeneration(config)
-        checkpointing.untie_as_stored(model, directory)
+        model = checkpointing.meta_model(T5ForConditionalGeneration, config, directory)
         init = checkpointing.streamed_init(model, directory if pretrained else None, device)
     shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
+    if args.compile:
+        policies.compile_blocks(model, T5Block)
     if args.strategy == "ddp":
         for module in list(model.modules()) if init else ():
             init(module)
@@ -163,13 +168,17 @@ def setup_data(
         decoder_start_token_id=config.decoder_start_token_id,
     )
 
-    def loader(dataset: Any, accumulation: int, seed: int | None) -> DataLoader:
-        sampler = policies.GlobalBatchSampler(len(dataset), args.batch_size, accumulation, seed)
+    def loader(
+        dataset: Any, accumulation: int, seed: int | None, lengths: list[int] | None = None
+    ) -> DataLoader:
+        parts = (len(dataset), args.batch_size, accumulation, seed, lengths)
+        sampler = policies.GlobalBatchSampler(*parts)
         options = {"collate_fn": collate, "pin_memory": torch.cuda.is_available()}
         options["generator"] = torch.Generator()  # or each epoch would draw from dropout's
         return DataLoader(dataset, batch_sampler=sampler, **options)
 
-    train_loader = loader(train_set, args.gradient_accumulation_steps, args.seed)
+    lengths = train_set["length"][:] if args.group_by_length else None
+    train_loader = loader(train_set, args.gradient_accumulation_steps, args.seed, lengths)
     return train_loader, {args.dataset: loader(val_set, 1, None)}
 
 
@@ -198,11 +207,15 @@ def train_step(
 
     The loss is the mean over the target tokens of all ranks and micro-batches. FSDP and DDP
     average gradients over ranks, hence the factor of the world size. Returns this rank's share
-    of the loss, to be summed over ranks, and the global gradient norm before clipping.
+    of the loss, to be summed over ranks, and the global gradient norm before clipping. Raises
+    KeyboardInterrupt, on all ranks, before anything is done, if one of them was asked to stop.
     """
-    counts = torch.tensor([count_tokens(batch) for batch in batches]).sum(dim=0)
+    here = torch.tensor([count_tokens(batch) for batch in batches]).sum(dim=0).tolist()
+    counts = torch.tensor([*here, state.stop()])
     dist.all_reduce(counts)
-    targets, tokens = counts.tolist()
+    targets, tokens, stop = counts.tolist()
+    if stop:
+        raise KeyboardInterrupt
     if targets == 0:
         policies.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
     loss = torch.zeros((), device=state.device)
@@ -218,7 +231,11 @@ def train_step(
     grad_norm = policies.clip_gradients(state.model, args.max_grad_norm)
     scale = state.scaler.get_scale()  # 1 unless fp16
     if scale < 1 or not (grad_norm.isfinite() or state.scaler.is_enabled()):
-        policies.exit_with(f"step {state.step + 1}: gradient norm {grad_norm}, samples {samples}")
+        ranks = policies.ranks_where(not loss.isfinite()) or "none"
+        policies.exit_with(
+            f"step {state.step + 1}: gradient norm {grad_norm}, loss not finite on ranks {ranks}, "
+            f"samples {samples}"
+        )
     state.scaler.step(state.optimizer)
     state.scaler.update()
     if state.scaler.get_scale() >= scale:  # or fp16 overflowed, and the optimizer did not step
@@ -244,6 +261,7 @@ def train(
             start, lr = time.perf_counter(), state.scheduler.get_last_lr()[0]
             batches = [next(micro_batches) for _ in range(args.gradient_accumulation_steps)]
             loss, grad_norm = train_step(args, state, batches, samples)
+            state.stop.rest()
             seconds += time.perf_counter() - start
             bar.update()
             milestone = state.step == state.total_steps or state.consumed == sampler.num_samples
@@ -258,8 +276,7 @@ def train(
             if milestone or state.step % (args.eval_every or math.inf) == 0:  # all ranks
                 val_loss = validation(args, state, val_loaders)
                 if val_loss < state.best_loss:
-                    state.best_loss, state.best_step = val_loss, state.step
-                    checkpointing.save_best(Path(args.output_dir), state)
+                    checkpointing.save_best(Path(args.output_dir), state, val_loss)
             if milestone or state.step % (args.save_every or math.inf) == 0:  # all ranks
                 save(args, state)
             if state.step == state.total_steps:
@@ -294,17 +311,20 @@ def validation(args: Namespace, state: TrainState, loaders: dict[str, DataLoader
 
 def save(args: Namespace, state: TrainState) -> None:
     """Save a checkpoint that a run can continue from; all ranks."""
-    start = time.perf_counter()
-    checkpointing.save_checkpoint(Path(args.output_dir), state, args.keep_checkpoints)
-    log(args, state, "save", seconds=time.perf_counter() - start)
+    start, full = time.perf_counter(), args.checkpoint_type == "full"
+    if checkpointing.save_checkpoint(Path(args.output_dir), state, args.keep_checkpoints, full):
+        log(args, state, "save", seconds=time.perf_counter() - start)
 
 
 def log(args: Namespace, state: TrainState, event: str, **values: Any) -> None:
     """Append an event to metrics.jsonl and print its numbers; only rank 0 does anything."""
     if dist.get_rank() == 0:
         line = {"event": event, "step": state.step, "epoch": state.epoch, **values}
-        with Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk is no reason to end
+            tqdm.write(f"metrics.jsonl could not be written ({error.strerror})")
         numbers = [f"{key} {value:.5g}" for key, value in values.items() if type(value) is float]
         tqdm.write("  ".join([f"{event:5} step {state.step}/{state.total_steps}", *numbers]))
 
@@ -361,12 +381,13 @@ def prepare(
     args: Namespace, device: torch.device, checkpoint: Path | None
 ) -> tuple[TrainState, Tokenizer, DataLoader, dict[str, DataLoader]]:
     """What is trained, as `checkpoint` left it, and the data; all ranks."""
-    model, tokenizer, shapes = setup_model(args, device, pretrained=checkpoint is None)
+    with checkpointing.report_memory(device):
+        model, tokenizer, shapes = setup_model(args, device, pretrained=checkpoint is None)
     loader, val_loaders = setup_data(args, tokenizer, model.module.config)
     sampler = loader.batch_sampler
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
     groups = policies.parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=torch.cuda.is_available())
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     scheduler = policies.lr_schedule(args, optimizer, total_steps, sampler.steps_per_epoch)
     scaler = policies.gradient_scaler(args, device)
     sets = [x.dataset for x in (loader, *val_loaders.values())]
@@ -377,13 +398,18 @@ def prepare(
         "script": Path(__file__).stem,
         "model": shapes,
         "data": checkpointing.checksum(samples),
+        "--group-by-length": args.group_by_length,
         "global batch": sampler.global_batch,
         "seed": args.seed,
     }
-    state = TrainState(model, optimizer, scheduler, scaler, device, identity, total_steps)
+    stop = policies.StopRequest()
+    state = TrainState(model, optimizer, scheduler, scaler, device, identity, total_steps, stop)
+    if args.async_save:
+        limit = timedelta(minutes=args.timeout_minutes)
+        state.save_group = dist.new_group(backend="gloo", timeout=limit)
     transformers.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
-        checkpointing.load_checkpoint(checkpoint, state, args.seed)
+        checkpointing.load_checkpoint(checkpoint, state, args.seed, Path(args.output_dir))
     return state, tokenizer, loader, val_loaders
 
 
@@ -416,33 +442,56 @@ def export_only(args: Namespace, device: torch.device, checkpoint: Path | None) 
 
 
 @record
-def fsdp_main(args: Namespace) -> None:
-    """Prepare, train, validate, summarise and export; all ranks."""
-    device, output = setup(args), Path(args.output_dir)
+def fsdp_main(args: Namespace) -> int:
+    """Prepare, train, validate, summarise and export; all ranks. Returns the exit code."""
+    device, output, stack = setup(args), Path(args.output_dir), contextlib.ExitStack()
     try:
-        try:
-            checkpoint, status = checkpointing.open_output(output, args.resume, Path(__file__).stem)
-            if args.export_only:
-                return export_only(args, device, checkpoint)
-            state, tokenizer, loader, val_loaders = prepare(args, device, checkpoint)
-        except (OSError, ValueError) as error:
-            policies.exit_with(error)
-        if status == "finished" and state.step >= state.total_steps:
-            if dist.get_rank() == 0:
-                print(f"{output} is finished, raise --max-steps or --epochs to train on")
-            return
-        with checkpointing.status(output):
+        with stack:
+            try:
+                stack.enter_context(checkpointing.locked(output))
+                parts = (output, args.resume, Path(__file__).stem)
+                checkpoint, status = checkpointing.open_output(*parts)
+                if args.export_only:
+                    export_only(args, device, checkpoint)
+                    return 0
+                state, tokenizer, loader, val_loaders = prepare(args, device, checkpoint)
+            except (OSError, ValueError) as error:
+                policies.exit_with(error)
+            if status == "finished" and state.step >= state.total_steps:
+                if dist.get_rank() == 0:
+                    print(f"{output} is finished, raise --max-steps or --epochs to train on")
+                return 0
+            stack.enter_context(state.stop)
+            stack.enter_context(checkpointing.status(output, state))
             log_start(args, state)
             if state.step == 0:
                 validation(args, state, val_loaders)
-            train(args, state, loader, val_loaders)
+            try:
+                train(args, state, loader, val_loaders)
+            except KeyboardInterrupt:  # on all ranks
+                state.stop.rest()
+                save(args, state)
+                raise
             finish(args, state, tokenizer, next(iter(val_loaders.values())))
+    except checkpointing.SaveError as error:
+        policies.exit_with(error)
+    except KeyboardInterrupt:
+        return policies.STOPPED
+    except RuntimeError as error:
+        policies.exit_if_peer_lost(error)
+        raise
     finally:
         if device.type == "cpu" or sys.exc_info()[0] is None:  # nccl would wait for absent ranks
             cleanup()
+    return 0
 
 
 if __name__ == "__main__":
-    fsdp_main(parse_args())
+    arguments = parse_args()
+    try:
+        code = fsdp_main(arguments)
+    except SystemExit as end:
+        code = end.code
     sys.stdout.flush()
-    os._exit(0)  # under FSDP gloo's threads outlive its group, and now and then abort another exit
+    # Under FSDP gloo's threads outlive its group, and now and then abort another exit.
+    os._exit(code)

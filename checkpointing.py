@@ -8,14 +8,19 @@ import contextlib
 import copy
 import json
 import math
+import os
 import pickle
 import random
 import re
 import shutil
+import socket
+import threading
+import time
 import zlib
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +33,20 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 RANDOM = [  # how the random states of a rank are read, and how they are restored
     (random.getstate, random.setstate),
@@ -39,6 +54,8 @@ RANDOM = [  # how the random states of a rank are read, and how they are restore
     (torch.get_rng_state, torch.set_rng_state),
     *([(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] if torch.cuda.is_available() else []),
 ]
+FULL = "full.pt"  # --checkpoint-type full
+LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")
 
 
@@ -53,36 +70,132 @@ class TrainState:
     device: torch.device
     identity: dict[str, Any]  # what must not differ between a run and its continuation
     total_steps: int
+    stop: Any  # policies.StopRequest: whether this rank was asked to stop
     step: int = 0  # optimizer steps done
     epoch: int = 0
     consumed: int = 0  # samples of this epoch, of all ranks
     tokens: int = 0  # of all steps and ranks, without padding
     best_loss: float = float("inf")
     best_step: int = 0
+    save_group: dist.ProcessGroup | None = None  # gloo, for saves in the background
+    saving: Future | None = None  # the one that is under way
+    saved_step: int = 0
+    failed_saves: int = 0  # in a row
+
+
+class SaveError(OSError):
+    """Two saves in a row failed, or the last one."""
+
+
+def on_every_rank(
+    function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Run `function` on each rank; all return all results, or raise the first rank's error."""
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    try:
+        outcome = function(*args), None
+    except (OSError, ValueError) as error:
+        outcome = None, error
+    dist.all_gather_object(outcomes, outcome, group=group)
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
 
 
 def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function` on rank 0 alone; all ranks return its result, or raise its error."""
-    outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = function(*args)
-        except (OSError, ValueError) as error:
-            outcome[0] = error
-    dist.broadcast_object_list(outcome)
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
+    return on_every_rank(function if dist.get_rank() == 0 else lambda *_: None, *args)[0]
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold OUTPUT_DIR/lock, so that no other run writes there; made if need be.
+
+    The lock of a run that is gone is taken over: of a dead process of this host, of the same job
+    (a restart), or one without a heartbeat while this start waited, for at most LOCK_SECONDS.
+    Raises ValueError if another run holds it, OSError if nothing can be written.
+    """
+    path, beaten, left = directory / "lock", directory / "lock-beat", threading.Event()
+    job = os.environ.get("SLURM_JOB_ID")  # not torchrun's run id, which is often the same
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "job": job}
+
+    def text() -> str:
+        return json.dumps(mine | {"heartbeat": time.time()})
+
+    def gone(holder: dict[str, Any]) -> bool:
+        if holder.get("host") != mine["host"]:
+            return job is not None and holder.get("job") == job
+        return holder["pid"] == mine["pid"] or not Path(f"/proc/{holder['pid']}").exists()
+
+    def held() -> tuple[dict[str, Any], tuple[str, int]]:
+        content, holder = path.read_text(), {}
+        with contextlib.suppress(ValueError):  # torn
+            holder = json.loads(content)
+        return holder, (content, path.stat().st_mtime_ns)
+
+    def acquire() -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        first, deadline = None, time.monotonic() + LOCK_SECONDS
+        while True:
+            with contextlib.suppress(FileExistsError):
+                with path.open("x") as file:
+                    try:
+                        file.write(text())
+                        file.flush()
+                    except OSError:
+                        path.unlink()
+                        raise
+                return
+            with contextlib.suppress(FileNotFoundError):
+                (holder, now), over = held(), time.monotonic() > deadline
+                who = f"process {holder.get('pid')} on {holder.get('host')}"
+                if gone(holder) or (over and now == first):
+                    path.unlink()
+                elif over:
+                    raise ValueError(f"--output-dir {directory} is in use by {who}")
+                elif first is None:
+                    print(f"waiting for {who}, which uses {directory}", flush=True)
+                    first = now
+            time.sleep(0.2)
+
+    def still_mine() -> bool:
+        with contextlib.suppress(OSError):
+            return held()[0].items() >= mine.items()
+        return False
+
+    def beat() -> None:
+        while not left.wait(LOCK_SECONDS / 6):
+            if still_mine():
+                try:
+                    beaten.write_text(text())
+                    beaten.replace(path)
+                except OSError:  # a full disk
+                    with contextlib.suppress(OSError):
+                        os.utime(path)
+
+    on_rank_zero(acquire)
+    heart = threading.Thread(target=beat if dist.get_rank() == 0 else left.wait, daemon=True)
+    heart.start()
+    try:
+        yield
+    finally:
+        left.set()
+        heart.join()
+        if dist.get_rank() == 0 and still_mine():
+            path.unlink()
+            beaten.unlink(missing_ok=True)
 
 
 def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None, str]:
-    """Make the output directory, or clear what an interrupted save left there.
+    """Clear what an interrupted save left in the output directory.
 
-    Returns the checkpoint that --resume means (auto: the newest, by step) and the last status.
-    Raises ValueError where going on would mix two runs, OSError where nothing can be written.
+    Returns the checkpoint that --resume means (auto: the newest whole one) and the last status.
+    Damaged ones are set aside. Raises ValueError, on all ranks, where going on would mix two runs
+    or lose one, OSError where nothing can be written.
     """
 
-    def on_this_rank() -> tuple[Path | None, str]:
+    def look() -> tuple[list[Path], str]:
         status, metrics = directory / "status", directory / "metrics.jsonl"
         if not status.exists() and (
             (directory / "final").exists() or (directory / "best").exists()
@@ -92,41 +205,125 @@ def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None,
         status.open("a").close()
         with metrics.open("a+") as file:
             file.seek(0)
-            owner = json.loads(file.readline() or "{}").get("script", script)
+            owner = script
+            with contextlib.suppress(ValueError):  # torn, or not yet there
+                owner = json.loads(file.readline()).get("script", script)
         if owner != script:
             raise ValueError(f"--output-dir {directory} holds a run of {owner}, not of {script}")
         rubbish = [directory / "tmp-final", directory / "tmp-best"]
         for path in (*rubbish, *directory.glob("checkpoints/tmp-*")):
             shutil.rmtree(path, ignore_errors=True)
-        newest = max(directory.glob("checkpoints/step-*"), default=None)
+        found = sorted(directory.glob("checkpoints/step-*"), reverse=True)
+        newest = found[0] if found else None
         if resume == "none" and newest:
             raise ValueError(f"--resume none would start over {newest}: give another --output-dir")
         if resume in ("auto", "none"):
-            return newest, status.read_text().strip()
+            return found, status.read_text().strip()
         path = Path(resume).resolve()
-        if not (path.name.startswith("step-") and path.is_dir()):
-            raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
-        if newest and path.parent == newest.parent.resolve() and path.name < newest.name:
-            raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
         if newest and path.parent != newest.parent.resolve():
             print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
-            path = newest
-        return path, status.read_text().strip()
+            return found, status.read_text().strip()
+        if not (path.name.startswith("step-") and path.is_dir()):
+            raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
+        if newest and path.name < newest.name:
+            raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
+        return [path], status.read_text().strip()
 
-    return on_rank_zero(on_this_rank)
+    def seen(path: Path) -> None:
+        if not path.is_dir():
+            raise OSError(f"rank {dist.get_rank()} does not see {path}: do all nodes share it?")
+
+    found, word = on_rank_zero(look)
+    for path in found:
+        try:
+            on_every_rank(seen, path)
+            on_every_rank(check_files, path)
+            return path, word
+        except ValueError as error:
+            if path == Path(resume).resolve():
+                raise
+            if dist.get_rank() == 0:
+                aside = path.with_name(f"damaged-{path.name}")
+                print(f"{error}: it is set aside as {aside.name}, and the one before is used")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+    if on_rank_zero(lambda: found or any(directory.glob("checkpoints/damaged-*"))):
+        raise ValueError(f"no checkpoint in {directory} is whole: give another --output-dir")
+    return None, word
+
+
+def check_files(path: Path) -> None:
+    """Compare this rank's share of a checkpoint's files with the sizes and sums noted at the save.
+
+    Raises ValueError that names the first one that is not as it was.
+    """
+    try:
+        saved = json.loads((path / "train_state.json").read_text())
+        if saved.pop("crc") != json_sum(saved):
+            raise ValueError("its checksum differs")
+    except (FileNotFoundError, ValueError, KeyError) as error:
+        raise ValueError(f"{path / 'train_state.json'} is damaged ({error})") from None
+    for name in sorted(saved["files"])[dist.get_rank() :: dist.get_world_size()]:
+        try:
+            there = file_sum(path / name)
+        except FileNotFoundError as error:
+            raise ValueError(f"{path / name} is damaged ({error.strerror})") from None
+        if there != saved["files"][name]:
+            raise ValueError(f"{path / name} is damaged (size or checksum differ)")
+
+
+def json_sum(saved: dict[str, Any]) -> int:
+    """CRC-32 of what train_state.json holds besides it."""
+    return zlib.crc32(json.dumps(saved, sort_keys=True).encode())
+
+
+def file_sum(path: Path) -> list[int]:
+    """Size in bytes and CRC-32 of a file: `dcp.load` accepts altered bytes silently."""
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return [path.stat().st_size, crc]
 
 
 @contextlib.contextmanager
-def status(directory: Path) -> Iterator[None]:
-    """Leave in `directory`/status how it goes: running, then finished or failed."""
+def status(directory: Path, state: TrainState) -> Iterator[None]:
+    """Leave in `directory`/status how it goes: running, then finished, stopped or failed.
+
+    `stopped` is for a run that leaves by KeyboardInterrupt, its way of stopping on request. A save
+    in flight is waited for; raises SaveError if the last save failed.
+    """
 
     def write(word: str) -> None:
         if dist.get_rank() == 0:
-            (directory / "status").write_text(word + "\n")
+            try:  # not cut before it is written: the disk may be full
+                with (directory / "status").open("r+") as file:
+                    file.write(word + "\n")
+                    file.truncate()
+            except OSError as error:
+                print(f"status could not become {word} ({error.strerror})", flush=True)
+
+    def settle() -> None:
+        wait_for_save(state)
+        if state.failed_saves:
+            raise SaveError("the last save failed")
 
     write("running")
     try:
-        yield
+        try:
+            yield
+            settle()
+        except KeyboardInterrupt:
+            settle()
+            write("stopped")
+            dist.barrier()  # the launcher may end all as soon as one has left
+            raise
+        except SystemExit:  # of all ranks: what was under way before is still good
+            with contextlib.suppress(OSError):
+                wait_for_save(state)
+            raise
+    except KeyboardInterrupt:
+        raise
     except BaseException:
         write("failed")
         raise
@@ -134,26 +331,72 @@ def status(directory: Path) -> Iterator[None]:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Drop the lines after `step` (0: all lines), and a torn last one; rank 0 alone."""
-    lines = path.read_text().splitlines(keepends=True) if step and path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    """Drop the lines after `step` (0: all lines), and torn ones; rank 0 alone."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if step and path.exists() else []:
+        with contextlib.suppress(ValueError):
+            kept += [line] if line.endswith("\n") and json.loads(line)["step"] <= step else []
     temporary = path.with_name("metrics.tmp")
     temporary.write_text("".join(kept))
     temporary.replace(path)
 
 
-def _write(path: Path, tensors: dict[str, Any], state: TrainState) -> None:
-    """Write under a temporary name, which becomes `path` once all ranks are done."""
-    temporary = path.with_name(f"tmp-{path.name}")
-    dcp.save(tensors, checkpoint_id=temporary)
-    if dist.get_rank() == 0:
-        saved = {name: getattr(state, name) for name in COUNTERS}
-        saved |= {"schedule": state.scheduler.last_epoch, "scaler": state.scaler.state_dict()}
-        saved["world_size"] = dist.get_world_size()
-        (temporary / "train_state.json").write_text(json.dumps(saved, indent=1))
+def _write(
+    path: Path,
+    tensors: dict[str, Any],
+    saved: dict[str, Any],
+    full: bool = False,
+    group: dist.ProcessGroup | None = None,
+    then: Callable[[], None] = lambda: None,
+) -> None:
+    """Write under a temporary name, which becomes `path` once all ranks are done; `then` on rank 0.
+
+    `full` makes the shards one file afterwards, for which rank 0 alone holds the whole state. Sizes
+    and checksums of the files go into train_state.json, with `saved`. Raises OSError on all ranks,
+    with nothing left of `path`.
+    """
+    temporary, rank = path.with_name(f"tmp-{path.name}"), dist.get_rank()
+
+    def finish() -> None:
+        if full:
+            shards = [*temporary.glob("*.distcp"), temporary / ".metadata"]
+            try:
+                dcp_to_torch_save(temporary, temporary / FULL)
+            except RuntimeError as error:  # what torch.save makes of a full disk
+                raise OSError(str(error)) from None
+            for file in shards:
+                file.unlink()
+            saved["files"] = {FULL: file_sum(temporary / FULL)}
+        else:
+            saved["files"][".metadata"] = file_sum(temporary / ".metadata")
+        with (temporary / "train_state.json").open("w") as file:
+            json.dump(saved | {"crc": json_sum(saved)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
-    dist.barrier()
+        then()
+
+    try:
+        dcp.save(tensors, checkpoint_id=temporary, process_group=group)
+        mine = temporary.glob(f"__{rank}_*.distcp")
+        sums = on_every_rank(lambda: {file.name: file_sum(file) for file in mine}, group=group)
+        saved["files"] = {name: item for part in sums for name, item in part.items()}
+        on_every_rank(finish if rank == 0 else lambda: None, group=group)
+    except (OSError, CheckpointException) as error:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise OSError(f"{path} could not be saved, is the disk full? ({reason})") from None
+
+
+def _describe(state: TrainState) -> dict[str, Any]:
+    """What train_state.json holds besides the files' sums."""
+    saved = {name: getattr(state, name) for name in COUNTERS}
+    saved |= {"schedule": state.scheduler.last_epoch, "scaler": state.scaler.state_dict()}
+    return saved | {"world_size": dist.get_world_size()}
 
 
 def best_path(output: Path, state: TrainState) -> Path:
@@ -161,38 +404,102 @@ def best_path(output: Path, state: TrainState) -> Path:
     return output / "checkpoints" / f"best-{state.best_step:08d}"
 
 
-def save_best(output: Path, state: TrainState) -> None:
-    """Save the weights alone, of the step that is now the best."""
-    _write(best_path(output, state), {"model": dcp_state.get_model_state_dict(state.model)}, state)
+def save_best(output: Path, state: TrainState, loss: float) -> None:
+    """Save the weights alone, of the step that is now the best, with a validation loss of `loss`.
 
-
-def save_checkpoint(output: Path, state: TrainState, keep: int) -> None:
-    """Save all of the state as `output`/checkpoints/step-N; then only the newest `keep` stay.
-
-    Of the best weights those stay that this checkpoint counts as the best: a run continued from
-    here finds them, whatever was trained and lost after it.
+    If it fails, the best before it stays.
     """
+    wait_for_save(state)  # which, when it ends, deletes other best weights than it knew
+    before, failed = (state.best_loss, state.best_step), state.failed_saves
+    state.best_loss, state.best_step = loss, state.step
+    tensors = {"model": dcp_state.get_model_state_dict(state.model)}
+    _attempt(state, _write, best_path(output, state), tensors, _describe(state))
+    if state.failed_saves:
+        state.best_loss, state.best_step = before
+    state.failed_saves = max(state.failed_saves, failed)  # a checkpoint has yet to succeed
+
+
+def _attempt(state: TrainState, function: Callable[..., None], *args: Any) -> None:
+    """A save that may fail once: the next one tries again. Raises SaveError the second time."""
+    try:
+        function(*args)
+        state.failed_saves = 0
+    except OSError as error:
+        state.failed_saves, state.saved_step = state.failed_saves + 1, -1
+        if state.failed_saves > 1:
+            raise SaveError(f"{error}, the second time in a row") from None
+        if dist.get_rank() == 0:
+            tqdm.write(f"{error}: the next save tries again")
+
+
+def wait_for_save(state: TrainState) -> None:
+    """Wait for the save in flight, if there is one; its error is raised, or told, here."""
+    if state.saving is not None:
+        saving, state.saving = state.saving, None
+        _attempt(state, saving.result)
+
+
+def save_checkpoint(output: Path, state: TrainState, keep: int, full: bool) -> bool:
+    """Save all of the state as `output`/checkpoints/step-N, sharded or as one `full` file; then
+    only the newest `keep` stay. Returns whether there was anything to save, and it went well.
+
+    Of the best weights those stay that one of them counts as the best: a run continued from there
+    finds them, whatever was trained and lost after it. With a `save_group` it returns when the
+    state is copied to host memory, and before that waits for the save before. A save that fails is
+    told, and the second in a row raises SaveError.
+    """
+    wait_for_save(state)
+    if state.saved_step == state.step:
+        return False
+    state.saved_step = state.step
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer)
     states = pickle.dumps([read() for read, _ in RANDOM])
     rng = {str(dist.get_rank()): states}  # under one key for all, only rank 0's would be kept
-    path = output / "checkpoints" / f"step-{state.step:08d}"
-    _write(path, {"model": model, "optimizer": optimizer, "rng": rng}, state)
-    if dist.get_rank() == 0:
-        old = sorted(path.parent.glob("step-*"))[:-keep]
-        old += set(path.parent.glob("best-*")) - {best_path(output, state)}
-        for directory in old:
-            shutil.rmtree(directory)
+    tensors = {"model": model, "optimizer": optimizer, "rng": rng}
+    path, best = output / "checkpoints" / f"step-{state.step:08d}", best_path(output, state)
+
+    def prune() -> None:
+        checkpoints, wanted = sorted(path.parent.glob("step-*")), {best}
+        for one in checkpoints[-keep:]:
+            with contextlib.suppress(OSError, ValueError, KeyError):  # damaged
+                number = json.loads((one / "train_state.json").read_text())["best_step"]
+                wanted.add(path.with_name(f"best-{number:08d}"))
+        for directory in (*checkpoints[:-keep], *set(path.parent.glob("best-*")) - wanted):
+            shutil.rmtree(directory, ignore_errors=True)  # in use on NFS: the next time, then
+
+    if state.save_group is None:
+        _attempt(state, _write, path, tensors, _describe(state), full, None, prune)
+        return state.failed_saves == 0
+    copy, group = BlockingAsyncStager().stage(tensors), state.save_group
+    thread = ThreadPoolExecutor(max_workers=1)
+    state.saving = thread.submit(_write, path, copy, _describe(state), full, group, prune)
+    thread.shutdown(wait=False)
+    return True
+
+
+def _load(path: Path, tensors: dict[str, Any]) -> None:
+    """Fill `tensors` in place from a checkpoint, whose one file rank 0 makes shards again."""
+    shards = path
+    if (path / FULL).is_file():
+        shards = path.with_name(f"tmp-shards-{path.name}")
+        on_rank_zero(torch_save_to_dcp, path / FULL, shards)
+    dcp.load(tensors, checkpoint_id=shards)
+    if shards != path:
+        dist.barrier()
+        on_rank_zero(shutil.rmtree, shards)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights, whatever world size and strategy wrote them."""
     tensors = {"model": dcp_state.get_model_state_dict(model)}
-    dcp.load(tensors, checkpoint_id=path)
+    _load(path, tensors)
     dcp_state.set_model_state_dict(model, tensors["model"])
 
 
-def load_checkpoint(path: Path, state: TrainState, seed: int) -> None:
+def load_checkpoint(path: Path, state: TrainState, seed: int, output: Path) -> None:
     """Restore `state`, random states included; at another world size those are seeded anew.
+
+    The best weights so far are those in `output`; of another run's checkpoint they stay behind.
 
     Raises ValueError on all ranks, naming what differs, if it is the state of another run.
     """
@@ -203,7 +510,7 @@ def load_checkpoint(path: Path, state: TrainState, seed: int) -> None:
     same_world = saved["world_size"] == world_size
     settings = [group | {"params": []} for group in state.optimizer.param_groups]
     tensors = {"model": model, "optimizer": optimizer, "rng": {rank: b""} if same_world else {}}
-    dcp.load(tensors, checkpoint_id=path)
+    _load(path, tensors)
     dcp_state.set_state_dict(
         state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer
     )
@@ -215,7 +522,12 @@ def load_checkpoint(path: Path, state: TrainState, seed: int) -> None:
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
         setattr(state, name, saved[name])
-    if not best_path(path.parent.parent, state).is_dir():
+    state.saved_step = state.step
+    try:
+        on_every_rank(check_files, best_path(output, state))
+    except ValueError as error:
+        if state.best_step and rank == "0":
+            print(f"{error}: the best weights so far are lost")
         state.best_loss, state.best_step = float("inf"), 0
     if same_world:  # last: what stands above may draw random numbers
         for (_, restore), value in zip(RANDOM, pickle.loads(tensors["rng"][rank]), strict=False):
@@ -251,7 +563,7 @@ def checksum(items: list[Any]) -> str:
 def model_directory(name: str) -> Path:
     """The directory `name`, or that of the hub's model of this name, downloaded if need be.
 
-    Call it under `local_rank_zero_first`. Raises ValueError if the hub does not give it.
+    Call it under `first_on_node`. Raises ValueError if the hub does not give it.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -270,7 +582,10 @@ def _headers(directory: Path) -> Iterator[tuple[str, Path, list[int], str]]:
     """Key, file, shape and dtype of every tensor in a directory's safetensors files."""
     names, index = {"model.safetensors"}, directory / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{index} cannot be read: {error}") from None
     elif not (directory / "model.safetensors").is_file() and any(directory.glob("*.bin")):
         raise ValueError(
             f"{directory} has only .bin weights, which are not read here: convert them once with "
@@ -299,7 +614,9 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, tuple[Pa
     """
     first_name = {parameter: name for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["(?!)"]))
+    # Files of Llama 2 hold its rotary frequencies, once a layer, which are computed now.
+    known = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
+    ignored = re.compile("|".join(known))
     found, problems, dtypes = {}, [], set()
     for key, path, shape, dtype in _headers(directory):
         parameter = parameters.get(key, parameters.get(f"{model.base_model_prefix}.{key}"))
@@ -318,11 +635,18 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, tuple[Pa
     return found
 
 
-def untie_as_stored(model: PreTrainedModel, directory: Path) -> None:
-    """Untie what the files hold apart: newer T5s have a head of their own, whatever their config.
+def meta_model(
+    model_class: type[PreTrainedModel], config: PretrainedConfig, directory: Path
+) -> PreTrainedModel:
+    """The model in `directory` on meta, without weights, with its settings for generation.
 
-    `model` is on meta. Raises ValueError, on all ranks, if a file cannot be read.
+    What the files hold apart is untied: newer T5s have a head of their own, whatever their config.
+    Raises ValueError, on all ranks, if a file cannot be read.
     """
+    with torch.device("meta"):
+        model = model_class(config)
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
 
     def apart() -> list[str]:
         first = {parameter: name for name, parameter in model.named_parameters()}
@@ -334,6 +658,7 @@ def untie_as_stored(model: PreTrainedModel, directory: Path) -> None:
     for name in on_rank_zero(apart):
         module, _, key = name.rpartition(".")
         setattr(model.get_submodule(module), key, nn.Parameter(model.get_parameter(name).clone()))
+    return model
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -356,7 +681,8 @@ def streamed_init(
     FSDP calls it for the modules of a unit and then shards the unit, so no rank ever holds more
     than its shard and one unit: rank 0 reads a tensor from the safetensors files in `directory`
     and broadcasts it. Without a directory it only allocates, for a checkpoint loaded next. Under
-    DDP call it for every module before wrapping. Tied parameters stay one tensor.
+    DDP call it for every module before wrapping. Tied parameters stay one tensor. Buffers that are
+    in no file, such as rotary frequencies, are computed anew, in fp32.
 
     Raises ValueError on all ranks, before any weight is read, if the files do not fit the model.
     """
@@ -381,8 +707,37 @@ def streamed_init(
                     tied[meta] = parameter
             elif meta.is_meta:
                 setattr(module, key, tied[meta])
+        buffers = [key for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        for key in buffers:
+            setattr(module, key, torch.empty_like(getattr(module, key), device=device))
+        if buffers:
+            model._init_weights(module)
 
     return init
+
+
+@contextlib.contextmanager
+def report_memory(device: torch.device) -> Iterator[None]:
+    """Print what memory the block took, in 10^6 bytes: at its begin, at its end, and the process's
+    peak, of rank 0 and of the other rank that held most."""
+
+    def now() -> list[float]:
+        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+        held = [int(lines[key].split()[0]) * 1.024e-3 for key in ("VmRSS", "VmHWM")]
+        if device.type == "cuda":
+            held += [torch.cuda.memory_allocated() / 1e6, torch.cuda.max_memory_allocated() / 1e6]
+        return held
+
+    start, begin, gathered = time.perf_counter(), now(), [None] * dist.get_world_size()
+    yield
+    dist.all_gather_object(gathered, (begin, now()))
+    if dist.get_rank() == 0:
+        print(f"loaded in {time.perf_counter() - start:.1f} s; memory in MB at begin, end, peak")
+        for place, name in enumerate(("CPU", "GPU")[: len(begin) // 2]):
+            ranks = [(b[2 * place], *e[2 * place : 2 * place + 2]) for b, e in gathered]
+            others = sorted(ranks[1:], key=lambda rank: rank[2])[-1:]
+            for who, held in zip(("rank 0", "largest other"), ranks[:1] + others, strict=False):
+                print(f"{name}, {who}: " + ", ".join(f"{x:,.0f}" for x in held), flush=True)
 
 
 def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -420,10 +775,10 @@ def export_model(
         temporary.mkdir(parents=True)
     for name, parameter in _whole_tensors(model):
         if dist.get_rank() == 0:
-            tensor = parameter.detach().to("cpu", dtype, copy=True)
-            if pending and sum(x.nbytes for x in (*pending.values(), tensor)) > limit:
+            size = parameter.numel() * dtype.itemsize
+            if pending and sum(x.nbytes for x in pending.values()) + size > limit:
                 write_file()
-            pending[name] = tensor
+            pending[name] = parameter.detach().to("cpu", dtype, copy=True)
     if dist.get_rank() == 0:
         write_file()
         index = {"metadata": {"total_size": 0}, "weight_map": {}}
@@ -436,8 +791,10 @@ def export_model(
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
         config = copy.deepcopy(inner.config)
         config.architectures, config.dtype = [type(inner).__name__], dtype
-        for part in (config, inner.generation_config, tokenizer):
+        for part in (config, tokenizer):
             part.save_pretrained(temporary)
+        generation = inner.generation_config.to_json_string()  # save_pretrained may refuse it
+        (temporary / "generation_config.json").write_text(generation)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
     dist.barrier()

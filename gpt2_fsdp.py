@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
@@ -103,9 +103,12 @@ def setup(args: Namespace) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         backend, options["device_id"] = "cpu:gloo,cuda:nccl", device
-    if "RANK" not in os.environ:  # started without torchrun: one process
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, **options)
+    store, rank, world_size = dist.HashStore(), 0, 1  # without torchrun: one process
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=options["timeout"]))
+    # When torchrun restarts its workers, the addresses of those before are still in the store.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
     transformers.set_seed(args.seed)
     return device
 
@@ -113,6 +116,26 @@ def setup(args: Namespace) -> torch.device:
 def cleanup() -> None:
     """Leave the process group."""
     dist.destroy_process_group()
+
+
+def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Summed cross-entropy in nats of the logits hidden @ weight.T, of which only a chunk is held.
+
+    `hidden` is [positions, width], `weight` [vocabulary, width], `targets` int64 [positions], -100
+    where nothing is predicted. Call it in the forward of the FSDP unit that owns the weight, which
+    is whole nowhere else. Before torch 2.13 all the logits are held.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if not hasattr(F, "linear_cross_entropy"):
+        return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
+    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, chunking_method=None)
+    # "sum" makes gradients on the way, and logits but once, but is in the dtype of `hidden`: three
+    # digits in bf16, and too large for fp16.
+    how = "sum" if hidden.dtype == torch.float32 else "none"
+    losses = F.linear_cross_entropy(hidden, weight, targets, reduction=how, options=chunks)
+    return losses.sum(dtype=torch.float32)
 
 
 class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
@@ -128,21 +151,12 @@ class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
         """As ever without `targets`; with them the summed loss in nats of the next tokens.
 
         `input_ids` and `targets` are int64 [batch, length], `targets[i, j]` follows
-        `input_ids[i, j]` and is -100 where nothing does. The logits, the largest tensor of all,
-        are computed a chunk at a time where torch can. This must happen in the forward of the
-        FSDP unit that owns the head's weight, the root, for it is whole nowhere else.
+        `input_ids[i, j]` and is -100 where nothing does.
         """
         if targets is None:
             return super().forward(input_ids, attention_mask=attention_mask, **options)
-        hidden = self.transformer(input_ids, use_cache=False).last_hidden_state.flatten(0, 1)
-        weight, targets = self.lm_head.weight, targets.flatten()
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(dtype), weight.to(dtype)
-        if not hasattr(F, "linear_cross_entropy"):  # before torch 2.13
-            return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
-        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, chunking_method=None)
-        return F.linear_cross_entropy(hidden, weight, targets, reduction="sum", options=chunks)
+        hidden = self.transformer(input_ids, use_cache=False).last_hidden_state
+        return chunked_loss(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
 
 def setup_model(
@@ -172,14 +186,14 @@ def setup_model(
     if args.model_name == "tiny" or args.from_scratch:
         model = GPT2LMHeadModel(config)  # the seed is the same on all ranks
     else:
-        with torch.device("meta"):
-            model = GPT2LMHeadModel(config)
-        checkpointing.untie_as_stored(model, directory)
+        model = checkpointing.meta_model(GPT2LMHeadModel, config, directory)
         init = checkpointing.streamed_init(model, directory if pretrained else None, device)
     shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
     policy = policies.wrap_policy(GPT2Block)
     if args.wrap == "size":
         policy = policies.size_policy(model, args.min_num_params)
+    if args.compile:
+        policies.compile_blocks(model, GPT2Block)
     if args.strategy == "ddp":
         for module in list(model.modules()) if init else ():
             init(module)
@@ -314,6 +328,8 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[
 
     Raises ValueError if the data cannot be had or are too few.
     """
+    if dist.get_rank() != 0 or not sys.stderr.isatty():
+        disable_progress_bars()
 
     def load(split: str, number: int) -> Dataset:
         parts = (args, tokenizer, split, number, dist.get_rank() == 0)
@@ -370,7 +386,7 @@ def throughput(args: Namespace, state: TrainState, tokens: int, seconds: float) 
         rates["tflops_per_gpu"] = rates["tokens_per_second_per_rank"] * flops / 1e12
         name = torch.cuda.get_device_name()
         for peak in (peak for part, peak in PEAK_TFLOPS.items() if part in name):
-            rates["mfu"] = rates["tflops_per_gpu"] / peak
+            rates |= {"mfu": rates["tflops_per_gpu"] / peak, "assumed_peak_tflops": peak}
     return rates
 
 
@@ -381,11 +397,15 @@ def train_step(
 
     The loss is the mean over the target tokens of all ranks and micro-batches. FSDP and DDP
     average gradients over ranks, hence the factor of the world size. Returns this rank's share
-    of the loss, to be summed over ranks, and the global gradient norm before clipping.
+    of the loss, to be summed over ranks, and the global gradient norm before clipping. Raises
+    KeyboardInterrupt, on all ranks, before anything is done, if one of them was asked to stop.
     """
-    counts = torch.tensor([count_tokens(batch) for batch in batches]).sum(dim=0)
+    here = torch.tensor([count_tokens(batch) for batch in batches]).sum(dim=0).tolist()
+    counts = torch.tensor([*here, state.stop()])
     dist.all_reduce(counts)
-    targets, tokens = counts.tolist()
+    targets, tokens, stop = counts.tolist()
+    if stop:
+        raise KeyboardInterrupt
     if targets == 0:
         policies.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
     loss = torch.zeros((), device=state.device)
@@ -401,7 +421,11 @@ def train_step(
     grad_norm = policies.clip_gradients(state.model, args.max_grad_norm)
     scale = state.scaler.get_scale()  # 1 unless fp16
     if scale < 1 or not (grad_norm.isfinite() or state.scaler.is_enabled()):
-        policies.exit_with(f"step {state.step + 1}: gradient norm {grad_norm}, samples {samples}")
+        ranks = policies.ranks_where(not loss.isfinite()) or "none"
+        policies.exit_with(
+            f"step {state.step + 1}: gradient norm {grad_norm}, loss not finite on ranks {ranks}, "
+            f"samples {samples}"
+        )
     state.scaler.step(state.optimizer)
     state.scaler.update()
     if state.scaler.get_scale() >= scale:  # or fp16 overflowed, and the optimizer did not step
@@ -427,6 +451,7 @@ def train(
             start, lr = time.perf_counter(), state.scheduler.get_last_lr()[0]
             batches = [next(micro_batches) for _ in range(args.gradient_accumulation_steps)]
             loss, grad_norm = train_step(args, state, batches, samples)
+            state.stop.rest()
             seconds += time.perf_counter() - start
             bar.update()
             milestone = state.step == state.total_steps or state.consumed == sampler.num_samples
@@ -441,8 +466,7 @@ def train(
             if milestone or state.step % (args.eval_every or math.inf) == 0:  # all ranks
                 val_loss = validation(args, state, val_loaders)
                 if val_loss < state.best_loss:
-                    state.best_loss, state.best_step = val_loss, state.step
-                    checkpointing.save_best(Path(args.output_dir), state)
+                    checkpointing.save_best(Path(args.output_dir), state, val_loss)
             if milestone or state.step % (args.save_every or math.inf) == 0:  # all ranks
                 save(args, state)
             if state.step == state.total_steps:
@@ -477,17 +501,20 @@ def validation(args: Namespace, state: TrainState, loaders: dict[str, DataLoader
 
 def save(args: Namespace, state: TrainState) -> None:
     """Save a checkpoint that a run can continue from; all ranks."""
-    start = time.perf_counter()
-    checkpointing.save_checkpoint(Path(args.output_dir), state, args.keep_checkpoints)
-    log(args, state, "save", seconds=time.perf_counter() - start)
+    start, full = time.perf_counter(), args.checkpoint_type == "full"
+    if checkpointing.save_checkpoint(Path(args.output_dir), state, args.keep_checkpoints, full):
+        log(args, state, "save", seconds=time.perf_counter() - start)
 
 
 def log(args: Namespace, state: TrainState, event: str, **values: Any) -> None:
     """Append an event to metrics.jsonl and print its numbers; only rank 0 does anything."""
     if dist.get_rank() == 0:
         line = {"event": event, "step": state.step, "epoch": state.epoch, **values}
-        with Path(args.output_dir, "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            with Path(args.output_dir, "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk is no reason to end
+            tqdm.write(f"metrics.jsonl could not be written ({error.strerror})")
         numbers = [f"{key} {value:.5g}" for key, value in values.items() if type(value) is float]
         tqdm.write("  ".join([f"{event:5} step {state.step}/{state.total_steps}", *numbers]))
 
@@ -562,12 +589,13 @@ def prepare(
     args: Namespace, device: torch.device, checkpoint: Path | None
 ) -> tuple[TrainState, Tokenizer, DataLoader, dict[str, DataLoader]]:
     """What is trained, as `checkpoint` left it, and the data; all ranks."""
-    model, tokenizer, shapes = setup_model(args, device, pretrained=checkpoint is None)
+    with checkpointing.report_memory(device):
+        model, tokenizer, shapes = setup_model(args, device, pretrained=checkpoint is None)
     loader, val_loaders = setup_data(args, tokenizer)
     sampler = loader.batch_sampler
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
     groups = policies.parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=torch.cuda.is_available())
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     scheduler = policies.lr_schedule(args, optimizer, total_steps, sampler.steps_per_epoch)
     scaler = policies.gradient_scaler(args, device)
     sets = [x.dataset for x in (loader, *val_loaders.values())]
@@ -581,10 +609,14 @@ def prepare(
         "global batch": sampler.global_batch,
         "seed": args.seed,
     }
-    state = TrainState(model, optimizer, scheduler, scaler, device, identity, total_steps)
+    stop = policies.StopRequest()
+    state = TrainState(model, optimizer, scheduler, scaler, device, identity, total_steps, stop)
+    if args.async_save:
+        limit = timedelta(minutes=args.timeout_minutes)
+        state.save_group = dist.new_group(backend="gloo", timeout=limit)
     transformers.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
-        checkpointing.load_checkpoint(checkpoint, state, args.seed)
+        checkpointing.load_checkpoint(checkpoint, state, args.seed, Path(args.output_dir))
     return state, tokenizer, loader, val_loaders
 
 
@@ -617,34 +649,57 @@ def export_only(args: Namespace, device: torch.device, checkpoint: Path | None) 
 
 
 @record
-def fsdp_main(args: Namespace) -> None:
-    """Prepare, train, validate, summarise and export; all ranks."""
-    device, output = setup(args), Path(args.output_dir)
+def fsdp_main(args: Namespace) -> int:
+    """Prepare, train, validate, summarise and export; all ranks. Returns the exit code."""
+    device, output, stack = setup(args), Path(args.output_dir), contextlib.ExitStack()
     try:
-        try:
-            checkpoint, status = checkpointing.open_output(output, args.resume, Path(__file__).stem)
-            if args.export_only:
-                return export_only(args, device, checkpoint)
-            state, tokenizer, loader, val_loaders = prepare(args, device, checkpoint)
-        except (OSError, ValueError) as error:
-            policies.exit_with(error)
-        if status == "finished" and state.step >= state.total_steps:
-            if dist.get_rank() == 0:
-                print(f"{output} is finished, raise --max-steps or --epochs to train on")
-            return
-        with checkpointing.status(output):
+        with stack:
+            try:
+                stack.enter_context(checkpointing.locked(output))
+                parts = (output, args.resume, Path(__file__).stem)
+                checkpoint, status = checkpointing.open_output(*parts)
+                if args.export_only:
+                    export_only(args, device, checkpoint)
+                    return 0
+                state, tokenizer, loader, val_loaders = prepare(args, device, checkpoint)
+            except (OSError, ValueError) as error:
+                policies.exit_with(error)
+            if status == "finished" and state.step >= state.total_steps:
+                if dist.get_rank() == 0:
+                    print(f"{output} is finished, raise --max-steps or --epochs to train on")
+                return 0
+            stack.enter_context(state.stop)
+            stack.enter_context(checkpointing.status(output, state))
             log_start(args, state)
             log_phases(args, state)
             if state.step == 0:
                 validation(args, state, val_loaders)
-            train(args, state, loader, val_loaders)
+            try:
+                train(args, state, loader, val_loaders)
+            except KeyboardInterrupt:  # on all ranks
+                state.stop.rest()
+                save(args, state)
+                raise
             finish(args, state, tokenizer, next(iter(val_loaders.values())))
+    except checkpointing.SaveError as error:
+        policies.exit_with(error)
+    except KeyboardInterrupt:
+        return policies.STOPPED
+    except RuntimeError as error:
+        policies.exit_if_peer_lost(error)
+        raise
     finally:
         if device.type == "cpu" or sys.exc_info()[0] is None:  # nccl would wait for absent ranks
             cleanup()
+    return 0
 
 
 if __name__ == "__main__":
-    fsdp_main(parse_args())
+    arguments = parse_args()
+    try:
+        code = fsdp_main(arguments)
+    except SystemExit as end:
+        code = end.code
     sys.stdout.flush()
-    os._exit(0)  # under FSDP gloo's threads outlive its group, and now and then abort another exit
+    # Under FSDP gloo's threads outlive its group, and now and then abort another exit.
+    os._exit(code)

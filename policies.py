@@ -11,7 +11,9 @@ import math
 import os
 import re
 import resource
+import signal
 import sys
+import threading
 import time
 import warnings
 from argparse import Namespace
@@ -54,22 +56,103 @@ STRATEGIES = {
     for name in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 } | {"ddp": None}  # DistributedDataParallel, the baseline
 
+WINDOW = 50  # global batches at most that are sorted by length together: more pad less, mix less
+PARENT, ELASTIC = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, if there is one
+STOPPED = 75  # exit code of a run that stopped on request, and goes on when it is started again
 
-class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Show the defaults, and the script's docstring as it is written."""
 
 
 def exit_with(error: object) -> NoReturn:
     """End with exit code 1 and one sentence, said by rank 0."""
     if int(os.environ.get("RANK", 0)) != 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(20)  # rank 0's end ends this one too, unless this one alone is in trouble
     print(f"error: {error}", file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
+class StopRequest:
+    """While entered, tells whether this process was asked to stop: by SIGTERM, SIGINT or SIGUSR1,
+    or by the end of its torchrun, which leaves its workers running when it is killed.
+
+    Python runs a signal's handler between bytecodes, so not in a rank that waits in a collective
+    for another that is gone. A thread that reads the wakeup descriptor can: after SIGTERM in a step
+    it sets an alarm that ends the process, unless the step ends before.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.asked = self.terminated = self.in_step = False
+        self.lock = threading.Lock()  # of `in_step` and the alarm, which belong together
+        self.slowest, self.began = 0.0, time.monotonic()  # seconds of a step
+
+    def __enter__(self) -> "StopRequest":
+        reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        self.before = [signal.signal(number, lambda *_: None) for number in self.SIGNALS]
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.alarm(0)
+        for number, handler in zip(self.SIGNALS, self.before, strict=True):
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        os.close(self.writer)
+
+    def _watch(self, reader: int) -> None:
+        while number := os.read(reader, 1):
+            self.asked = True
+            self.terminated |= number[0] == signal.SIGTERM
+            with self.lock:
+                self._set_alarm()
+        os.close(reader)
+
+    def _set_alarm(self) -> None:
+        hurry = self.terminated and self.in_step
+        signal.alarm(math.ceil(5 + 2 * self.slowest) if hurry else 0)
+
+    def __call__(self) -> bool:
+        """Whether this rank was asked to stop; call it where a step begins, on every rank."""
+        with self.lock:
+            self.in_step, self.began = True, time.monotonic()
+            self._set_alarm()
+        return self.asked or (ELASTIC and os.getppid() != PARENT)
+
+    def rest(self) -> None:
+        """The step is over: a save, a validation or an export may take its time."""
+        with self.lock:
+            self.in_step, self.slowest = False, max(self.slowest, time.monotonic() - self.began)
+            self._set_alarm()
+
+
+def ranks_where(here: bool) -> list[int]:
+    """The ranks on which it is so; all ranks."""
+    flags = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    flags[dist.get_rank()] = here
+    dist.all_reduce(flags)
+    return flags.nonzero().flatten().tolist()
+
+
+def exit_if_peer_lost(error: RuntimeError) -> None:
+    """End quietly if a collective failed for want of another rank, whose error is the cause."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs):
+        rank = dist.get_rank()
+        print(f"rank {rank} has lost another rank: see that one's error", file=sys.stderr)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(20)  # torchrun ends this one as soon as it sees the other's end
+        os._exit(1)
+
+
 def common_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that mean the same in every script; `set_defaults` changes a default."""
-    parser.formatter_class, parser.error = _Help, exit_with
+    parser.formatter_class, parser.error, parser.allow_abbrev = HelpFormatter, exit_with, False
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
 
     add = parser.add_argument_group("run").add_argument
@@ -79,6 +162,9 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
     add("--save-every", type=int, default=50, help="steps between checkpoints (0: epochs only)")
+    add("--checkpoint-type", choices=["sharded", "full"], default="sharded",
+        help="a file per rank, or one file, for which rank 0 holds the whole state")  # fmt: skip
+    add("--async-save", **switch, help="save while training goes on, from a copy in host memory")
     add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
     add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
     add("--max-shard-size", type=float, default=5.0, help="largest exported file, in GB")
@@ -108,6 +194,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     add("--precision", choices=["auto", *PRECISIONS], default="auto",
         help="auto: bf16 where the GPU has it, else fp32; weights stay fp32")  # fmt: skip
     add("--activation-checkpointing", **switch, help="recompute blocks in the backward pass")
+    add("--compile", **switch, help="torch.compile of each block, on GPUs")
 
 
 def common_problems(args: Namespace) -> list[str]:
@@ -130,6 +217,7 @@ def common_problems(args: Namespace) -> list[str]:
         f"--nproc_per_node {local_size} is above the {gpus} GPUs": 0 < gpus < local_size,
         "--cpu-offload needs a GPU and a --strategy other than ddp": args.cpu_offload
         and (args.strategy == "ddp" or not gpus),
+        "--compile needs a GPU": args.compile and not gpus,
         "--cpu-offload accumulates gradients only with --accumulate-no-sync": args.cpu_offload
         and args.gradient_accumulation_steps > 1 and not args.accumulate_no_sync,
         "--accumulate-no-sync cannot be used with no_shard": args.accumulate_no_sync
@@ -146,9 +234,10 @@ def resolve_precision(precision: str) -> str:
     return precision if precision != "auto" else "bf16" if native else "fp32"
 
 
-def wrap_policy(block_class: type[nn.Module]) -> functools.partial:
-    """Every `block_class` becomes an FSDP unit; what is left, tied embeddings too, is the root."""
-    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={block_class})
+def wrap_policy(*classes: type[nn.Module]) -> functools.partial:
+    """Every module of `classes` becomes an FSDP unit; what is left is the root, as must be what is
+    tied: a unit of its own could not give its weight to the other use."""
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(classes))
 
 
 def size_policy(model: nn.Module, min_num_params: int) -> Callable[..., bool]:
@@ -177,6 +266,16 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
 def checkpoint_activations(model: nn.Module, block_class: type[nn.Module]) -> None:
     """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block_class))
+
+
+def compile_blocks(model: nn.Module, block_class: type[nn.Module]) -> None:
+    """Compile each block by itself; call it before FSDP, which then stays outside."""
+    # T5 needs more kinds than the 8 after which torch.compile gives up: encoder and decoder, the
+    # first block and the others, training and validation, one length and any.
+    torch.compiler.config.recompile_limit = 64
+    for module in model.modules():
+        if isinstance(module, block_class):
+            module.compile()
 
 
 # The next three functions hold all that differs between FSDP and DistributedDataParallel.
@@ -231,10 +330,22 @@ class GlobalBatchSampler:
     The epoch's permutation, a function of (seed, epoch), is cut into global batches, one per
     optimizer step; each is dealt out to the ranks in turn, then cut into micro-batches. No sample
     is dropped or repeated: some micro-batches of the last step may be short or empty.
+
+    Given `lengths`, one of each sample, a global batch is of samples of about one length, so that
+    little is padding and no rank waits for another; the batches come in random order, but for the
+    longest, which comes first, so that one that does not fit in memory is seen at once.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, accumulation: int, seed: int | None):
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        accumulation: int,
+        seed: int | None,
+        lengths: list[int] | None = None,
+    ):
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
+        self.lengths = None if lengths is None else torch.tensor(lengths)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.global_batch = batch_size * accumulation * self.world_size
         self.steps_per_epoch = math.ceil(num_samples / self.global_batch)
@@ -246,8 +357,26 @@ class GlobalBatchSampler:
         if self.seed is not None:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.num_samples, generator=generator)
+            if self.lengths is not None:
+                order = self._grouped(order, generator)
         for start in range(self.consumed, self.num_samples, self.global_batch):
             yield order[start : start + self.global_batch].tolist()
+
+    def _grouped(self, order: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """Sort each window of global batches by length, and shuffle all the batches; the last, if
+        it is short, stays as it is."""
+        whole = len(order) // self.global_batch
+        if not whole:
+            return order
+        order, short = order.tensor_split([whole * self.global_batch])
+        # Several windows in an epoch, or each epoch would have the same batches.
+        parts = order.split(max(1, min(WINDOW, whole // 8)) * self.global_batch)
+        order = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in parts])
+        batches = order.view(whole, self.global_batch)
+        batches = batches[torch.randperm(whole, generator=generator)]
+        longest = self.lengths[batches].sum(dim=1).argmax().item()
+        batches[[0, longest]] = batches[[longest, 0]]
+        return torch.cat((batches.flatten(), short))
 
     def __iter__(self) -> Iterator[list[int]]:
         for samples in self.steps():

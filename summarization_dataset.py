@@ -393,7 +393,7 @@ def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list
 
 
 def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Tokenise prepared rows into columns input_ids and labels."""
+    """Tokenise prepared rows into columns input_ids, labels, and length, of input_ids."""
     eos, prefix = tokenizer.eos_token_id, args.source_prefix
     lengths = args.source_length, args.target_length
 
@@ -404,12 +404,12 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
         texts = [prefix + text for text in batch["text"]], batch["summary"]
         inputs = tokenizer(texts[0], max_length=lengths[0], truncation=True)
         labels = tokenizer(text_target=texts[1], max_length=lengths[1], truncation=True)
-        return {
-            "input_ids": [closed(ids, lengths[0]) for ids in inputs["input_ids"]],
-            "labels": [closed(ids, lengths[1]) for ids in labels["input_ids"]],
-        }
+        sources = [closed(ids, lengths[0]) for ids in inputs["input_ids"]]
+        targets = [closed(ids, lengths[1]) for ids in labels["input_ids"]]
+        return {"input_ids": sources, "labels": targets, "length": [len(ids) for ids in sources]}
 
     features = dict.fromkeys(("input_ids", "labels"), List(Value("int32")))
+    features["length"] = Value("int32")
     return cached_map(rows, encode_batch, features, prefix, lengths, *tokenizer_identity(tokenizer))
 
 
@@ -421,7 +421,9 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> tuple:
     return repr(tokenizer), left
 
 
-def cached_map(rows: Dataset, function: Callable, features: dict, *identity: object) -> Dataset:
+def cached_map(
+    rows: Dataset, function: Callable, features: dict, *identity: object, with_indices: bool = False
+) -> Dataset:
     """Map batches of `rows`, cached under this file's code and what `identity` prints as.
 
     By itself `datasets` knows a function by the name of its module, and would go on using what an
@@ -430,6 +432,7 @@ def cached_map(rows: Dataset, function: Callable, features: dict, *identity: obj
     return rows.map(
         function,
         batched=True,
+        with_indices=with_indices,
         remove_columns=rows.column_names,
         features=Features(features),
         num_proc=min(8, os.cpu_count() or 1) if len(rows) > LARGE else None,

@@ -14,6 +14,8 @@ from transformers import (
     ByT5Tokenizer,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -110,3 +112,33 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         lines = [line.format(words[i % 5], i * i, i % 7, words[i * i % 5]) for i in range(count)]
         (path / f"{name}.txt").write_text("".join(lines))
     return path / "train.txt", path / "val.txt"
+
+
+@pytest.fixture(scope="session")
+def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama with grouped queries and a byte tokenizer, in several files."""
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer()
+    shape = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **shape)
+    path = tmp_path_factory.mktemp("llama")
+    model = LlamaForCausalLM(config)
+    model.generation_config.update(temperature=0.6, do_sample=True)
+    model.save_pretrained(path, max_shard_size="60KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seventy chats of one to three turns, some of which are cut at 64 tokens."""
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    rows = []
+    for i in range(70):
+        turns = [("user", f"{i}?"), ("assistant", chr(97 + i % 26) * (1 + 11 * i % 23))]
+        turns = [*turns, ("user", "so?"), ("assistant", "!")] if i % 5 == 0 else turns
+        rows.append({"messages": [{"role": r, "content": c} for r, c in turns]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -33,7 +33,7 @@ def main() -> None:
         checkpointing.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
         results[name], trained = ten_steps(gpt2_fsdp, args, device)
         output_dir = Path(args.output_dir)
-        checkpointing.save_checkpoint(output_dir, trained, keep=1)
+        checkpointing.save_checkpoint(output_dir, trained, keep=1, full=False)
         checkpoint = output_dir / f"checkpoints/step-{trained.step:08d}"
         state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, checkpoint)
         results[name]["units"] = sum(isinstance(m, FSDP) for m in state.model.modules())

@@ -44,7 +44,7 @@ def main() -> None:
             break
     results["overfitted"] = loss.item()
     state.best_step = state.step
-    checkpointing.save_best(Path(args.output_dir), state)
+    checkpointing.save_best(Path(args.output_dir), state, loss.item())
     best = checkpointing.best_path(Path(args.output_dir), state)
 
     # Generation by that model, of seven examples in batches of 2: one rank has none in the last.

@@ -183,9 +183,11 @@ def functions(path: Path) -> dict[str, str]:
 def test_functions_meant_to_be_identical_are() -> None:
     """So that copies cannot drift."""
     t5, gpt2 = functions(ROOT / "T5_training.py"), functions(ROOT / "gpt2_fsdp.py")
+    llama = functions(ROOT / "llama_fsdp.py")
     for name in ("setup", "cleanup", "train_step", "train", "validation", "save", "log",
                  "log_start", "export_only"):  # fmt: skip
-        assert t5[name] == gpt2[name], name
+        assert t5[name] == gpt2[name] == llama[name], name
+    assert gpt2["chunked_loss"] == llama["chunked_loss"]
 
 
 def test_blocks_lose_nothing() -> None:

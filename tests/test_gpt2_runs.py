@@ -103,6 +103,7 @@ def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple)
     assert line["tokens_per_second"] == pytest.approx(2 * line["tokens_per_second_per_rank"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not WIKITEXT.is_file(), reason="../shared/data/wikitext-2/valid.txt is absent")
 def test_real_text(tmp_path: Path) -> None:
     """Nine tenths of WikiText-2's validation file, 200 steps of 2 x 8 x 256 bytes: below 12."""

@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import launch, losses, metrics, weights
+from transformers import ByT5Tokenizer, LlamaConfig
+
+import chat_dataset
+import llama_fsdp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,3 +69,89 @@ def test_auto_is_bf16_where_the_gpu_has_it(
     command = ["--model-name", gpt2_directory, *data, "--output-dir", tmp_path, "--max-steps", "1"]
     launch(RANKS, "gpt2_fsdp.py", *command)
     assert metrics(tmp_path, "start")[0]["arguments"]["precision"] == "bf16"
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+def test_llama(flags: list[str], llama_directory: Path, chats: Path, tmp_path: Path) -> None:
+    """The same, with whichever attention runs."""
+    data = ["--dataset", chats, "--max-seq-length", "128", "--batch-size", "2"]
+    run("llama_fsdp.py", llama_directory, tmp_path, data, *flags)
+    assert metrics(tmp_path, "train")[-1]["tflops_per_gpu"] > 0
+
+
+def test_compiled(
+    t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
+    chats: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Losses are near those of the blocks as they are; T5's batches are of several lengths."""
+    for script, *flags in (
+        ["T5_training.py", "--model-name", t5_directory, "--dataset", pairs],
+        ["gpt2_fsdp.py", "--model-name", gpt2_directory, "--train-file", texts[0],
+         "--val-file", texts[1], "--block-size", "32"],
+        ["llama_fsdp.py", "--model-name", llama_directory, "--dataset", chats,
+         "--max-seq-length", "128", "--attention", "sdpa"],
+    ):  # fmt: skip
+        found = []
+        for flag in ("--no-compile", "--compile"):
+            output = tmp_path / f"{script}{flag}"
+            command = [*flags, "--max-steps", "5", "--log-every", "1", "--precision", "bf16", flag]
+            launch(RANKS, script, *command, "--output-dir", output)
+            found.append(list(losses(output).values()))
+        assert found[0] == pytest.approx(found[1], abs=0.05)
+
+
+@pytest.mark.parametrize("attention", ["flash", "varlen"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
+    """Logits of packed documents with grouped queries, within the error of bf16 against fp32."""
+    try:
+        kernel = llama_fsdp.varlen_kernel(attention, "bf16")
+    except ValueError as error:
+        pytest.skip(str(error))
+    torch.manual_seed(0)
+    shape = {"hidden_size": 4 * head_size, "intermediate_size": 512, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384}
+    config = LlamaConfig(head_dim=head_size, **shape)
+    model = llama_fsdp.LlamaForCausalLM(config).cuda().train()
+    rows = [torch.randint(3, 300, (n,)).tolist() for n in (300, 17, 2, 90, 64, 65)]
+    packs = [[{"input_ids": x, "labels": x} for x in part] for part in (rows[:3], rows[3:])]
+    batch = {key: x.cuda() for key, x in chat_dataset.collate(packs).items()}
+    llama_fsdp.register_attention(kernel)
+    found = {}
+    for name, dtype in (("sdpa", torch.float32), ("sdpa", torch.bfloat16),
+                        ("packed", torch.bfloat16)):  # fmt: skip
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = llama_fsdp.summed_loss(model, batch)
+        loss.backward()
+        gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+        found[name, dtype] = loss.item(), gradient
+    exact, near = found["sdpa", torch.float32], found["sdpa", torch.bfloat16]
+    ours = found["packed", torch.bfloat16]
+    for place in (0, 1):
+        error = torch.as_tensor(near[place] - exact[place]).norm()
+        assert torch.as_tensor(ours[place] - exact[place]).norm() < 2 * error + 1e-3
+
+
+def test_llama_of_7b_shape(tmp_path: Path) -> None:
+    """Random weights of Llama 2 7B, as a script's user would load them; its loss falls, in bf16."""
+    if torch.cuda.get_device_properties(0).total_memory < 130e9:
+        pytest.skip("fp32 weights, gradients and moments of 6.7B parameters take 108 GB")
+    torch.manual_seed(0)
+    config = LlamaConfig(num_key_value_heads=32)  # the defaults are 7B's
+    with torch.device("cuda"):
+        model = llama_fsdp.transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "model")
+    ByT5Tokenizer().save_pretrained(tmp_path / "model")
+    del model
+    torch.cuda.empty_cache()
+    output = tmp_path / "run"
+    command = ["--model-name", tmp_path / "model", "--max-steps", "10", "--log-every", "1",
+               "--num-train-samples", "200", "--num-val-samples", "10", "--save-every", "0",
+               "--output-dir", output, "--track-memory"]  # fmt: skip
+    launch(1, "llama_fsdp.py", *command)
+    found = losses(output)
+    assert found[10] < found[1]
+    if "H200" in torch.cuda.get_device_name():
+        assert 0 < metrics(output, "train")[-1]["mfu"] < 1

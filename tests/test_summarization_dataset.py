@@ -526,7 +526,8 @@ def test_encoding_ends_in_eos(tmp_path, template):
     sets = sd.load_summarization(args, words_tokenizer(template))
     found = sorted((row["input_ids"], row["labels"]) for rows in sets for row in rows)
     assert found == [([4, 3, 5, 6, 7, 1], [12, 11, 1]), ([4, 3, 6, 1], [5, 1])]
-    assert sets[0].column_names == ["input_ids", "labels"]
+    assert sets[0].column_names == ["input_ids", "labels", "length"]
+    assert all(row["length"] == len(row["input_ids"]) for rows in sets for row in rows)
 
 
 def test_byte_encoding_is_cut_before_eos(tmp_path):

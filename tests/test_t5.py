@@ -92,6 +92,34 @@ def test_generation_gives_back_what_was_learnt(
     assert sum(reference == generated for _, reference, generated in triples) >= 6
 
 
+def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None dropped or repeated, the same steps at every world size and after a resume, the longest
+    step first, the rest in no order, and little padding."""
+    lengths = torch.randint(8, 512, (1003,)).tolist()
+
+    def sampler(world_size: int, rank: int = 0) -> policies.GlobalBatchSampler:
+        monkeypatch.setattr(policies.dist, "get_world_size", lambda: world_size)
+        monkeypatch.setattr(policies.dist, "get_rank", lambda: rank)
+        return policies.GlobalBatchSampler(len(lengths), 16 // world_size, 1, 7, lengths)
+
+    whole = sampler(1)
+    steps = list(whole.steps())
+    assert sorted(sum(steps, [])) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in step) for step in steps[:-1]]
+    assert sums[0] == max(sums) and len(steps[-1]) == 1003 % 16
+    assert sums != sorted(sums) and sums != sorted(sums, reverse=True)
+    dealt = list(zip(*(sampler(4, rank) for rank in range(4)), strict=True))
+    assert [sorted(sum(ranks, [])) for ranks in dealt] == [sorted(step) for step in steps]
+    longest = [max(lengths[i] for ranks in step for i in ranks) for step in dealt]
+    padded = [n * len(step) for n, step in zip(longest, steps, strict=True)]
+    assert sum(padded) < 1.2 * sum(lengths)  # 1.9 in random order
+    whole.consumed = 3 * 16
+    assert list(whole.steps()) == steps[3:]
+    whole.epoch, whole.consumed = 1, 0
+    same = {frozenset(step) for step in steps} & {frozenset(step) for step in whole.steps()}
+    assert len(same) <= 1  # the epochs mix
+
+
 def test_schedules() -> None:
     """`step` is constant within an epoch; the others warm up, from a rate that is not 0."""
     rates = {}

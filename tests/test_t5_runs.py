@@ -116,10 +116,11 @@ def test_validation_does_not_depend_on_the_number_of_processes(
 
 
 def test_what_a_run_leaves(uninterrupted: Path) -> None:
-    """The newest two checkpoints, the best weights, and metrics one can draw."""
+    """The newest two checkpoints, the best weights of each, and metrics one can draw."""
     best = min(losses(uninterrupted, "val").items(), key=lambda item: (item[1], item[0]))
     names = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
-    assert names == [f"best-{best[0]:08d}", "step-00000006", "step-00000008"]
+    assert best[0] == 8 and names == [
+        "best-00000006", "best-00000008", "step-00000006", "step-00000008"]  # fmt: skip
     assert sorted(path.name for path in uninterrupted.iterdir()) == [
         "best", "checkpoints", "final", "metrics.jsonl", "status"]  # fmt: skip
     assert sorted(losses(uninterrupted, "val")) == [0, 3, 5, 6, 8]
@@ -203,6 +204,8 @@ def test_what_must_not_differ_is_named(
     said = refused([*flags, "--seed", "1"], finished, capfd)
     assert "seed (0 there, 1 here)" in said and "model" not in said
     assert "data (" in refused([*flags, "--source-length", "8"], finished, capfd)
+    said = refused([*flags, "--no-group-by-length"], finished, capfd)
+    assert "--group-by-length (True there, False here)" in said
     assert "model (" in refused([*flags, "--model-name", str(t5_directory)], finished, capfd)
     said = refused([*flags, "--gradient-accumulation-steps", "2"], finished, capfd)
     assert "global batch (8 there, 16 here)" in said

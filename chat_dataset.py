@@ -1,0 +1,200 @@
+"""Chats for supervised fine-tuning, from rows to packed batches. Copy along with llama_fsdp.py and
+summarization_dataset.py, whose read_file, read_hub, docstring_rows and cached_map read the rows."""
+
+import hashlib
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from bisect import bisect_right
+from collections import abc, defaultdict
+from functools import partial
+
+import torch
+from datasets import Dataset, List, Value
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+ROLES = ("system", "user", "assistant")
+# Spaces stand before turns, not after: the text of a longer chat begins with that of a shorter one.
+TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
+'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
+'<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
+FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
+FEATURES |= {"cut": Value("int64"), "key": Value("int64")}
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the group "data" to `parser`, whose formatter shows the defaults."""
+    add, switch = parser.add_argument_group("data").add_argument, BooleanOptionalAction
+    add("--dataset", action="append", help="docstrings (built in, used if none is given), a JSONL, "
+        "JSON, Parquet or CSV file, or a hub id; may be given several times")  # fmt: skip
+    add("--dataset-config", help="configuration of a hub data set")
+    add("--train-split", default="train", help="split of a hub data set")
+    add("--val-split", default="validation", help="the training split again: hold out 5%% of it")
+    add("--text-column", default="content", help="column of plain documents")
+    add("--max-seq-length", type=int, default=2048, help="tokens in a sequence; the rest is cut")
+    add("--packing", action=switch, default=True, help="fill sequences with several documents")
+    add("--train-on-prompt", action=switch, default=False, help="train on all turns of a chat")
+    add("--num-train-samples", type=int, default=0, help="documents per data set (0: all)")
+    add("--num-val-samples", type=int, default=0, help="the same for validation")
+
+
+def check_arguments(args: Namespace) -> list[str]:
+    """One sentence for each value that is out of range."""
+    least = {"max_seq_length": 8, "num_train_samples": 0, "num_val_samples": 0}
+    wrong = [(name, low) for name, low in least.items() if getattr(args, name) < low]
+    return [f"--{name.replace('_', '-')} must be {low} or more" for name, low in wrong]
+
+
+def kind(name: str, columns: list[str], text_column: str) -> str:
+    """What the rows of data set `name` hold: messages, prompt or text; ValueError if none."""
+    known = {"messages": {"messages"}, "prompt": {"prompt", "completion"}, "text": {text_column}}
+    for found in (kind for kind, needed in known.items() if needed <= set(columns)):
+        return found
+    raise ValueError(f"{name} has columns {', '.join(columns)}: it needs messages, prompt and "
+                     f"completion, or --text-column {text_column}")  # fmt: skip
+
+
+def messages(row: dict, kind: str) -> list[dict[str, str]]:
+    """The chat in a row of kind messages or prompt, {role, content} a turn; raises ValueError."""
+    pair = {"user": row.get("prompt"), "assistant": row.get("completion")}
+    turns = [{"role": role, "content": text or None} for role, text in pair.items()]
+    chat = turns if kind == "prompt" else row["messages"]
+    if not chat or not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
+        raise ValueError("messages is empty or not a list of {role, content}")
+    for role, content in ((turn.get("role"), turn.get("content")) for turn in chat):
+        if role not in ROLES:
+            raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise ValueError(f"the {role}'s turn is empty or not text")
+    if all(turn["role"] != "assistant" for turn in chat):
+        raise ValueError("no turn is the assistant's, so there is nothing to learn")
+    return [{"role": turn["role"], "content": turn["content"]} for turn in chat]
+
+
+def encode(chat: list[dict], tokenizer: Tokenizer, train_on_prompt: bool) -> tuple[list, list]:
+    """Token ids, and labels: the id of a target, else -100. Targets are the assistant's turns from
+    after the header through the end marker, or all; never the first token. A last turn without EOS
+    gets it. ValueError if a template alters earlier turns, TemplateError if it refuses the chat."""
+    template = None if tokenizer.chat_template else TEMPLATE
+    render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
+    text, borders = render(chat).rstrip(), []  # a line break after the end marker is nobody's
+    spoken = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
+    for i in [] if train_on_prompt else spoken:
+        start = render(chat[:i], add_generation_prompt=True) if i else ""
+        end = render(chat[: i + 1]).rstrip()
+        if not (text.startswith(start) and text.startswith(end)):
+            raise ValueError("the chat template renders a turn differently when others follow")
+        borders += start or render([chat[0] | {"content": ""}]), end  # no chat yet: find the header
+    ids, *parts = tokenizer([text, *borders], add_special_tokens=False, verbose=False)["input_ids"]
+    labels = list(ids) if train_on_prompt else [-100] * len(ids)
+    places = [next((k for k, x in enumerate(p) if ids[k : k + 1] != [x]), len(p)) for p in parts]
+    for start, end in zip(places[::2], places[1::2], strict=True):  # tokens may merge across these
+        labels[start:end] = ids[start:end]
+    if spoken[-1] == len(chat) - 1 and ids[-1] != tokenizer.eos_token_id:
+        ids, labels = [*ids, tokenizer.eos_token_id], [*labels, tokenizer.eos_token_id]
+    return ids, [-100, *labels[1:]]
+
+
+def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
+    """The same of a document: BOS if the tokenizer adds it, text, EOS; ValueError without text."""
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("the document is empty or not text")
+    ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
+    ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+    return ids, [-100, *ids[1:]]
+
+
+def encoder(name: str, kind: str, tokenizer: Tokenizer, args: Namespace) -> abc.Callable:
+    """The function from rows of data set `name` and their indices to FEATURES: --max-seq-length + 1
+    tokens, how many are `cut`, and a `key` from all before the first answer; raises ValueError."""
+
+    def encode_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        found, length = [], args.max_seq_length + 1
+        for index, *values in zip(indices, *batch.values(), strict=True):
+            row = dict(zip(batch, values, strict=True))
+            try:
+                if kind == "text":
+                    before = row[args.text_column]
+                    ids, labels = encode_text(before, tokenizer)
+                else:
+                    chat = messages(row, kind)
+                    before = chat[: [turn["role"] for turn in chat].index("assistant")] or chat
+                    ids, labels = encode(chat, tokenizer, args.train_on_prompt)
+            except (ValueError, TypeError, TemplateError) as error:
+                raise ValueError(f"{name}, row {index + 1}: {error}") from error
+            key = int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
+            found.append((ids[:length], labels[:length], len(ids[length:]), key))
+        return dict(zip(FEATURES, map(list, zip(*found, strict=True)), strict=True))
+
+    return encode_batch
+
+
+def held_out(keys: list[int]) -> list[bool]:
+    """True for the rows of 5% of the keys, of one at least; ValueError if all are the same."""
+    distinct = sorted(set(keys))  # hashes: the least of them are a random choice
+    if len(distinct) < 2:
+        raise ValueError("5% cannot be held out: no two rows differ before the first answer")
+    return [key < distinct[max(1, len(distinct) // 20)] for key in keys]
+
+
+def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
+    """Indices of `lengths` in packs of `capacity`, or alone above it; each takes the longest that
+    fits. A draw among equals changes no sum: the number of packs, so of steps, is a constant."""
+    packs, by_length = [], defaultdict(list)
+    for i in torch.randperm(len(lengths), generator=generator).tolist():
+        by_length[lengths[i]].append(i)
+    left = sorted(by_length)
+    while left:
+        packs.append([])
+        room = max(capacity, left[-1])
+        while fitting := bisect_right(left, room):
+            length = left[fitting - 1]
+            packs[-1].append(by_length[length].pop())
+            room -= length
+            if not by_length[length]:
+                del left[fitting - 1]
+    return packs
+
+
+class Packs(torch.utils.data.Dataset):
+    """`documents` as packs, planned anew in each epoch of `sampler`. n tokens take n - 1 of all the
+    `positions`, which are the share `fill` of the room; `span` is the mean of n - 1 over them."""
+
+    def __init__(self, documents: Dataset, args: Namespace):
+        self.documents, self.args, self.sampler, self.plans = documents, args, None, {}
+        parts = (x[0] for x in documents.with_format("arrow", ["input_ids"]).iter(10_000))
+        self.lengths = [n - 1 for x in parts for n in x.combine_chunks().value_lengths().tolist()]
+        self.positions = sum(self.lengths)
+        self.span = sum(n * n for n in self.lengths) / self.positions
+        self.fill = self.positions / (len(self) * args.max_seq_length)
+
+    def plan(self) -> list[list[int]]:
+        """The documents in each sequence of the sampler's epoch."""
+        epoch = getattr(self.sampler, "epoch", 0)
+        if epoch not in self.plans:
+            capacity = self.args.max_seq_length if self.args.packing else 0
+            generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + epoch)
+            self.plans = {epoch: pack(self.lengths, capacity, generator)}
+        return self.plans[epoch]
+
+    def __len__(self) -> int:
+        return len(self.plan())
+
+    def __getitem__(self, i: int) -> list[dict]:
+        return self.documents.__getitems__(self.plan()[i])
+
+
+def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor]:
+    """Packs as rows, padded with 0 to a multiple of 8; without samples one row, all padding.
+    int64 [batch, length]: `input_ids`; `labels`, which follow them, or -100; `position_ids`, from 0
+    in each document, 0 in padding. int32 `cu_seq_lens`: 0 and the ends, in the flattened batch, of
+    the documents and of each row's padding. int64 `tokens` []: positions that are not padding."""
+    rows, parts = samples or [[]], []
+    used = [sum(len(document["labels"]) - 1 for document in row) for row in rows]
+    width = max(8, -(-max(used) // 8) * 8)
+    for row, rest in zip(rows, (width - n for n in used), strict=True):
+        parts += [(d["input_ids"][:-1], d["labels"][1:], range(len(d["labels"]) - 1)) for d in row]
+        parts += [([0] * rest, [-100] * rest, [0] * rest)] if rest else []
+    columns = (torch.cat([*map(torch.tensor, x)]).view(-1, width) for x in zip(*parts, strict=True))
+    batch = dict(zip(("input_ids", "labels", "position_ids"), columns, strict=True))
+    batch["cu_seq_lens"] = torch.tensor([0, *(len(part[0]) for part in parts)]).cumsum(0).int()
+    return batch | {"tokens": torch.tensor(sum(used))}

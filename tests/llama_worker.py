@@ -1,0 +1,76 @@
+"""Run under torchrun by test_llama.py: loads and short trainings of Llama in one process group.
+
+llama_worker.py OUTPUT.pt MODEL_DIRECTORY CHATS.jsonl BATCH VARIANTS.json WRONG_DIRECTORIES.json
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from ten_steps import ten_steps
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+import checkpointing
+import llama_fsdp
+
+
+def rotary(model: torch.nn.Module) -> torch.nn.Module:
+    """The module whose buffers are in no file."""
+    return next(m for m in model.modules() if type(m).__name__ == "LlamaRotaryEmbedding")
+
+
+def main() -> None:
+    """Write what each variant gave, rank 0's view of it, to the first argument."""
+    output, model, chats, batch, variants, wrong = sys.argv[1:]
+    common = ["--dataset", chats, "--max-seq-length", "64", "--precision", "fp32", "--lr", "1e-3",
+              "--batch-size", batch, "--max-steps", "10", "--max-grad-norm", "0.5",
+              "--no-activation-checkpointing", "--output-dir", f"{output}.run",
+              "--weight-decay", "0.1"]  # fmt: skip
+    named = [*common, "--model-name", model]
+    device = llama_fsdp.setup(llama_fsdp.parse_args(named))
+    results: dict = {"refused": {}}
+    for name, directory in json.loads(wrong).items():
+        start = time.perf_counter()
+        try:
+            args = llama_fsdp.parse_args([*common, "--model-name", directory])
+            loaded, _, _ = llama_fsdp.setup_model(args, device, pretrained=True)
+            said = f"loaded as {', '.join({str(p.dtype) for p in loaded.parameters()})}"
+        except ValueError as error:
+            said = str(error)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, said)
+        results["refused"][name] = everyone, time.perf_counter() - start
+    args = llama_fsdp.parse_args(named)
+    loaded, _, _ = llama_fsdp.setup_model(args, device, pretrained=True)
+    results["loaded"] = {n: p.clone() for n, p in checkpointing._whole_tensors(loaded)}
+    frequencies: list[torch.Tensor] = []  # as the last forward pass found them
+    setup_model = llama_fsdp.setup_model
+
+    def watched(*arguments: object, **options: object) -> tuple:
+        made = setup_model(*arguments, **options)
+        rotary(made[0]).register_forward_hook(
+            lambda module, *_: frequencies.append(module.inv_freq.clone())
+        )
+        return made
+
+    llama_fsdp.setup_model = watched
+    for name, flags in json.loads(variants).items():
+        args = llama_fsdp.parse_args([*named, *flags])
+        checkpointing.open_output(Path(args.output_dir), "auto", "llama_fsdp")
+        results[name], trained = ten_steps(llama_fsdp, args, device)
+        results[name]["frequencies"] = frequencies[-1]
+        results[name]["units"] = sum(isinstance(m, FSDP) for m in trained.model.modules())
+    if dist.get_rank() == 0:
+        torch.save(results, output)
+    llama_fsdp.cleanup()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # as the scripts do, and why

@@ -1,0 +1,481 @@
+"""chat_dataset.py: which tokens are trained on, how documents are packed, what is refused."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from conftest import ROOT
+from datasets import Dataset, Features
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+import chat_dataset
+
+SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA_2 = (  # knows no generation prompt, and no system turn but before a user's
+    "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}"
+    "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ bos_token }}[INST] "
+    "{% if loop.index0 == 1 and messages[0].role == 'system' %}"
+    "<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}{{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+REWRITING = (  # shows what the assistant thought in the last turn alone
+    "{% for m in messages %}{{ '<' + m.role + '>' }}"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}"
+)
+USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+REWRITTEN = [USER, ASSISTANT | {"content": "x</think>y"}, USER, ASSISTANT]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who wrote Emma?"},
+    {"role": "assistant", "content": "Jane Austen wrote it."},
+    {"role": "user", "content": "And Ulysses?"},
+    {"role": "assistant", "content": "  James Joyce,\nin Trieste – among others.  "},
+    {"role": "user", "content": "Thanks!"},
+    {"role": "assistant", "content": "You are welcome."},
+]
+ANSWERS = [turn["content"] for turn in CHAT if turn["role"] == "assistant"]
+PLAIN = [f" {answer} <|endoftext|>" for answer in ANSWERS]  # what TEMPLATE makes of them
+
+
+def arguments(**changes: object) -> Namespace:
+    """The defaults of the flags, a seed, and `changes`."""
+    parser = ArgumentParser()
+    chat_dataset.add_arguments(parser)
+    return Namespace(**vars(parser.parse_args([])) | {"seed": 0} | changes)
+
+
+def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
+    """A byte-level BPE, trained until it has words; or, without `words`, the commonest strings.
+
+    It puts BOS, where there is one, before a text.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    tokenizer.decoder = decoders.ByteLevel()
+    rendered = ByT5Tokenizer().apply_chat_template(
+        CHAT, chat_template=chat_dataset.TEMPLATE, tokenize=False
+    )
+    lines = [rendered] * 4 + [f"{turn['content']} <|endoftext|> <|prompter|>" for turn in CHAT]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=480 if words else 276, **options)
+    tokenizer.train_from_iterator(lines, trainer)
+    if bos := special.get("bos_token"):
+        tokenizer.add_special_tokens([bos])
+        bos = {"single": f"{bos} $A", "special_tokens": [(bos, tokenizer.token_to_id(bos))]}
+        tokenizer.post_processor = processors.TemplateProcessing(**bos)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def with_template(tokenizer: object, template: str) -> object:
+    """The tokenizer with a chat template of its own."""
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def spans(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
+    """The text of each run of targets; fails if a label is neither its token nor -100."""
+    assert len(ids) == len(labels)
+    runs = [[]]
+    for token, label in zip(ids, labels, strict=True):
+        assert label in (token, -100)
+        if label != -100:
+            runs[-1].append(token)
+        elif runs[-1]:
+            runs.append([])
+    return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs if run]
+
+
+def targets(chat: list[dict], tokenizer: object, train_on_prompt: bool = False) -> list[str]:
+    """The text of each run of targets in a chat."""
+    return spans(*chat_dataset.encode(chat, tokenizer, train_on_prompt), tokenizer)
+
+
+def ended(texts: list[str], eos: str) -> list[str]:
+    """`texts` with EOS after the last."""
+    return [*texts[:-1], texts[-1] + eos]
+
+
+def documents(rows: list[dict], args: Namespace, tokenizer: object = None) -> Dataset:
+    """Rows through `encoder`, as a script maps them."""
+    kind = chat_dataset.kind("rows.jsonl", list(rows[0]), args.text_column)
+    rows = Dataset.from_list(rows)
+    function = chat_dataset.encoder("rows.jsonl", kind, tokenizer or ByT5Tokenizer(), args)
+    options = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
+    return rows.map(function, features=Features(chat_dataset.FEATURES), **options)
+
+
+@pytest.fixture(scope="module")
+def small() -> Dataset:
+    """Three hundred documents of 2 to 31 tokens, each length several times, no two the same."""
+    ids = [[i % 250 + 3, *range(3, 4 + i % 30)] for i in range(300)]
+    columns = {"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids]}
+    return Dataset.from_dict(columns, Features({k: chat_dataset.FEATURES[k] for k in columns}))
+
+
+@pytest.fixture(scope="module")
+def seed_tasks() -> list[dict]:
+    """The instructions of self-instruct as chats of two turns."""
+    if not SEED_TASKS.is_file():
+        pytest.skip(f"{SEED_TASKS} is missing")
+    chats = []
+    for task in map(json.loads, SEED_TASKS.read_text().splitlines()):
+        instance = task["instances"][0]
+        prompt = f"{task['instruction']}\n{instance['input']}".strip()
+        turns = ("user", prompt), ("assistant", instance["output"])
+        chats.append([{"role": role, "content": content} for role, content in turns])
+    return [{"messages": chat} for chat in chats]
+
+
+def test_defaults_serve() -> None:
+    args = arguments()
+    assert chat_dataset.check_arguments(args) == []
+    assert args.dataset is None and args.packing and not args.train_on_prompt
+
+
+def test_template() -> None:
+    """To the letter, and what is asked for an answer begins what comes with one."""
+    tokenizer = bpe(bos_token="<s>", eos_token="</s>")
+
+    def render(tokenizer: object, count: int, prompt: bool) -> str:
+        options = {"chat_template": chat_dataset.TEMPLATE, "add_generation_prompt": prompt}
+        return tokenizer.apply_chat_template(CHAT[:count], tokenize=False, **options)
+
+    text = (
+        "<|system|> Be brief. <|endoftext|> <|prompter|> Who wrote Emma? <|endoftext|> "
+        "<|assistant|> Jane Austen wrote it. <|endoftext|>"
+    )
+    assert render(tokenizer, 3, False) == "<s>" + text
+    assert render(ByT5Tokenizer(), 3, False) == text
+    for count in range(1, len(CHAT)):
+        for prompt in (False, CHAT[count]["role"] == "assistant"):
+            assert render(tokenizer, 7, False).startswith(render(tokenizer, count, prompt))
+
+
+def test_targets_with_the_built_in_template() -> None:
+    """Bytes, and a BPE; their EOS is not what the template ends turns with."""
+    assert targets(CHAT, ByT5Tokenizer()) == ended(PLAIN, "</s>")
+    tokenizer = bpe(bos_token="<s>", eos_token="</s>")
+    ids, labels = chat_dataset.encode(CHAT, tokenizer, False)
+    assert len(ids) < len(tokenizer.decode(ids)) / 3, "the BPE does not merge"
+    assert spans(ids, labels, tokenizer) == ended(PLAIN, "</s>")
+    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
+    assert ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_eos_is_not_added_twice() -> None:
+    """GPT-2's is what the template ends turns with; ChatML's ends a turn, a line break follows."""
+    assert targets(CHAT, bpe(eos_token="<|endoftext|>")) == PLAIN
+    special = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    tokenizer = with_template(bpe(**special), CHATML)
+    ids, _ = chat_dataset.encode(CHAT, tokenizer, False)
+    assert ids[-1] == tokenizer.eos_token_id and ids.count(ids[-1]) == len(CHAT)
+
+
+@pytest.mark.parametrize("make", [bpe, partial(ByT5Tokenizer, extra_ids=0)])
+def test_targets_with_chatml(make: Callable) -> None:
+    """Its markers are single tokens, and one of them EOS."""
+    special = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    tokenizer = with_template(make(**special), CHATML)
+    expected = [f"{answer}<|im_end|>" for answer in ANSWERS]
+    if make is not bpe:  # ByT5 strips what stands beside a special token
+        expected[1] = expected[1].replace("  <|im_end|>", "<|im_end|>")
+    assert targets(CHAT, tokenizer) == expected
+
+
+def test_targets_with_a_llama_2_template() -> None:
+    """The header of an answer belongs to the user's turn, and the system's turn to the first."""
+    tokenizer = with_template(bpe(bos_token="<s>", eos_token="</s>"), LLAMA_2)
+    assert targets(CHAT, tokenizer) == [f" {answer} </s>" for answer in ANSWERS]
+    whole = tokenizer.decode(chat_dataset.encode(CHAT, tokenizer, False)[0])
+    assert whole.startswith("<s>[INST] <<SYS>>Be brief.<</SYS>>Who wrote Emma? [/INST] Jane")
+
+
+def test_tokens_that_cross_borders() -> None:
+    """A BPE that knows no words merges across turns: answers stay whole, and prompts out."""
+    tokenizer = bpe(words=False, bos_token="<s>", eos_token="</s>")
+    tokens = tokenizer.convert_ids_to_tokens(chat_dataset.encode(CHAT, tokenizer, False)[0])
+    assert any(">" in token.strip(">")[:-1] for token in tokens), "nothing crosses a border"
+    found = targets(CHAT, tokenizer)
+    assert len(found) == len(ANSWERS)
+    for answer, span in zip(ANSWERS, found, strict=True):
+        assert answer in span
+        assert len(span) < len(answer) + 45
+        assert not any(turn["content"] in span for turn in CHAT if turn["role"] != "assistant")
+
+
+def test_the_assistant_speaks_first() -> None:
+    """There is no chat to render before its turn, yet its header is no target."""
+    expected = ended(PLAIN[:2], "</s>")
+    for tokenizer in ByT5Tokenizer(), bpe(bos_token="<s>", eos_token="</s>"):
+        found = targets(CHAT[2:5], tokenizer)
+        assert [span.strip() for span in found] == [span.strip() for span in expected]
+
+
+def test_no_eos_after_the_users_last_turn() -> None:
+    assert targets(CHAT[:4], ByT5Tokenizer()) == PLAIN[:1]
+
+
+def test_train_on_prompt() -> None:
+    """All but the first token, also where turns are rewritten."""
+    rewriting = with_template(ByT5Tokenizer(), REWRITING)
+    for tokenizer in rewriting, bpe(bos_token="<s>", eos_token="</s>"):
+        ids, labels = chat_dataset.encode(REWRITTEN, tokenizer, True)
+        assert labels == [-100, *ids[1:]]
+        assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_plain_documents() -> None:
+    """The tokenizer's special tokens once, those in the text read as text."""
+    tokenizer = ByT5Tokenizer()
+    ids, labels = chat_dataset.encode_text("a</s>", tokenizer)
+    assert ids == [*(byte + 3 for byte in b"a</s>"), tokenizer.eos_token_id]
+    assert labels == [-100, *ids[1:]]
+    tokenizer = bpe(bos_token="<s>", eos_token="</s>")
+    ids, labels = chat_dataset.encode_text("Jane</s>", tokenizer)
+    assert tokenizer.decode(ids[1:-1]) == "Jane</s>"
+    assert ids[0] == tokenizer.bos_token_id and labels == [-100, *ids[1:]]
+    assert ids[-1] == labels[-1] == tokenizer.eos_token_id
+    assert ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_rows_of_each_kind() -> None:
+    """A pair is a chat of two turns; keys of other columns, and of messages, do not matter."""
+    pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with_more = [turn | {"name": None} for turn in pair]
+    first = documents([{"messages": with_more, "prompt": "x", "completion": "y"}], arguments())
+    second = documents([{"prompt": "a", "completion": "b", "content": "x"}], arguments())
+    assert first[0] == second[0]
+    text = documents([{"body": "ab", "id": 1}], arguments(text_column="body"))
+    assert text[0]["input_ids"] == [100, 101, 1]
+    assert text.features == first.features == Features(chat_dataset.FEATURES)
+
+
+def test_long_documents_are_cut() -> None:
+    """To one token more than the length, which is only a target, and what is lost is counted."""
+    args = arguments(max_seq_length=8)
+    found = documents([{"content": "x" * n} for n in (3, 8, 9, 30)], args)
+    assert [len(ids) for ids in found["input_ids"]] == [4, 9, 9, 9]
+    assert [len(labels) for labels in found["labels"]] == [4, 9, 9, 9]
+    assert found["cut"][:] == [0, 0, 1, 22]
+    batch = chat_dataset.collate([chat_dataset.Packs(found, args)[0]])
+    assert batch["input_ids"].shape == (1, 8)
+    assert batch["labels"][0, -1] != -100
+
+
+def test_keys() -> None:
+    """They are those of what stands before the first answer, in every process."""
+    turns = [[CHAT[1], turn, CHAT[3]] for turn in CHAT[2::2]] + [CHAT[:3], CHAT[2:4], CHAT[4:6]]
+    keys = documents([{"messages": chat} for chat in turns], arguments())["key"][:]
+    assert keys[0] == keys[1] == keys[2]
+    assert len(set(keys[2:])) == 4
+    text = documents([{"content": "a"}, {"content": "b"}, {"content": "a"}], arguments())["key"][:]
+    assert text[0] == text[2] != text[1]
+    assert text[0] == 24685227368937830
+
+
+def test_held_out() -> None:
+    """Five percent, equal keys together, always some on both sides."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(2**55, (2000,), generator=generator).tolist()
+    chosen = chat_dataset.held_out(keys + keys)
+    assert chosen[:2000] == chosen[2000:]
+    assert sum(chosen[:2000]) == 100
+    assert sorted(chat_dataset.held_out([7, 3, 7])) == [False, False, True]
+    for keys in [], [5, 5]:
+        with pytest.raises(ValueError, match="no two rows differ"):
+            chat_dataset.held_out(keys)
+
+
+@pytest.mark.parametrize("length", [1024, 2048])
+def test_packs_of_real_chats_are_full(length: int, seed_tasks: list[dict]) -> None:
+    """To 95%; every document is there once; as many targets as without packing."""
+    args = arguments(max_seq_length=length)
+    rows = documents(seed_tasks, args)
+    packs = chat_dataset.Packs(rows, args)
+    padded = chat_dataset.Packs(rows, arguments(max_seq_length=length, packing=False))
+    assert packs.fill >= 0.95
+    assert len(padded) == len(rows) > len(packs)
+    assert sorted(i for pack in packs.plan() for i in pack) == list(range(len(rows)))
+    batches = [
+        [chat_dataset.collate([pack]) for pack in packs],
+        [chat_dataset.collate([padded[j] for j in range(i, i + 25)]) for i in range(0, 175, 25)],
+    ]
+    assert max(batch["input_ids"].size(1) for batch in batches[0]) <= length
+    for counted in (lambda batch: int((batch["labels"] != -100).sum()), lambda x: int(x["tokens"])):
+        packed, unpacked = (sum(map(counted, part)) for part in batches)
+        assert packed == unpacked > 0
+    assert packed == packs.positions == sum(map(len, rows["input_ids"])) - len(rows)
+    assert packs.fill == packed / (len(packs) * length)
+
+
+def test_packs_depend_on_seed_and_epoch(small: Dataset) -> None:
+    """Their number does not."""
+    sampler = Namespace(epoch=0)
+
+    def packs(seed: int, epoch: int) -> list[list[dict]]:
+        found = chat_dataset.Packs(small, arguments(max_seq_length=64, seed=seed))
+        sampler.epoch, found.sampler = epoch, sampler
+        return list(found)
+
+    first = packs(0, 0)
+    assert list(chat_dataset.Packs(small, arguments(max_seq_length=64))) == first == packs(0, 0)
+    again = chat_dataset.Packs(small, arguments(max_seq_length=64))
+    again.sampler, sampler.epoch = sampler, 0
+    for epoch in (0, 1, 0):  # goes with the sampler, forth and back
+        sampler.epoch = epoch
+        assert (list(again) == first) == (epoch == 0)
+    for other in packs(0, 1), packs(1, 0):
+        assert other != first
+        assert len(other) == len(first)
+        flat = (sorted(d["input_ids"] for pack in part for d in pack) for part in (first, other))
+        assert len({json.dumps(part) for part in flat}) == 1
+
+
+def test_packs_of_selected_rows(small: Dataset) -> None:
+    """The lengths are those of the rows that were selected."""
+    packs = chat_dataset.Packs(small.select([29, 3, 3]), arguments(max_seq_length=64))
+    assert [len(document["input_ids"]) for document in packs[0]] == [31, 5, 5]
+    assert packs.positions == 38
+    assert packs.span == pytest.approx((30**2 + 2 * 4**2) / 38)
+    assert packs.fill == pytest.approx(38 / 64)
+
+
+def test_pack_takes_the_longest_that_fits() -> None:
+    """Of a full pack nothing is left over; what is too long stands alone, as all do at 0."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [3, 5, 8, 2, 5, 11, 7]
+    found = [[lengths[i] for i in pack] for pack in chat_dataset.pack(lengths, 10, generator)]
+    assert found == [[11], [8, 2], [7, 3], [5, 5]]
+    assert len(chat_dataset.pack(lengths, 0, generator)) == 7
+    assert chat_dataset.pack([], 10, generator) == []
+
+
+def document(*ids: int, prompt: int = 1) -> dict[str, list[int]]:
+    """A document whose first `prompt` tokens are no targets."""
+    return {"input_ids": list(ids), "labels": [-100] * prompt + list(ids[prompt:])}
+
+
+def test_collate() -> None:
+    """Two rows, one of them with two documents: nothing is predicted across their border."""
+    rows = [[document(3, 4, 5, 6), document(7, 8, 9, 10, 11, prompt=3)], [document(*range(20, 29))]]
+    batch = chat_dataset.collate(rows)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[3, 4, 5, 7, 8, 9, 10, 0], [20, 21, 22, 23, 24, 25, 26, 27]],
+        "labels": [[4, 5, 6, -100, -100, 10, 11, -100], [21, 22, 23, 24, 25, 26, 27, 28]],
+        "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]],
+        "cu_seq_lens": [0, 3, 7, 8, 16],
+        "tokens": 15,
+    }
+    types = {name: tensor.dtype for name, tensor in batch.items()}
+    assert types.pop("cu_seq_lens") == torch.int32
+    assert set(types.values()) == {torch.int64}
+
+
+def test_collate_rounds_the_width_up() -> None:
+    batch = chat_dataset.collate([[document(*range(3, 13))], [document(3, 4)]])
+    assert batch["input_ids"].shape == batch["labels"].shape == (2, 16)
+    assert batch["cu_seq_lens"].tolist() == [0, 9, 16, 17, 32]
+    assert batch["position_ids"][1].tolist() == [0] * 16
+    assert int((batch["labels"] != -100).sum()) == int(batch["tokens"]) == 10
+
+
+def test_collate_of_nothing() -> None:
+    """A row without targets, for a rank that has nothing left."""
+    batch = chat_dataset.collate([])
+    assert batch["input_ids"].tolist() == batch["position_ids"].tolist() == [[0] * 8]
+    assert batch["labels"].tolist() == [[-100] * 8]
+    assert batch["cu_seq_lens"].tolist() == [0, 8] and batch["cu_seq_lens"].dtype == torch.int32
+    assert batch["tokens"].shape == () and batch["tokens"] == 0
+    assert batch["labels"].dtype == batch["tokens"].dtype == torch.int64
+
+
+def test_values_out_of_range() -> None:
+    args = arguments(max_seq_length=7, num_train_samples=-1, num_val_samples=-1)
+    assert chat_dataset.check_arguments(args) == [
+        "--max-seq-length must be 8 or more",
+        "--num-train-samples must be 0 or more",
+        "--num-val-samples must be 0 or more",
+    ]
+
+
+def test_columns() -> None:
+    """In order of preference, or a sentence with those that are there and those that could be."""
+    columns = ["content", "completion", "prompt", "messages"]
+    assert chat_dataset.kind("x", columns, "content") == "messages"
+    assert chat_dataset.kind("x", columns[:3], "content") == "prompt"
+    assert chat_dataset.kind("x", columns[:2], "content") == "text"
+    with pytest.raises(ValueError) as error:
+        chat_dataset.kind("my.csv", ["prompt", "answer"], "body")
+    assert str(error.value) == (
+        "my.csv has columns prompt, answer: it needs messages, prompt and completion, or "
+        "--text-column body"
+    )
+
+
+@pytest.mark.parametrize(
+    "row, sentence",
+    [
+        ({"messages": []}, "messages is empty or not a list of {role, content}"),
+        ({"messages": None}, "messages is empty or not a list of {role, content}"),
+        ({"messages": "hello"}, "messages is empty or not a list of {role, content}"),
+        ({"messages": ["hello"]}, "messages is empty or not a list of {role, content}"),
+        ({"messages": {"role": ["user"]}}, "messages is empty or not a list of {role, content}"),
+        (
+            {"messages": [USER | {"role": "human"}, ASSISTANT]},
+            "the role human is not one of system, user, assistant",
+        ),
+        ({"messages": [{"content": "a"}, ASSISTANT]}, "the role None is not one of system, user"),
+        ({"messages": [USER, {"role": "assistant"}]}, "the assistant's turn is empty or not text"),
+        ({"messages": [USER | {"content": ["a"]}]}, "the user's turn is empty or not text"),
+        ({"messages": [USER]}, "no turn is the assistant's, so there is nothing to learn"),
+        ({"prompt": "a", "completion": ""}, "the assistant's turn is empty or not text"),
+        ({"prompt": None, "completion": "b"}, "the user's turn is empty or not text"),
+        ({"prompt": "a", "completion": 3}, "the assistant's turn is empty or not text"),
+        ({"content": ""}, "the document is empty or not text"),
+        ({"content": 3}, "the document is empty or not text"),
+        ({"content": None}, "the document is empty or not text"),
+        ({"content": " \n"}, "the document is empty or not text"),
+    ],
+)
+def test_bad_rows_are_named(row: dict, sentence: str) -> None:
+    """By the data set and the number of the row, the first being 1; a batch may start anywhere."""
+    kind = chat_dataset.kind("my.jsonl", list(row), "content")
+    function = chat_dataset.encoder("my.jsonl", kind, ByT5Tokenizer(), arguments())
+    good = {"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b", "content": "c"}
+    batch = {column: [good[column], value] for column, value in row.items()}
+    with pytest.raises(ValueError) as error:
+        function(batch, [10, 11])
+    assert str(error.value).startswith(f"my.jsonl, row 12: {sentence}")
+    if kind != "text":
+        with pytest.raises(ValueError) as error:
+            chat_dataset.messages(row, kind)
+        assert str(error.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "template, chat, sentence",
+    [
+        (LLAMA_2, [USER, USER, ASSISTANT], "roles must alternate"),
+        (
+            REWRITING,
+            REWRITTEN,
+            "the chat template renders a turn differently when others follow",
+        ),
+    ],
+)
+def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str) -> None:
+    tokenizer = with_template(bpe(bos_token="<s>", eos_token="</s>"), template)
+    function = chat_dataset.encoder("my.jsonl", "messages", tokenizer, arguments())
+    with pytest.raises(ValueError) as error:
+        function({"messages": [chat]}, [0])
+    assert str(error.value) == f"my.jsonl, row 1: {sentence}"

@@ -1,0 +1,162 @@
+"""Whole runs of llama_fsdp.py: killed and resumed from both kinds of checkpoint, and reloaded."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import launch, losses, metrics, weights
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import llama_fsdp
+
+RELOAD = """
+import json, sys, torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+sys.path.insert(0, ".")
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+total, count = 0.0, 0
+for line in open(sys.argv[2]):
+    row = json.loads(line)
+    chat = [{"role": "user", "content": row["prompt"]}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    start = tokenizer(text, add_special_tokens=False).input_ids
+    answer = " " + row["completion"] + " <|endoftext|>"
+    end = tokenizer(answer, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    ids = torch.tensor([start + end])
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).logits[0, len(start) - 1 :]
+    total += F.cross_entropy(logits.double(), ids[0, len(start) :], reduction="sum").item()
+    count += len(end)
+settings = model.generation_config
+print(json.dumps({"loss": total / count, "class": type(model).__name__, "dtype": str(model.dtype),
+                  "temperature": settings.temperature}))
+"""
+
+
+@pytest.fixture(scope="module")
+def flags(llama_directory: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> list:
+    """Eight steps of a global batch of 4, more than an epoch, on two data sets."""
+    pairs = tmp_path_factory.mktemp("pairs") / "pairs.csv"
+    rows = "".join(f"how much is {i}?,it is {'x' * (i % 5)}\n" for i in range(30))
+    pairs.write_text("prompt,completion\n" + rows)
+    return ["--model-name", str(llama_directory), "--dataset", str(chats), "--dataset", str(pairs),
+            "--max-seq-length", "96", "--num-train-samples", "20", "--max-steps", "12",
+            "--log-every", "1", "--eval-every", "4", "--save-every", "2", "--lr", "1e-2",
+            "--export-dtype", "fp32"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """A finished run of two ranks."""
+    output = tmp_path_factory.mktemp("run") / "uninterrupted"
+    launch(2, "llama_fsdp.py", *flags, "--batch-size", "2", "--output-dir", output)
+    return output
+
+
+def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
+    """Its loss falls, its validation losses are per data set and add up, its epochs differ."""
+    train, val = losses(uninterrupted), metrics(uninterrupted, "val")
+    assert train[12] < 0.9 * train[1]
+    assert metrics(uninterrupted, "train")[-1]["epoch"] > 0
+    assert list(val[-1]["losses"]) == [flags[3], flags[5]]
+    args, tokenizer = llama_fsdp.parse_args(flags), llama_fsdp.ByT5Tokenizer()
+    sets = [llama_fsdp.load_documents(args, tokenizer, name, False)[1] for name in args.dataset]
+    counts = [sum(x != -100 for row in rows["labels"] for x in row) for rows in sets]
+    total = sum(n * x for n, x in zip(counts, val[-1]["losses"].values(), strict=True))
+    assert val[-1]["loss"] == pytest.approx(total / sum(counts), rel=1e-6)
+
+
+def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -> None:
+    """Its embedding and head stay in the root, and one tensor: in the loss, and in final/."""
+    config = LlamaConfig.from_pretrained(llama_directory)
+    config.tie_word_embeddings = True
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "tied")
+    llama_fsdp.ByT5Tokenizer().save_pretrained(tmp_path / "tied")
+    command = [*flags[2:], "--model-name", tmp_path / "tied", "--output-dir", tmp_path / "run"]
+    launch(2, "llama_fsdp.py", *command, "--max-steps", "2")
+    args, tokenizer = llama_fsdp.parse_args(flags), llama_fsdp.ByT5Tokenizer()
+    total, count = 0.0, 0
+    for row in llama_fsdp.load_documents(args, tokenizer, args.dataset[0], False)[1]:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+        logits = model(ids[:, :-1]).logits[0]
+        total += F.cross_entropy(logits, labels[1:], reduction="sum").item()
+        count += int((labels != -100).sum())
+    first = metrics(tmp_path / "run", "val")[0]["losses"][args.dataset[0]]
+    assert first == pytest.approx(total / count, rel=1e-5)
+    assert "lm_head.weight" not in weights(tmp_path / "run/final")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "run/final")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_killed_and_run_again_is_as_if_nothing_was(
+    kind: str, uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """The same command after SIGKILL, from either kind of checkpoint: equal to the last bit."""
+    command = [*flags, "--batch-size", "2", "--output-dir", tmp_path, "--checkpoint-type", kind]
+    assert launch(2, "tests/killed.py", "llama_fsdp", 1, 8, *command, check=False).returncode
+    newest = tmp_path / "checkpoints/step-00000006"
+    assert (newest / "full.pt").exists() == (kind == "full")
+    assert any(newest.glob("*.distcp")) == (kind == "sharded")
+    launch(2, "llama_fsdp.py", *command)
+    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
+    assert losses(tmp_path) == losses(uninterrupted)
+    assert losses(tmp_path, "val") == losses(uninterrupted, "val")
+    there = weights(uninterrupted / "final")
+    assert all(torch.equal(t, there[name]) for name, t in weights(tmp_path / "final").items())
+    assert not list(tmp_path.glob("checkpoints/tmp-*"))
+
+
+def test_resumed_by_one_process_under_ddp(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """From one file written by two ranks under SHARD_GRAD_OP; the shards of the last are kept."""
+    output = ["--output-dir", str(tmp_path)]
+    command = [*flags, *output, "--strategy", "shard_grad_op", "--checkpoint-type", "full"]
+    command += ["--batch-size", "2"]
+    assert launch(2, "tests/killed.py", "llama_fsdp", 0, 7, *command, check=False).returncode
+    args = [*flags, *output, "--batch-size", "4", "--strategy", "ddp"]
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args(args))
+    for event in ("train", "val"):
+        assert losses(tmp_path, event) == pytest.approx(losses(uninterrupted, event), abs=1e-5)
+
+
+def test_plain_transformers_finds_the_same_loss(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """In a fresh process, from final/ alone: weights, chat template, settings for generation."""
+    args = llama_fsdp.parse_args(flags)
+    tokenizer = llama_fsdp.ByT5Tokenizer()
+    _, held_out = llama_fsdp.load_documents(args, tokenizer, args.dataset[1], verbose=False)
+    rows = []
+    for ids in held_out["input_ids"]:
+        text = tokenizer.decode(ids)
+        prompt, answer = text.split(" <|endoftext|> <|assistant|> ")
+        prompt = prompt.removeprefix("<|prompter|> ")
+        completion = answer.split(" <|endoftext|>")[0]
+        rows.append(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+    (tmp_path / "held_out.jsonl").write_text("".join(rows))
+    command = [sys.executable, "-c", RELOAD, uninterrupted / "final", tmp_path / "held_out.jsonl"]
+    found = json.loads(subprocess.check_output(command, text=True))
+    expected = metrics(uninterrupted, "val")[-1]["losses"][flags[5]]
+    assert found["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found["class"] == "LlamaForCausalLM" and found["dtype"] == "torch.float32"
+    assert found["temperature"] == 0.6
+
+
+def test_export_only_in_bf16(flags: list[str], uninterrupted: Path, tmp_path: Path) -> None:
+    """By one process, from two ranks' checkpoint."""
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    args = ["--output-dir", str(tmp_path / "run"), "--export-only", "--export-dtype", "bf16"]
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*flags, *args]))
+    before, after = weights(uninterrupted / "final"), weights(tmp_path / "run/final")
+    assert all(torch.equal(after[name], tensor.bfloat16()) for name, tensor in before.items())
