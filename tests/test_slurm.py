@@ -1,0 +1,205 @@
+"""launch.slurm on a private Slurm of two nodes: what is requeued, and what is not."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, losses, metrics
+from slurm_cluster import slurm, slurm_cluster, wait_until
+
+LAUNCH = ROOT / "launch.slurm"
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of torchrun and shellcheck
+
+# A script that does nothing until it is told to stop.
+IDLE = """
+import pathlib, signal, sys, time
+status = pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status")
+def stop(*_):
+    status.write_text("stopped\\n")
+    sys.exit()
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGUSR1, stop)
+status.write_text("running\\n")
+time.sleep(300)
+"""
+
+FAILS = """
+import os, sys, time
+if os.environ["GROUP_RANK"] == "1":
+    sys.exit("no luck")
+time.sleep(300)
+"""
+
+# One write a rank: with PYTHONUNBUFFERED, print makes two, and those of the ranks mix.
+SHOWS = """
+from os import environ as e
+what = "{WORLD_SIZE} ranks, GPUs {CUDA_VISIBLE_DEVICES}, {OMP_NUM_THREADS} threads"
+print(end=what.format(**e) + "\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What Slurm's commands mean in these tests."""
+    with slurm_cluster(tmp_path_factory.mktemp("slurm")):
+        yield
+
+
+class Job:
+    """launch.slurm, submitted with options of sbatch; `output` is the run's directory."""
+
+    def __init__(self, output: Path, options: list[str], *words: object, **env: str) -> None:
+        self.log = output.with_suffix(".log")
+        command = ["sbatch", "--parsable", "--output", self.log, *options, LAUNCH, *words]
+        env = os.environ | {"PATH": PATH, "CUDA_VISIBLE_DEVICES": ""} | env
+        self.number = slurm(*command, cwd=ROOT, env=env)
+
+    def __getitem__(self, field: str) -> str:
+        """JobState, Restarts, ... as `scontrol show job` has them."""
+        return re.search(rf"\b{field}=(\S+)", slurm("scontrol", "show", "job", self.number))[1]
+
+    def report(self) -> str:
+        return f"{self['JobState']}\n{self.log.read_text() if self.log.exists() else ''}"
+
+    def wait(self, *states: str) -> None:
+        """Until the job has ended, or is in one of `states`, which it must be then."""
+        end = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+        wait_until(lambda: self["JobState"] in end | {*states}, 240, self.report)
+        assert self["JobState"] in states, self.report()
+
+    def wait_for(self, path: Path, text: str) -> None:
+        """Until the file holds the text."""
+        wait_until(lambda: path.exists() and text in path.read_text(), 120, self.report)
+
+
+@pytest.fixture(scope="module")
+def flags() -> list[str]:
+    """One epoch, short enough for two cores."""
+    return ["--model-name", "tiny", "--dataset", "docstrings", "--source-length", "64",
+            "--target-length", "16", "--num-train-samples", "280", "--num-val-samples", "40",
+            "--batch-size", "2", "--max-steps", "35", "--log-every", "1", "--rouge-samples",
+            "0"]  # fmt: skip
+
+
+TWO_BY_TWO = ["--nodes", "2", "--ntasks-per-node", "2"]
+
+
+@pytest.fixture(scope="module")
+def finished(cluster: None, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two nodes with two ranks each."""
+    output = tmp_path_factory.mktemp("run") / "output"
+    Job(output, TWO_BY_TWO, *flags, "--output-dir", output).wait("COMPLETED")
+    return output
+
+
+def test_two_nodes_train(finished: Path) -> None:
+    """T5_training.py is what runs if no script is named."""
+    assert (finished / "status").read_text() == "finished\n"
+    (start,) = metrics(finished, "start")
+    assert start["script"] == "T5_training" and start["world_size"] == 4
+    assert list(losses(finished)) == list(range(1, 36))
+
+
+def test_stopped_before_the_time_is_up_and_requeued(
+    finished: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """SIGUSR1 reaches the ranks, and what they lose is nothing."""
+    output = tmp_path / "output"
+    command = ["tests/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
+    job = Job(output, TWO_BY_TWO, *command)
+    job.wait_for(output / "metrics.jsonl", '"train"')
+    # Five minutes are left, when the signal is due; Slurm looks twice a minute.
+    slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
+    job.wait("PENDING")
+    assert (output / "status").read_text() == "stopped\n"
+    slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
+    job.wait("COMPLETED")
+    assert (output / "status").read_text() == "finished\n" and job["Restarts"] == "1"
+    first, second = metrics(output, "start")
+    assert first["step"] == 0 < second["step"] < 35
+    assert losses(output) == losses(finished)
+
+
+def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) -> None:
+    """scancel --signal=USR1, twice; the second time is one too many."""
+    (tmp_path / "idle.py").write_text(IDLE)
+    output, status = tmp_path, tmp_path / "status"
+    job = Job(output, [], tmp_path / "idle.py", f"--output-dir={output}", MAX_REQUEUES="1")
+    job.wait_for(status, "running")
+    slurm("scancel", "--signal=USR1", job.number)
+    job.wait_for(status, "stopped")
+    job.wait_for(status, "running")
+    slurm("scancel", "--signal=USR1", job.number)
+    job.wait("FAILED")
+    assert job["ExitCode"] == "1:0"  # of torchrun, which waited; 138 if SIGUSR1 had killed it
+    assert job["Restarts"] == "1" and "stopped after 1 requeues" in job.report()
+
+
+def test_cancelled_is_not_requeued(cluster: None, tmp_path: Path) -> None:
+    """Though the script saves and says so."""
+    (tmp_path / "idle.py").write_text(IDLE)
+    job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}")
+    job.wait_for(tmp_path / "status", "running")
+    slurm("scancel", job.number)
+    job.wait("CANCELLED")
+    job.wait_for(tmp_path / "status", "stopped")
+    assert job["Restarts"] == "0"
+
+
+def test_an_error_is_not_requeued(cluster: None, flags: list[str], tmp_path: Path) -> None:
+    """Nor does an earlier stop count."""
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "status").write_text("stopped\n")
+    job = Job(output, [], *flags, "--lr", "-1", "--output-dir", output)
+    job.wait("FAILED")
+    assert job["Restarts"] == "0" and "--lr must be" in job.report()
+
+
+def test_a_node_whose_script_fails_ends_the_others(cluster: None, tmp_path: Path) -> None:
+    """They would wait for it."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    job = Job(tmp_path / "output", ["--nodes", "2"], tmp_path / "fails.py")
+    job.wait("FAILED")
+    assert job["Restarts"] == "0" and job["RunTime"] < "00:02:00", job.report()
+
+
+def test_requeued_when_a_node_fails(cluster: None, tmp_path: Path) -> None:
+    """By Slurm, since launch.slurm allows it."""
+    (tmp_path / "idle.py").write_text(IDLE)
+    job = Job(tmp_path, ["--nodes", "2"], tmp_path / "idle.py", f"--output-dir={tmp_path}")
+    job.wait_for(tmp_path / "status", "running")
+    slurm("scontrol", "update", "NodeName=127.0.0.2", "State=DOWN", "Reason=test")
+    job.wait("PENDING")
+    slurm("scancel", job.number)
+
+
+def test_a_process_for_each_gpu(cluster: None, tmp_path: Path) -> None:
+    """Of a node with all its GPUs, without a word about them."""
+    (tmp_path / "shows.py").write_text(SHOWS)
+    job = Job(tmp_path / "output", ["--partition", "gpus"], tmp_path / "shows.py")
+    job.wait("COMPLETED")
+    assert job.log.read_text().splitlines() == ["2 ranks, GPUs 0,1, 2 threads"] * 2
+
+
+def test_what_sbatch_reads() -> None:
+    """A shebang on line 1; options without a space that would make them comments."""
+    lines = LAUNCH.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    options = [number for number, line in enumerate(lines) if "SBATCH" in line]
+    assert options == list(range(options[0], options[0] + len(options)))
+    assert all(line.startswith("#") for line in lines[: options[-1] + 1] if line)
+    for number in options:
+        assert re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[number])
+
+
+def test_shellcheck() -> None:
+    program = shutil.which("shellcheck", path=PATH)
+    if not program:
+        pytest.skip("needs shellcheck")
+    subprocess.run([program, LAUNCH], check=True)

@@ -1,0 +1,358 @@
+"""What a run survives, and how it ends: signals, lost ranks, torn saves, full disks, two starts."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from chaos import chaos, workers
+from conftest import ROOT, launch, losses, metrics, weights
+
+import checkpointing
+import gpt2_fsdp
+
+
+@pytest.fixture(scope="module")
+def flags(texts: tuple[Path, Path]) -> list[str]:
+    """Ten steps of a global batch of 8 of `tiny`, which has dropout."""
+    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+            "--num-train-samples", "0", "--num-val-samples", "0", "--max-steps", "10",
+            "--log-every", "1", "--save-every", "2", "--lr", "1e-3", "--model-name", "tiny",
+            "--batch-size", "4"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """A finished run of two ranks."""
+    output = tmp_path_factory.mktemp("run") / "uninterrupted"
+    launch(2, "gpt2_fsdp.py", *flags, "--output-dir", output)
+    return output
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun waits longer for a rank that it told to end than a test does."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "95")
+
+
+def check_equal(output: Path, uninterrupted: Path) -> None:
+    """To the last bit, each step logged once; finished, with nothing left lying about."""
+    for event in ("train", "val"):
+        assert losses(output, event) == losses(uninterrupted, event)
+    there = weights(uninterrupted / "final")
+    assert all(torch.equal(t, there[name]) for name, t in weights(output / "final").items())
+    assert (output / "status").read_text() == "finished\n"
+    assert not [*output.glob("checkpoints/tmp-*"), *output.glob("lock*")]
+
+
+def begin(*command: object, torchrun: tuple = ("--nproc-per-node", "2")) -> subprocess.Popen:
+    """A launch that goes on in the background."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*start, *map(str, command)], cwd=ROOT, **pipes)
+
+
+def wait_for_step(output: Path, step: int) -> None:
+    """Until that step is logged."""
+    deadline = time.monotonic() + 100
+    while step not in [line["step"] for line in logged(output)]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def logged(output: Path) -> list[dict]:
+    """The training metrics so far."""
+    try:
+        return metrics(output, "train")
+    except (OSError, ValueError):
+        return []
+
+
+@pytest.mark.parametrize("script, kills", [
+    ("T5_training.py", 5), ("gpt2_fsdp.py", 2), ("llama_fsdp.py", 2),
+])  # fmt: skip
+def test_chaos(script: str, kills: int, tmp_path: Path) -> None:
+    """SIGKILL at random times, by many saves many of them inside one."""
+    flags = ["--max-steps", str(5 * kills + 5)]
+    assert chaos(script, flags, tmp_path, kills, seed=1)["kills"] >= kills / 2
+
+
+def test_stopped_by_a_signal_to_torchrun(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """SIGUSR1, and again: a clean save at the step's end, the word `stopped`, and no step lost."""
+    command = [*flags, "--output-dir", tmp_path, "--save-every", "0"]
+    handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--nproc-per-node", "2"]
+    process = begin("tests/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
+    wait_for_step(tmp_path, 2)
+    pids = workers(process.pid)
+    process.send_signal(signal.SIGUSR1)
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    assert process.wait(timeout=100) != 0
+    assert (tmp_path / "status").read_text() == "stopped\n"
+    last = max(losses(tmp_path))
+    assert last < 10 and (tmp_path / f"checkpoints/step-{last:08d}").is_dir()
+    launch(2, "gpt2_fsdp.py", *command)
+    check_equal(tmp_path, uninterrupted)
+
+
+def test_stopped_without_torchrun(flags: list[str], tmp_path: Path) -> None:
+    """SIGTERM and Ctrl-C: exit code 75, and no traceback."""
+    for number, steps in ((signal.SIGTERM, 1), (signal.SIGINT, 1)):
+        output = tmp_path / number.name
+        command = [sys.executable, ROOT / "gpt2_fsdp.py", *flags, "--output-dir", output]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([*map(str, command), "--max-steps", "500"], **pipes)
+        wait_for_step(output, steps)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 75
+        assert "Traceback" not in process.stderr.read()
+        assert (output / "status").read_text() == "stopped\n"
+
+
+def test_orphans_stop(flags: list[str], tmp_path: Path) -> None:
+    """Workers whose torchrun was killed save and end, and let the next start in."""
+    process = begin("gpt2_fsdp.py", *flags, "--output-dir", tmp_path, "--max-steps", "1000")
+    wait_for_step(tmp_path, 2)
+    pids = workers(process.pid)
+    process.kill()
+    deadline = time.monotonic() + 100
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert (tmp_path / "status").read_text() == "stopped\n"
+    assert not list(tmp_path.glob("lock*"))
+
+
+def test_a_rank_that_waits_for_another_ends_soon(
+    flags: list[str], tmp_path: Path, patient: None
+) -> None:
+    """SIGTERM, when one rank hangs and the other waits for it: torchrun need not kill them."""
+    command = ["tests/faulty.py", "gpt2_fsdp", "hang", 1, 3, *flags, "--output-dir", tmp_path]
+    process = begin(*command)
+    wait_for_step(tmp_path, 2)
+    time.sleep(2)
+    process.terminate()
+    start = time.monotonic()
+    assert process.wait(timeout=100) != 0
+    assert time.monotonic() - start < 60
+    assert (tmp_path / "checkpoints/step-00000002").is_dir()
+
+
+def test_an_error_on_one_rank(flags: list[str], tmp_path: Path, patient: None) -> None:
+    """Its traceback alone is shown; the other ends soon."""
+    start = time.monotonic()
+    command = ["gpt2_fsdp", "raise", 1, 3, *flags, "--output-dir", tmp_path]
+    error = launch(2, "tests/faulty.py", *command, check=False).stderr
+    assert time.monotonic() - start < 90
+    assert "IndexError: the fault of rank 1" in error and "Connection closed" not in error
+    assert (tmp_path / "status").read_text() == "failed\n"
+
+
+def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
+    """All ranks stop, with step, rank and samples named; nothing is saved over the good state."""
+    command = ["gpt2_fsdp", "nan", 1, 5, *flags, "--output-dir", tmp_path]
+    result = launch(2, "tests/faulty.py", *command, check=False)
+    assert result.returncode
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    (error,) = errors
+    assert "step 5: gradient norm nan" in error and "samples [" in error and "ranks [" in error
+    names = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
+    assert names == ["step-00000002", "step-00000004"]
+
+
+def test_restarted_by_torchrun(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
+    """--max-restarts goes on from the last save, and the lock of before does not stop it."""
+    command = ["tests/faulty.py", "gpt2_fsdp", "once", 1, 6, *flags, "--output-dir", tmp_path]
+    process = begin(*command, torchrun=("--nproc-per-node", "2", "--max-restarts", "3"))
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, printed
+    assert "waiting for process" not in printed
+    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 5]
+    check_equal(tmp_path, uninterrupted)
+
+
+def test_a_disk_that_is_full_for_a_while(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """On one rank: the save is given up on both, the next one is made, the run is as ever."""
+    command = ["gpt2_fsdp", "full", 1, 6, *flags, "--output-dir", tmp_path]
+    result = launch(2, "tests/faulty.py", *command)
+    said = [line for line in result.stdout.splitlines() if "could not be saved" in line]
+    assert len(said) == 1 and "step-00000006" in said[0] and "tries again" in said[0]
+    assert 6 not in [line["step"] for line in metrics(tmp_path, "save")]
+    check_equal(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize("mode", ["--no-async-save", "--async-save"])
+def test_a_disk_that_stays_full(mode: str, flags: list[str], tmp_path: Path) -> None:
+    """The second failure ends the run with one sentence; what was saved before is whole."""
+    command = ["gpt2_fsdp", "full for good", 0, 6, *flags, "--output-dir", tmp_path, mode]
+    result = launch(0, "tests/faulty.py", *command, check=False)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    error = result.stderr.strip().splitlines()[-1]
+    assert error.startswith("error: ") and error.endswith("the second time in a row")
+    assert (tmp_path / "status").read_text() == "failed\n"
+    names = sorted(path.name for path in tmp_path.glob("checkpoints/*"))
+    assert names in (["step-00000002", "step-00000004"], ["step-00000002"])  # 4 was on its way
+    launch(0, "gpt2_fsdp.py", *flags, "--output-dir", tmp_path)
+    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 2 * len(names)]
+
+
+def test_a_last_save_that_fails(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """No next save can make up for it: the run has failed, and says so."""
+    write = checkpointing._write
+
+    def no_last_step(path: Path, *args: object) -> None:
+        if path.name == "step-00000010":
+            raise OSError("no")
+        write(path, *args)
+
+    monkeypatch.setattr(checkpointing, "_write", no_last_step)
+    with pytest.raises(SystemExit):
+        run(flags, tmp_path)
+    assert "error: the last save failed" in capfd.readouterr().err
+    assert (tmp_path / "status").read_text() == "failed\n"
+
+
+def test_async_save_is_exact(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
+    """Killed and run again: the copy is of the step it was made in, not of later ones."""
+    command = [*flags, "--output-dir", tmp_path, "--async-save"]
+    assert launch(2, "tests/killed.py", "gpt2_fsdp", 0, 8, *command, check=False).returncode
+    launch(2, "gpt2_fsdp.py", *command)
+    assert metrics(tmp_path, "start")[-1]["step"] in (4, 5, 6)
+    check_equal(tmp_path, uninterrupted)
+
+
+@pytest.fixture()
+def alone() -> None:
+    """A process group of one."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run(flags: list[str], output: Path, *more: str) -> None:
+    """In this process."""
+    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(output), *more]))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "altered", "state", "step"])
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """With a sentence that names the file; the one before is used. A given PATH is refused."""
+    run(flags, tmp_path, "--max-steps", "4")
+    newest = tmp_path / "checkpoints/step-00000004"
+    file = newest / ("train_state.json" if damage in ("state", "step") else "__0_0.distcp")
+    content = bytearray(file.read_bytes())
+    if damage == "missing":
+        file.unlink()
+    elif damage == "step":
+        file.write_bytes(content.replace(b'"consumed": 16', b'"consumed": 12'))
+    elif damage == "altered":
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    else:
+        file.write_bytes(content[:-20])
+    capfd.readouterr()
+    with pytest.raises(SystemExit):
+        run(flags, tmp_path, "--max-steps", "6", "--resume", str(newest))
+    assert f"{file} is damaged" in capfd.readouterr().err
+    run(flags, tmp_path, "--max-steps", "6")
+    assert f"{file} is damaged" in capfd.readouterr().out
+    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 2]
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "checkpoints/damaged-step-00000004").is_dir()
+    assert metrics(tmp_path, "done")[-1]["best_step"] > 0
+
+
+def test_no_whole_checkpoint_is_no_fresh_start(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """The run does not begin again over what is lost without a word, even at the second start."""
+    run(flags, tmp_path, "--max-steps", "2")
+    (tmp_path / "checkpoints/step-00000002/__0_0.distcp").unlink()
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            run(flags, tmp_path)
+        assert "is whole: give another --output-dir" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+def test_asked_to_stop_during_a_slow_save(first: int, flags: list[str], tmp_path: Path) -> None:
+    """It is no rank that hangs: SIGTERM, also after SIGUSR1, lets the save end."""
+    script = [sys.executable, ROOT / "tests/faulty.py", "gpt2_fsdp", "slow", 0, 0]
+    process = subprocess.Popen([*map(str, script), *flags, "--output-dir", str(tmp_path)])
+    deadline = time.monotonic() + 100
+    wait_for_step(tmp_path, 2)
+    process.send_signal(first)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=100) == 75 and time.monotonic() < deadline
+    assert (tmp_path / "status").read_text() == "stopped\n"
+    assert (tmp_path / "checkpoints/step-00000002").is_dir()
+
+
+def test_a_best_that_cannot_be_saved(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before stays the best, and is what best/ holds."""
+    write = checkpointing._write
+
+    def no_second_best(path: Path, *args: object) -> None:
+        if path.name == "best-00000010":
+            raise OSError("no")
+        write(path, *args)
+
+    monkeypatch.setattr(checkpointing, "_write", no_second_best)
+    run(flags, tmp_path)
+    assert metrics(tmp_path, "done")[-1]["best_step"] == 9  # the end of the first epoch
+    assert (tmp_path / "status").read_text() == "finished\n"
+
+
+def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held by a run that lives: refused, and named. Left behind: taken over."""
+    monkeypatch.setattr(checkpointing, "LOCK_SECONDS", 2)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    lock = tmp_path / "lock"
+    code = ("import sys, time, torch.distributed as dist, checkpointing, pathlib\n"
+            "checkpointing.LOCK_SECONDS = 2\n"
+            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+            "with checkpointing.locked(pathlib.Path(sys.argv[1])): time.sleep(100)\n")  # fmt: skip
+    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT)
+    try:
+        while not lock.exists():
+            time.sleep(0.1)
+        who = f"process {holder.pid} on {socket.gethostname()}"
+        with pytest.raises(ValueError, match=f"is in use by {who}"), checkpointing.locked(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    assert json.loads(lock.read_text()).keys() == {"host", "pid", "job", "heartbeat"}
+    start = time.monotonic()
+    with checkpointing.locked(tmp_path):  # its process is dead
+        assert json.loads(lock.read_text())["pid"] == os.getpid()
+    assert time.monotonic() - start < 1 and not lock.exists()
+    lock.write_bytes(b"\0\0")  # as a power failure may leave it
+    with checkpointing.locked(tmp_path):
+        pass
+    other = {"host": "elsewhere", "pid": 1, "heartbeat": 0.0}
+    for job, least, most in (("7", 0, 1), ("8", 2, 4)):  # our job again; no heartbeat
+        lock.write_text(json.dumps(other | {"job": job}))
+        start = time.monotonic()
+        with checkpointing.locked(tmp_path):
+            assert least <= time.monotonic() - start < most
