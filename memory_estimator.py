@@ -1,0 +1,505 @@
+"""Will it fit, and what must a step move? Memory and traffic under FSDP, from a config alone.
+
+    python memory_estimator.py --model-name meta-llama/Llama-2-70b-hf --nodes 2
+    python memory_estimator.py --model-name gpt2-xl --gpus-per-node 2 --gpu-memory-gb 24 --all
+    python memory_estimator.py --model-name DIRECTORY --json         # or a config.json, or a hub id
+
+Nothing is allocated and no weights are read: the model is built on meta, cut into FSDP units by the
+scripts' policy, and run forward once on meta, to see what autograd keeps. A GB is 10^9 bytes. The
+formulas and their sources stand with `read_model`, `forward_pass`, `memory` and `traffic`.
+
+On each GPU `units` is what is whole for a while, `total` the peak. In each node `train` and `load`
+are CPU memory, `load whole` if every rank reads the whole model. In a step, GB that a GPU and a
+node send, and the seconds that this takes in a node and between nodes, and the FLOPs, at least.
+
+Not counted: the CUDA context, NCCL's buffers and fragmentation (--reserve-gb stands for them), what
+kernels use while they run, the processes themselves on the CPU. DDP is shown with the activations
+of FSDP; autocast keeps 5% (GPT-2, T5) to 22% (Llama) more, as residuals and norms stay in fp32.
+"""
+
+import bisect
+import functools
+import importlib
+import itertools
+import json
+import math
+import sys
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from collections import ChainMap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
+
+import policies
+
+FAMILIES = {  # script, its classes of the model and of the block, its default length in tokens
+    "llama": ("llama_fsdp", "LlamaForCausalLM", "LlamaDecoderLayer", 2048),
+    "gpt2": ("gpt2_fsdp", "GPT2LMHeadModel", "GPT2Block", 1024),
+    "t5": ("T5_training", "T5ForConditionalGeneration", "T5Block", 512),
+}
+LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
+FLAN = functools.partial(T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+LLAMA_KEYS = "hidden_size intermediate_size num_hidden_layers num_attention_heads "
+LLAMA_KEYS += "num_key_value_heads vocab_size"
+GPT2_KEYS = "n_embd n_layer n_head vocab_size"
+T5_KEYS = "d_model d_kv d_ff num_layers num_heads vocab_size"
+SIZES = [  # as published, and the scripts' tiny models
+    (LLAMA, LLAMA_KEYS, {
+        "llama-2-7b": (4096, 11008, 32, 32, 32, 32000), "tiny": (128, 352, 4, 4, 2, 384),
+        "llama-2-13b": (5120, 13824, 40, 40, 40, 32000),
+        "llama-2-70b": (8192, 28672, 80, 64, 8, 32000),
+    }),
+    (GPT2Config, GPT2_KEYS, {
+        "gpt2": (768, 12, 12, 50257), "gpt2-medium": (1024, 24, 16, 50257),
+        "gpt2-large": (1280, 36, 20, 50257), "gpt2-xl": (1600, 48, 25, 50257),
+        "tiny-gpt2": (128, 4, 4, 384),
+    }),
+    (T5Config, T5_KEYS, {
+        "t5-small": (512, 64, 2048, 6, 8, 32128), "t5-base": (768, 64, 3072, 12, 12, 32128),
+        "t5-large": (1024, 64, 4096, 24, 16, 32128), "t5-3b": (1024, 128, 16384, 24, 32, 32128),
+        "t5-11b": (1024, 128, 65536, 24, 128, 32128), "tiny-t5": (128, 32, 512, 2, 4, 384),
+    }),
+    (FLAN, T5_KEYS, {
+        "flan-t5-small": (512, 64, 1024, 8, 6, 32128),
+        "flan-t5-base": (768, 64, 2048, 12, 12, 32128),
+        "flan-t5-large": (1024, 64, 2816, 24, 16, 32128),
+        "flan-t5-xl": (2048, 64, 5120, 24, 32, 32128),
+        "flan-t5-xxl": (4096, 64, 10240, 24, 64, 32128),
+    }),
+]  # fmt: skip
+BUILT_IN = {name: (cls, keys, row) for cls, keys, rows in SIZES for name, row in rows.items()}
+# Bytes per parameter on the GPU and in CPU memory: AdamW's two moments in fp32. Paged ones are in
+# unified memory, which the driver moves to the CPU when the GPU is full: they count as wholly there
+# (Dettmers et al. 2023, QLoRA; bitsandbytes' PagedAdamW, by transformers' names). In 8 bits
+# (Dettmers et al. 2022) two fp32 scales for every 256 parameters stay on the GPU.
+OPTIMIZERS = {"adamw": (8, 0), "paged_adamw_32bit": (0, 8), "paged_adamw_8bit": (8 / 256, 2)}
+SHARDED = itertools.product(("shard_grad_op", "full_shard", "hybrid_shard"), (False, True))
+MODES = [("ddp", False), *SHARDED]  # strategy, with CPU offload?
+TERMS = ("parameter", "gradient", "optimizer", "unsharded", "activation", "logit")
+MOST_NODES = 4096
+SAID = {"True": "yes", "False": "no", "None": "none"}
+MEMORY = {"params": "parameter_bytes", "grads": "gradient_bytes", "optim.": "optimizer_bytes",
+          "units": "unsharded_bytes", "activ.": "activation_bytes", "logits": "logit_bytes",
+          "total": "total_bytes", "fits": "fits", "least nodes": "smallest_nodes"}  # fmt: skip
+TRAFFIC = {"train": "cpu_bytes_per_node", "load": "load_cpu_bytes_per_node",
+           "load whole": "load_cpu_bytes_per_node_whole", "GPU sends": "sent_bytes_per_gpu",
+           "node sends": "sent_bytes_per_node", "in node": "intranode_seconds",
+           "between": "internode_seconds", "FLOPs": "compute_seconds",
+           "bound by": "bound_by"}  # fmt: skip
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    """Read the command line; what is wrong is said at once."""
+    parser = ArgumentParser(description=__doc__, formatter_class=policies.HelpFormatter)
+    parser.error = policies.exit_with
+    add = parser.add_argument_group("model").add_argument
+    add("--model-name", default="meta-llama/Llama-2-7b-hf", help="hub id, directory, config.json, "
+        f"or one of {', '.join(BUILT_IN)}")  # fmt: skip
+    add("--batch-size", type=int, default=1, help="sequences per GPU and micro-batch")
+    add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
+    add("--seq-length", type=int, default=0, help="tokens, of T5's source (0: as the script)")
+    add("--target-length", type=int, default=150, help="tokens of T5's target")
+    add("--precision", choices=list(policies.PRECISIONS), default="bf16", help="weights stay fp32")
+    add("--attention", choices=list(ATTENTIONS), default="fused",
+        help="fused is flash, varlen or sdpa; eager keeps the score matrices")  # fmt: skip
+    add("--activation-checkpointing", action=BooleanOptionalAction,
+        help="recompute blocks in the backward pass (default: as the script)")  # fmt: skip
+    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="paged: moments on the CPU")
+    add = parser.add_argument_group("machine (defaults: DGX A100)").add_argument
+    add("--nodes", type=int, default=1, help="number of machines")
+    add("--gpus-per-node", type=int, default=8, help="GPUs in each")
+    add("--gpu-memory-gb", type=float, default=80.0, help="memory of a GPU")
+    add("--reserve-gb", type=float, default=2.0, help="what of it is left to what is not counted")
+    add("--intranode-gbps", type=float, default=2400.0, help="Gbit/s a GPU sends within its node")
+    add("--internode-gbps", type=float, default=1600.0, help="Gbit/s a node sends to others")
+    add("--peak-tflops", type=float, default=312.0, help="TFLOP/s of a GPU at this precision")
+    add = parser.add_argument_group("output").add_argument
+    switch = {"action": BooleanOptionalAction, "default": False}
+    add("--all", **switch, help="with and without activation checkpointing, and every optimizer")
+    add("--json", **switch, help="all of these as a JSON object, in bytes and seconds")
+    args = parser.parse_args(argv)
+    problems = []
+    for low, names in (
+        (0, "seq_length reserve_gb"),
+        (1, "batch_size gradient_accumulation_steps target_length nodes gpus_per_node"),
+        (0.001, "gpu_memory_gb intranode_gbps internode_gbps peak_tflops"),
+    ):
+        for name in (name for name in names.split() if not getattr(args, name) >= low):
+            problems.append(f"--{name.replace('_', '-')} must be at least {low}")
+    if problems:
+        parser.error("; ".join(problems))
+    return args
+
+
+def load_config(name: str) -> transformers.PretrainedConfig:
+    """The configuration that `name` means: of files, a built-in size, or a model of the hub.
+
+    Raises ValueError if there is none, or it is of another architecture.
+    """
+    size = Path(name).name.lower().removesuffix("-hf").removesuffix("-chat")
+    if size in BUILT_IN and not Path(name).exists():
+        config_class, keys, values = BUILT_IN[size]
+        return config_class(**dict(zip(keys.split(), values, strict=True)))
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise ValueError(
+            f"--model-name {name}: no config of it here or on the hub ({type(error).__name__}), "
+            f"and it is no built-in size: {', '.join(BUILT_IN)}"
+        ) from None
+    if config.model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(f"--model-name {name} is a {config.model_type}, not one of {known}")
+    return config
+
+
+class FusedAttention(torch.autograd.Function):
+    """What a fused kernel keeps for its backward pass: not the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """From [batch, heads, length, head size] to [batch, length, heads, head size]."""
+        groups = query.size(1) // key.size(1)
+        keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        output = (query @ keys.mT @ values).transpose(1, 2).contiguous()
+        log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_sums, bias)
+        return output
+
+
+def fused_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None,
+    position_bias: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """As Transformers calls it. T5's bias meets each sequence's padding, so every layer keeps one
+    of [batch, heads, length, length]."""
+    if position_bias is not None:
+        padding = torch.empty(query.size(0), 1, 1, key.size(2), dtype=torch.bool, device="meta")
+        position_bias = torch.where(padding, position_bias, 0.0)
+    return FusedAttention.apply(query, key, value, position_bias), None
+
+
+def eager_attention(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """That of the module's own architecture."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *inputs, **options)
+
+
+ATTENTIONS = {"fused": fused_attention, "eager": eager_attention}
+
+
+@dataclass
+class Model:
+    """A model and one micro-batch of it on one GPU."""
+
+    units: list[tuple[int, ...]]  # elements of each parameter, by FSDP unit, the root's first
+    checkpointing: bool  # the script's default
+    chunked: bool  # whether the loss makes the logits of a chunk at a time
+    logits: int  # bytes
+    activations: int  # bytes, without activation checkpointing
+    inputs: int  # bytes, those that stay with activation checkpointing
+    block: int  # bytes that the largest block keeps when it is recomputed
+    flops: int  # of a forward pass
+    head_flops: int
+
+
+def read_model(args: Namespace) -> Model:
+    """Look at the model that `args` names, on meta. Units are those of the script's `setup_model`.
+
+    The logits are held in T5_training.py for all target tokens: as computed, in fp32, and their
+    log-softmax, or its gradient, in fp32. The others hold them for CHUNK tokens, in fp32, and cast
+    for the matrix products of the gradient (torch 2.13's linear_cross_entropy).
+
+    Raises ValueError if there is no such model, or it is too short for the sequences.
+    """
+    config = load_config(args.model_name)
+    name, model_class, block_class, length = FAMILIES[config.model_type]
+    args.seq_length = args.seq_length or length
+    most = getattr(config, "max_position_embeddings", math.inf)
+    if args.seq_length > most:
+        raise ValueError(f"--seq-length {args.seq_length} is above the model's {most} positions")
+    AttentionInterface.register("estimate", ATTENTIONS[args.attention])
+    AttentionMaskInterface.register("estimate", lambda **_: None)
+    config._attn_implementation = "estimate"
+    script = importlib.import_module(name)
+    with torch.device("meta"):
+        model = getattr(script, model_class)(config)
+    if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5, whose head is not tied
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    classes = [getattr(script, block_class)]
+    if name == "llama_fsdp" and model.lm_head.weight is not model.model.embed_tokens.weight:
+        classes += [nn.Embedding, script.LossHead]
+    policy = policies.wrap_policy(*classes)
+    wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
+    inner = {p for module in wrapped for p in module.parameters()}
+    root = tuple(p.numel() for p in model.parameters() if p not in inner)
+    compute, chunked = policies.PRECISIONS[args.precision].param_dtype, hasattr(script, "CHUNK")
+    tokens, each = args.batch_size * args.target_length, 8
+    if chunked:
+        tokens, each = min(args.batch_size * args.seq_length, script.CHUNK), 4
+    return Model(
+        units=[root, *(tuple(p.numel() for p in m.parameters()) for m in wrapped)],
+        checkpointing=getattr(script, "RECIPE", {}).get("activation_checkpointing", False),
+        chunked=chunked,
+        logits=tokens * config.vocab_size * (each + compute.itemsize % 4),
+        **forward_pass(model.to(compute).train(), classes[0], args),
+    )
+
+
+def forward_pass(model: nn.Module, block_class: type, args: Namespace) -> dict[str, int]:
+    """What autograd keeps of a forward pass, and its FLOPs, seen on meta.
+
+    Each tensor is counted once, and no weights. For a GPT-2 block of width h, b sequences of s
+    tokens, a heads, 16 bits, Korthikanti et al. 2022 (Reducing Activation Recomputation in Large
+    Transformer Models, section 4.1) derive s b h (34 + 5 a s / h) bytes, 34 s b h with fused
+    attention, 2 s b h with checkpointing. The models as they are keep more: gpt2-large 56 s b h in
+    a block, as its GELU is made of eight operations. With checkpointing there remain the blocks'
+    inputs, and what one block keeps while it is recomputed.
+
+    A token costs 2 N + 4 L a q T FLOPs for N weights in matrix products, the head's among them, and
+    L layers of a heads of size q over T tokens, masked or not (Chowdhery et al. 2022, PaLM,
+    appendix B; three times that with the backward pass).
+    """
+    size, integers = (args.batch_size, args.seq_length), {"dtype": torch.int64, "device": "meta"}
+    batch = {name: torch.empty(size, **integers) for name in ("input_ids", "attention_mask")}
+    if model.config.is_encoder_decoder:
+        size = (args.batch_size, args.target_length)
+        batch["decoder_input_ids"] = torch.empty(size, **integers)
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    outside, inputs, blocks = {}, {}, []
+    scopes = [outside]
+
+    def storages(*tensors: Any) -> dict[int, torch.UntypedStorage]:
+        """By address; held, so that no other takes its place."""
+        found = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
+        return {storage._cdata: storage for storage in found if storage._cdata not in weights}
+
+    def keep(tensor: Tensor) -> Tensor:
+        scopes[-1].update(storages(tensor))
+        return tensor
+
+    def enter(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
+        inputs.update(storages(*args, *options.values()))
+        blocks.append({})
+        scopes.append(blocks[-1])
+
+    def leave(*_: Any) -> None:
+        scopes.pop()
+
+    def count(*parts: dict[int, torch.UntypedStorage]) -> int:
+        return sum(storage.nbytes() for storage in ChainMap(*parts).values())
+
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p:  # with a mask of bytes, as on a GPU
+            module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
+        if isinstance(module, block_class):
+            module.register_forward_pre_hook(enter, with_kwargs=True)
+            module.register_forward_hook(leave)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, FlopCounterMode(display=False) as counter:
+        model(**batch, use_cache=False)
+    stays = count(outside, inputs)
+    return {
+        "activations": count(outside, *blocks),
+        "inputs": stays,
+        "block": max(count(outside, inputs, block) for block in blocks) - stays,
+        "flops": counter.get_total_flops(),
+        "head_flops": 2 * math.prod(size) * model.lm_head.weight.numel(),
+    }
+
+
+@functools.cache
+def flat_parameter(sizes: tuple[int, ...], shards: int, aligned: int) -> tuple[int, int]:
+    """Elements of a unit with padding, and how many of rank 0's are no padding.
+
+    As FSDP1 does with use_orig_params=True (torch/distributed/fsdp/_flat_param.py): each parameter
+    begins at a multiple of `aligned`, 16 bytes in the compute dtype, and the shards are equal.
+    """
+    spans, end = [], 0
+    for size in sizes:
+        start = -(-end // aligned) * aligned
+        end = start + size
+        spans.append((start, end))
+    shard = -(-end // shards)
+    return shards * shard, sum(max(0, min(end, shard) - start) for start, end in spans)
+
+
+def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list[int]]:
+    """How many GPUs share the model, elements of it that rank 0 has without padding, and those of
+    each unit with padding. DDP has one unit, and no padding."""
+    if strategy == "ddp":
+        whole = sum(map(sum, model.units))
+        return 1, whole, [whole]
+    shards = args.gpus_per_node * (1 if strategy == "hybrid_shard" else args.nodes)
+    aligned = 16 // policies.PRECISIONS[args.precision].param_dtype.itemsize
+    flat = [flat_parameter(unit, shards, aligned) for unit in model.units]
+    return shards, sum(mine for _, mine in flat), [whole for whole, _ in flat]
+
+
+def memory(
+    model: Model, args: Namespace, strategy: str, offload: bool, checkpointing: bool, optimizer: str
+) -> dict[str, int]:
+    """Bytes on each GPU by term and at the peak, and of CPU memory in each node.
+
+    Parameters, gradients and AdamW's moments are fp32, 4 + 4 + 8 bytes per parameter, divided by
+    the shards (Rajbhandari et al. 2020, ZeRO, section 3.1, where a 16-bit copy of parameters and
+    gradients comes on top: here only units that are whole have one). Offload has them on the CPU.
+
+    Whole are, in the compute dtype, under FULL_SHARD and HYBRID_SHARD the root from its forward to
+    its backward pass, the unit at work and the one prefetched, under SHARD_GRAD_OP all units from
+    forward to backward; and the gradients of the root, the unit at work and the one being reduced.
+    One GPU alone shards nothing, but casts a unit at a time. DDP has a bucket for each gradient, in
+    fp32, and what autocast has cast.
+
+    Activations go while gradients come: the peak has the larger of the two, and both if gradients
+    are accumulated; what a block keeps when it is recomputed, and the logits, it has in full.
+    """
+    itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
+    shards, mine, (root, *others) = layout(model, args, strategy)
+    held = (root + sum(others)) // shards
+    on_gpu, on_cpu = OPTIMIZERS[optimizer]
+    states, cpu = [4 * held, 4 * held, int(on_gpu * mine)], int(on_cpu * mine)
+    if offload:
+        states, cpu = [0, 0, 0], sum(states)
+    at_work = root + max((a + b for a, b in itertools.pairwise([*others, 0])), default=0)
+    everything = strategy == "shard_grad_op" and shards > 1
+    whole = itemsize * ((held * shards if everything else at_work) + at_work)
+    if strategy == "ddp":
+        whole = held * (4 + itemsize % 4)
+    kept, block = (model.inputs, model.block) if checkpointing else (model.activations, 0)
+    terms = [*states, whole, kept + block, model.logits]
+    one = args.gradient_accumulation_steps == 1
+    total = sum(terms) - (min(states[1], kept) if one else 0)
+    sizes = {f"{term}_bytes": size for term, size in zip(TERMS, terms, strict=True)}
+    streamed = 4 * max(map(max, model.units)) + offload * args.gpus_per_node * 4 * held
+    return sizes | {
+        "total_bytes": total,
+        "fits": total <= (args.gpu_memory_gb - args.reserve_gb) * 1e9,
+        "cpu_bytes_per_node": args.gpus_per_node * cpu,
+        "load_cpu_bytes_per_node": streamed,  # a tensor at a time, and the shards that stay there
+        "load_cpu_bytes_per_node_whole": args.gpus_per_node * 4 * sum(map(sum, model.units)),
+    }
+
+
+def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -> dict[str, Any]:
+    """Bytes that each GPU and each node sends in a step, and the least time that this takes.
+
+    Of what k GPUs gather or reduce-scatter in a ring, each sends (k - 1) / k, and twice that in an
+    all-reduce (Rajbhandari et al. 2020, section 7). For P parameters, c bytes in the compute and r
+    in the reduction's dtype, a micro-batch under
+    - ddp all-reduces 4 P;
+    - shard_grad_op gathers c P and reduce-scatters r P;
+    - full_shard gathers every unit but the root again in the backward pass;
+    - hybrid_shard does so within a node, and all-reduces each shard, r P / shards, among the nodes.
+    A ring through all GPUs leaves a node once, so a node sends what a GPU sends.
+
+    FLOPs are those of three forward passes, of blocks recomputed under activation checkpointing,
+    and of chunked logits recomputed in 16 bits. The longest of the three times bounds the step,
+    however well they overlap. PCIe, under CPU offload, and the optimizer's step are left out.
+    """
+    precision, steps = policies.PRECISIONS[args.precision], args.gradient_accumulation_steps
+    shards, _, (root, *others) = layout(model, args, strategy)
+    gathered = root + sum(others) * (1 if strategy == "shard_grad_op" else 2)
+    reduced = precision.reduce_dtype.itemsize * (root + sum(others))
+    ring, size, across = precision.param_dtype.itemsize * gathered + reduced, shards, 0.0
+    if strategy == "ddp":
+        ring, size = 2 * 4 * root, args.nodes * args.gpus_per_node
+    elif strategy == "hybrid_shard":
+        across = steps * 2 * reduced / shards * (args.nodes - 1) / args.nodes
+    ring *= steps * (size - 1) / size
+    node = args.gpus_per_node * across + (ring if size > args.gpus_per_node else 0)
+    again = model.chunked and precision.param_dtype != torch.float32
+    flops = 3 * model.flops + again * model.head_flops
+    flops += checkpointing * (model.flops - model.head_flops)
+    seconds = {
+        "intranode_seconds": ring * 8e-9 / args.intranode_gbps if args.gpus_per_node > 1 else 0.0,
+        "internode_seconds": node * 8e-9 / args.internode_gbps,
+        "compute_seconds": steps * flops * 1e-12 / args.peak_tflops,
+    }
+    sent = {"sent_bytes_per_gpu": round(ring + across), "sent_bytes_per_node": round(node)}
+    return sent | seconds | {"bound_by": max(seconds, key=seconds.get).removesuffix("_seconds")}
+
+
+def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
+    """A row: for a strategy, CPU offload, activation checkpointing and an optimizer."""
+    strategy, offload, checkpointing, optimizer = choice
+
+    def at(nodes: int) -> dict[str, Any]:
+        return memory(model, Namespace(**vars(args) | {"nodes": nodes}), *choice)
+
+    nodes = 1 + bisect.bisect_left(range(1, MOST_NODES + 1), True, key=lambda n: at(n)["fits"])
+    row = {"strategy": strategy, "activation_checkpointing": checkpointing}
+    row |= {"optimizer": optimizer, "cpu_offload": offload} | at(args.nodes)
+    row |= {"smallest_nodes": nodes if nodes <= MOST_NODES else None}
+    return row | traffic(model, args, strategy, checkpointing)
+
+
+def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
+    """The columns, a key of the rows each, by heading; bytes as GB."""
+    table = [[title, *columns]]
+    for row in rows:
+        values = [row[key] / 1e9 if "bytes" in key else row[key] for key in columns.values()]
+        values = [f"{x:,.2f}" if isinstance(x, float) else SAID.get(str(x), str(x)) for x in values]
+        table.append([f"  {row['strategy']}{' + offload' * row['cpu_offload']}", *values])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    group = None
+    for (name, *cells), row in zip(table, [{}, *rows], strict=True):
+        if row and group != (group := (row["optimizer"], row["activation_checkpointing"])):
+            print(f"{group[0]}, {'with' if group[1] else 'no'} activation checkpointing")
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        print(f"{name:{widths[0]}}  {'  '.join(aligned)}")
+
+
+def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
+    """What `estimate` is asked: strategy, CPU offload, activation checkpointing, optimizer."""
+    everything, checkpointing = args.all or args.json, args.activation_checkpointing
+    checkpointing = model.checkpointing if checkpointing is None else checkpointing
+    return [
+        (strategy, offload, recompute, optimizer)
+        for recompute in ((True, False) if everything else (checkpointing,))
+        for optimizer in (OPTIMIZERS if everything else (args.optimizer,))
+        for strategy, offload in MODES
+        if not (offload and optimizer != "adamw")  # its moments are on the CPU as they are
+        and not (strategy == "hybrid_shard" and args.gpus_per_node == 1)  # the scripts refuse it
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the estimates; ends with exit code 1 where nothing fits on any number of nodes."""
+    args = parse_args(argv)
+    try:
+        model = read_model(args)
+    except ValueError as error:
+        policies.exit_with(error)
+    chosen = choices(model, args)
+    rows = [estimate(model, args, *choice) for choice in chosen]
+    if args.json:
+        print(json.dumps({"estimates": rows}))
+    else:
+        print(
+            f"{args.model_name}: {sum(map(sum, model.units)):,} parameters in {len(model.units)} "
+            f"units; {args.nodes} x {args.gpus_per_node} GPUs of {args.gpu_memory_gb:g} GB; "
+            f"{args.precision}, {args.batch_size} x {args.seq_length} tokens per GPU"
+        )
+        print_table("\nGB on each GPU", rows, MEMORY)
+        print_table("\nGB in CPU memory, sent, seconds", rows, TRAFFIC)
+    if not any(row["smallest_nodes"] for row in rows):
+        args.nodes = MOST_NODES
+        most = [estimate(model, args, *choice) for choice in chosen]
+        best = min(most, key=lambda row: row["total_bytes"])
+        term = max(TERMS, key=lambda term: best[f"{term}_bytes"])
+        policies.exit_with(
+            f"{args.model_name} fits {args.gpu_memory_gb:g} GB on no number of nodes: on "
+            f"{MOST_NODES}, under {best['strategy']}, the largest term is {term}_bytes, "
+            f"{best[f'{term}_bytes'] / 1e9:.1f} GB of {best['total_bytes'] / 1e9:.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""memory_estimator.py against what ranks hold and send, and against published figures."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from conftest import launch
+
+import memory_estimator
+
+GIB = 1 << 30
+STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard")
+STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+KEYS = {"strategy", "activation_checkpointing", "optimizer", "cpu_offload", "activation_bytes",
+        "logit_bytes", "total_bytes", "fits", *STATES}  # fmt: skip
+
+
+def estimates(*flags: object) -> list[dict]:
+    """The rows of one call, with its JSON read."""
+    args = memory_estimator.parse_args([*map(str, flags), "--json"])
+    model = memory_estimator.read_model(args)
+    return [
+        memory_estimator.estimate(model, args, *c) for c in memory_estimator.choices(model, args)
+    ]
+
+
+def row(rows: list[dict], strategy: str, **wanted: object) -> dict:
+    """The one with AdamW, without offload and checkpointing, or as wanted."""
+    plain = {"optimizer": "adamw", "cpu_offload": False, "activation_checkpointing": False}
+    wanted = plain | wanted | {"strategy": strategy}
+    (found,) = [r for r in rows if wanted.items() <= r.items()]
+    return found
+
+
+@pytest.fixture(scope="session")
+def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small models without dropout whose flat parameters need padding everywhere, by script."""
+    torch.manual_seed(0)
+    ids = {"vocab_size": 385, "bos_token_id": 1, "eos_token_id": 1}
+    off = {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0}
+    llama = {"hidden_size": 39, "intermediate_size": 61, "num_hidden_layers": 3, "head_dim": 6}
+    llama |= {"num_attention_heads": 3, "num_key_value_heads": 1}
+    t5 = {
+        "d_model": 34,
+        "d_kv": 6,
+        "d_ff": 61,
+        "num_layers": 2,
+        "num_heads": 3,
+        "dropout_rate": 0.0,
+    }
+    models = {
+        "llama_fsdp": transformers.LlamaForCausalLM(transformers.LlamaConfig(**ids, **llama)),
+        "gpt2_fsdp": transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=38, n_layer=3, n_head=2, **ids, **off)
+        ),
+        "T5_training": transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=385, decoder_start_token_id=0, **t5)
+        ),
+    }
+    root = tmp_path_factory.mktemp("odd")
+    for script, model in models.items():
+        model.save_pretrained(root / script)
+        transformers.ByT5Tokenizer().save_pretrained(root / script)
+    return {script: root / script for script in models}
+
+
+def flags_of(model: str | Path, strategy: str, precision: str) -> list[str]:
+    """Of a script."""
+    flags = ["--model-name", str(model), "--strategy", strategy, "--precision", precision]
+    return [*flags, *(["--shard-group-size", "2"] if strategy == "hybrid_shard" else [])]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_bytes_held_and_sent_are_those_measured(
+    nodes: int, odd_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Exactly, padding included, on two and four ranks, as nodes of two, for three architectures;
+    fp32, and bf16, which pads otherwise; the built-in tiny models are those of the scripts.
+
+    What is sent counts each collective as it was called; DDP's are not seen from Python. The
+    optimizer state has no padding: rank 0's is estimated, and all of them are two moments each.
+    """
+    variants = {}
+    for script, directory in odd_models.items():
+        for strategy in STRATEGIES:
+            variants[f"{script} {strategy} fp32"] = directory, strategy, "fp32"
+        variants[f"{script} full_shard bf16"] = directory, "full_shard", "bf16"
+        variants[f"{script} tiny fp32"] = "tiny", "full_shard", "fp32"
+    models = {key: (key.split()[0], flags_of(*value)) for key, value in variants.items()}
+    output = tmp_path / "found.json"
+    launch(2 * nodes, "tests/estimator_worker.py", output, json.dumps(models))
+    found = json.loads(output.read_text())
+    tiny = {"llama_fsdp": "tiny", "gpt2_fsdp": "tiny-gpt2", "T5_training": "tiny-t5"}
+    for key, (model, strategy, precision) in variants.items():
+        model = tiny[key.split()[0]] if model == "tiny" else model
+        machine = ["--nodes", nodes, "--gpus-per-node", 2, "--seq-length", 8]
+        rows = estimates("--model-name", model, "--precision", precision, *machine)
+        ours = row(rows, strategy)
+        sent = ours["sent_bytes_per_gpu"]
+        for rank, theirs in enumerate(found[key]):
+            for name in STATES[:2] if rank else STATES:
+                assert ours[name] == theirs[name], (key, rank, name)
+            assert strategy == "ddp" or sent == round(theirs["sent_bytes_per_gpu"]), (key, rank)
+        copies = {"ddp": 2 * nodes, "hybrid_shard": nodes}.get(strategy, 1)
+        everywhere = sum(theirs["optimizer_bytes"] for theirs in found[key])
+        assert everywhere == 2 * copies * row(rows, "ddp")["parameter_bytes"], key
+
+
+@pytest.mark.parametrize("script", ["llama_fsdp", "gpt2_fsdp", "T5_training"])
+def test_activations_are_those_that_a_real_model_keeps(
+    script: str, odd_models: dict[str, Path]
+) -> None:
+    """On the CPU with eager attention, by the storages that autograd saves; and as a sum, for the
+    pass on meta counts within blocks and around them."""
+    flags = ["--model-name", odd_models[script], "--precision", "fp32", "--attention", "eager"]
+    flags += ["--batch-size", 2, "--seq-length", 12, "--target-length", 12]
+    model_class = memory_estimator.FAMILIES[script.split("_")[0].lower()][1]
+    ours = row(estimates(*flags), "ddp")["activation_bytes"]
+    module = importlib.import_module(script)
+    model = getattr(module, model_class).from_pretrained(
+        odd_models[script], attn_implementation="eager", dtype=torch.float32
+    )
+    ids = torch.arange(24).reshape(2, 12)
+    inputs = {"decoder_input_ids": ids.clone()} if script == "T5_training" else {}
+    saved = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.train()(ids, attention_mask=torch.ones_like(ids), use_cache=False, **inputs)
+    assert ours == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=1e-6)
+
+
+def test_flops_and_activations_are_as_in_the_papers() -> None:
+    """Chowdhery et al.: 6 N + 12 L a q T for a token of Llama-2 7B, a third more with recomputed
+    blocks, the chunked head's twice. Korthikanti et al.: with checkpointing 2 s b h a layer, in
+    gpt2-large; the scores of eager attention are 5 a s^2 b, and 6 as this counts dropout's mask."""
+    machine = ["--peak-tflops", 1, "--batch-size", 2, "--seq-length", 512]
+    rows = estimates("--model-name", "meta-llama/Llama-2-7b-hf", *machine)
+    layers, width, vocabulary, tokens = 32, 4096, 32000, 2 * 512
+    weights = layers * (4 * width**2 + 3 * width * 11008) + vocabulary * width
+    flops = tokens * (6 * weights + 12 * layers * width * 512)
+    head = 2 * tokens * vocabulary * width
+    plain = row(rows, "full_shard")["compute_seconds"] * 1e12
+    recomputed = row(rows, "full_shard", activation_checkpointing=True)["compute_seconds"] * 1e12
+    assert plain == pytest.approx(flops + head)
+    assert recomputed == pytest.approx(4 / 3 * flops)
+
+    batch = ["--model-name", "gpt2-large", "--batch-size", 2, "--seq-length", 1024]
+    fused, eager = (estimates(*batch, "--attention", kind) for kind in ("fused", "eager"))
+    hidden, scores = 1024 * 2 * 1280, 36 * 20 * 1024**2 * 2
+    more = (row(x, "ddp")["activation_bytes"] for x in (eager, fused))
+    assert next(more) - next(more) == pytest.approx(6 * scores, rel=0.1)
+    block = 56.1 * hidden
+    inputs = row(fused, "ddp", activation_checkpointing=True)["activation_bytes"] - block
+    assert inputs == pytest.approx(36 * 2 * hidden, rel=0.1)
+
+
+def test_t5_3b_against_the_estimator_of_deepspeed() -> None:
+    """Its formulas give 15.93 and 6.10 GiB for ZeRO-2 and ZeRO-3 on 8 GPUs, from N as counted here
+    and the largest layer M, the embedding: 4 N + 16 N / 8, and 18 N / 8 + 4 M.
+
+    Both have 16 N / 8 = 5.31 GiB of fp32 states. Under ZeRO-3 it adds a 16-bit copy of the shards,
+    2 N / 8, and one layer in fp32, M; here there are 16-bit copies of whole units and of their
+    gradients alone, the root's (the tied embedding) and two blocks'. Under ZeRO-2 it adds 16-bit
+    parameters and gradients, 4 N, on every GPU; here SHARD_GRAD_OP has the parameters, 2 N, and
+    the gradients of the root and two blocks. Activations it does not count.
+    """
+    rows = estimates("--model-name", "google-t5/t5-3b")
+    n, m = row(rows, "ddp")["parameter_bytes"] // 4, 32128 * 1024
+    assert round((4 * n + 16 * n / 8) / GIB, 2) == 15.93
+    assert round((18 * n / 8 + 4 * m) / GIB, 2) == 6.10
+    full, grad_op = row(rows, "full_shard"), row(rows, "shard_grad_op")
+    for ours in (full, grad_op):
+        assert sum(ours[name] for name in STATES) == pytest.approx(16 * n / 8, rel=1e-5)
+    root, block = m + 2 * 1024, 8 * 1024 * 4096 + 2 * 1024 * 16384 + 3 * 1024
+    units = root + 2 * block  # the largest blocks are the decoder's
+    assert full["unsharded_bytes"] == pytest.approx(2 * 2 * units, rel=1e-5)
+    assert grad_op["unsharded_bytes"] == pytest.approx(2 * n + 2 * units, rel=1e-5)
+    assert round((16 * n / 8 + full["unsharded_bytes"]) / GIB, 2) == 5.93
+    assert round((16 * n / 8 + grad_op["unsharded_bytes"]) / GIB, 2) == 10.93
+
+
+def test_llama_70b_in_ten_seconds_without_memory(capsys: pytest.CaptureFixture) -> None:
+    """All rows as JSON, with the keys that other programs read; the process hardly grows. The time
+    is the processor's, as the machine may be shared, and without imports, 4 seconds."""
+    memory_estimator.main(["--model-name", "tiny", "--json"])  # imports the script
+    capsys.readouterr()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+
+    def peak() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+
+    before, start = peak(), os.times()
+    machine = ["--nodes", "512", "--seq-length", "4096", "--batch-size", "4", "--json"]
+    memory_estimator.main(["--model-name", "meta-llama/Llama-2-70b-hf", *machine])
+    end = os.times()
+    assert end.user + end.system - start.user - start.system < 5
+    assert peak() - before < 100e6
+    rows = json.loads(capsys.readouterr().out)["estimates"]
+    assert len(rows) == 2 * (7 + 4 + 4)
+    assert all(r.keys() >= KEYS for r in rows)
+
+
+def test_rows_agree_with_one_another() -> None:
+    """The smallest number of nodes is where it begins to fit; offload has the states in CPU memory,
+    paged moments theirs; accumulated gradients do not make way for activations."""
+    flags = ["--model-name", "llama-2-70b"]
+    one, two = (estimates(*flags, "--nodes", nodes) for nodes in (1, 2))
+    recomputed = {"activation_checkpointing": True}
+    assert row(one, "full_shard", **recomputed)["smallest_nodes"] == 2
+    assert not row(one, "full_shard", **recomputed)["fits"]
+    assert row(two, "full_shard", **recomputed)["fits"]
+    assert row(two, "hybrid_shard", **recomputed)["smallest_nodes"] is None
+    plain, offload = row(two, "full_shard"), row(two, "full_shard", cpu_offload=True)
+    assert offload["cpu_bytes_per_node"] == 8 * sum(plain[name] for name in STATES)
+    assert not any(offload[name] for name in STATES)
+    paged = row(two, "full_shard", optimizer="paged_adamw_32bit")
+    assert paged["cpu_bytes_per_node"] == 8 * plain["optimizer_bytes"]
+    terms = [plain[f"{term}_bytes"] for term in memory_estimator.TERMS]
+    assert plain["total_bytes"] == sum(terms) - min(plain["gradient_bytes"], terms[4])
+    accumulated = row(
+        estimates(*flags, "--nodes", 2, "--gradient-accumulation-steps", 4), "full_shard"
+    )
+    assert accumulated["total_bytes"] == sum(terms)
+    assert accumulated["sent_bytes_per_gpu"] == pytest.approx(4 * plain["sent_bytes_per_gpu"])
+
+
+def test_traffic_of_a_large_cluster() -> None:
+    """In fp32 DDP and SHARD_GRAD_OP send 2 P, FULL_SHARD less than 3 P by the root (Rajbhandari et
+    al.); between many nodes HYBRID_SHARD sends the gradients alone, and slow links bound."""
+    flags = ["--model-name", "gpt2-xl", "--nodes", 1024, "--precision", "fp32"]
+    rows = {s: row(estimates(*flags, "--internode-gbps", 10), s) for s in STRATEGIES}
+    whole = rows["ddp"]["parameter_bytes"]
+    sent = {s: r["sent_bytes_per_gpu"] / whole for s, r in rows.items()}
+    assert sent["ddp"] == pytest.approx(2, rel=1e-3)
+    assert sent["shard_grad_op"] == pytest.approx(2, rel=1e-3)
+    assert 2.9 < sent["full_shard"] < 3
+    assert rows["hybrid_shard"]["sent_bytes_per_node"] == pytest.approx(2 * whole, rel=2e-3)
+    assert all(r["bound_by"] == "internode" for r in rows.values())
+    one_node = row(estimates("--model-name", "gpt2-xl"), "full_shard")
+    assert one_node["sent_bytes_per_node"] == one_node["internode_seconds"] == 0
+
+
+def test_tables(capsys: pytest.CaptureFixture) -> None:
+    """A row per strategy by default; optimizers and checkpointing with --all."""
+    command = ["--model-name", "google/flan-t5-xl", "--gpus-per-node", "4"]
+    memory_estimator.main(command)
+    printed = capsys.readouterr().out
+    assert "2,849,757,184 parameters" in printed  # the model's card: 3B; the head is not tied
+    assert printed.count("full_shard + offload") == 2
+    assert printed.count("adamw, no activation checkpointing") == 2
+    memory_estimator.main([*command, "--all"])
+    assert capsys.readouterr().out.count("paged_adamw_8bit, with activation checkpointing") == 2
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--model-name", "someone/unknown"], "flan-t5-xxl"),
+    (["--gpus-per-node", "0"], "--gpus-per-node must be at least 1"),
+    (["--nodes", "0", "--peak-tflops", "0"], "--nodes must be at least 1; --peak-tflops must be"),
+    (["--model-name", "BERT"], "is a bert, not one of llama, gpt2, t5"),
+    (["--model-name", "BROKEN"], "no config of it"),
+    (["--model-name", "gpt2", "--seq-length", "2048"], "above the model's 1024 positions"),
+    (["--batch-size", "64", "--gpu-memory-gb", "16"], "the largest term is activation_bytes"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence(
+    flags: list[str],
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Exit code 1."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    contents = {"BERT": '{"model_type": "bert"}', "BROKEN": '{"model_type": "gpt2", "n_head": "x"}'}
+    for name, content in contents.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    paths = {"BERT": tmp_path / "BERT/config.json", "BROKEN": tmp_path / "BROKEN"}
+    with pytest.raises(SystemExit) as end:
+        memory_estimator.main([str(paths.get(flag, flag)) for flag in flags])
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 1 and error.startswith("error: ") and said in error
