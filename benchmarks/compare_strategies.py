@@ -16,25 +16,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from transformers import ByT5Tokenizer, GPT2Config
+from common import (
+    GPT2,
+    environment_for,
+    random_batch,
+    random_state,
+    step_and_weigh,
+    without_files,
+    write_gpt2,
+)
 
 import gpt2_fsdp
 import policies
-from checkpointing import TrainState
 
-SHAPES = {  # width, layers, heads of the published models
-    "tiny": (128, 4, 4),
-    "gpt2": (768, 12, 12),
-    "gpt2-medium": (1024, 24, 16),
-    "gpt2-large": (1280, 36, 20),
-    "gpt2-xl": (1600, 48, 25),
-}
 OUT_OF_MEMORY = 3  # exit code of a trial
 
 
@@ -43,7 +40,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=list(SHAPES), default="tiny", help="shape")
+    parser.add_argument("--model", choices=list(GPT2), default="tiny", help="shape")
     parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
     parser.add_argument("--block-size", type=int, default=256, help="tokens in a sample")
     parser.add_argument("--batch-size", type=int, default=8, help="per rank, on a CPU")
@@ -56,35 +53,19 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def held(tensors: list[torch.Tensor]) -> float:
-    """MB (10^6 bytes) of the tensors on this rank."""
-    return sum(tensor.nbytes for tensor in tensors) / 1e6
-
-
 def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None:
     """Train a few steps on random tokens under torchrun; rank 0 prints what it cost as JSON."""
-    common = ["--model-name", directory, "--from-scratch", "--dataset", "docstrings"]
-    args = gpt2_fsdp.parse_args([*common, *flags, "--track-memory"])
+    common = ["--model-name", directory, "--dataset", "docstrings", "--track-memory"]
+    args = gpt2_fsdp.parse_args([*common, *flags])
     device = gpt2_fsdp.setup(args)
     if device.type == "cuda" and options.memory_limit_gb:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory_limit_gb * 1e9 / total)
     try:
-        model, _, _ = gpt2_fsdp.setup_model(args, device, pretrained=False)
-        optimizer = torch.optim.AdamW(policies.parameter_groups(model, 0.01), lr=args.lr)
-        schedule = policies.lr_schedule(args, optimizer, 1000, 1000)
-        scaler = policies.gradient_scaler(args, device)
-        state = TrainState(model, optimizer, schedule, scaler, device, {}, 1000)
-        ids = torch.randint(0, 256, (args.batch_size, args.block_size + 1))
-        batch, seconds, gradients = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [], []
-        clip = policies.clip_gradients
-
-        def clip_and_weigh(*arguments: object) -> torch.Tensor:
-            gradients.append(held([p.grad for p in model.parameters() if p.grad is not None]))
-            return clip(*arguments)
-
-        policies.clip_gradients = clip_and_weigh
-        for _ in range(options.steps + 2):
+        without_files()
+        state, batch = random_state(gpt2_fsdp, args, device), random_batch(gpt2_fsdp, args)
+        sizes, seconds = step_and_weigh(gpt2_fsdp, args, state, batch), []
+        for _ in range(options.steps + 1):
             start = time.perf_counter()
             gpt2_fsdp.train_step(args, state, [batch], [0] * args.batch_size)
             if device.type == "cuda":
@@ -92,15 +73,14 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
             seconds.append(time.perf_counter() - start)
     except torch.OutOfMemoryError:
         os._exit(OUT_OF_MEMORY)  # at once: the others wait for this rank, torchrun ends them
-    moments = [value for values in optimizer.state.values() for value in values.values()]
     peak = torch.tensor(max(policies.peak_memory(args, device).values()))
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        median = statistics.median(seconds[2:])
+        median = statistics.median(seconds[1:])
         samples = args.batch_size * dist.get_world_size() / median
-        sizes = {"parameters": held(list(model.parameters())), "gradients": gradients[-1]}
-        sizes |= {"optimizer": held([m for m in moments if m.ndim]), "peak": peak.item()}
-        print(json.dumps({"seconds": median, "samples_per_second": samples, **sizes}))
+        sizes = {key.removesuffix("_bytes"): size / 1e6 for key, size in sizes.items()}
+        found = {"seconds": median, "samples_per_second": samples, "peak": peak.item()}
+        print(json.dumps(found | sizes))
     gpt2_fsdp.cleanup()
     sys.stdout.flush()
     os._exit(0)  # as the scripts do, and why
@@ -111,15 +91,15 @@ def launch(options: argparse.Namespace, directory: str, flags: list[str]) -> dic
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", str(options.processes), __file__]
     command += ["--steps", str(options.steps), "--memory-limit-gb", str(options.memory_limit_gb)]
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | os.environ
     command += ["--trial", directory, json.dumps(flags)]
-    pipe = subprocess.PIPE
+    pipe, environment = subprocess.PIPE, environment_for(options.processes)
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as run:
         try:
             output, errors = run.communicate(timeout=options.timeout)
         except subprocess.TimeoutExpired:
             run.terminate()  # torchrun ends its ranks
-            output, errors = run.communicate()
+            run.communicate()
+            return None
     lines = [line for line in output.splitlines() if line.startswith("{")]
     if lines:
         return json.loads(lines[-1])
@@ -156,19 +136,13 @@ def main() -> None:
     options = parse_args()
     if options.trial:
         return trial(options, options.trial[0], json.loads(options.trial[1]))
-    width, layers, heads = SHAPES[options.model]
     gpu = torch.cuda.is_available()
     strategies = [["ddp"], ["shard_grad_op"], ["full_shard"]]
     if gpu:
         strategies += [["shard_grad_op", "--cpu-offload"], ["full_shard", "--cpu-offload"]]
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        vocabulary = 384 if options.model == "tiny" else 50257
-        positions = max(1024, options.block_size)
-        shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": positions}
-        ends = {"bos_token_id": 1, "eos_token_id": 1}
-        GPT2Config(vocab_size=vocabulary, **ends, **shape).save_pretrained(directory)
-        ByT5Tokenizer().save_pretrained(directory)
+        write_gpt2(options.model, directory, options.block_size)
         for strategy in strategies:
             flags = ["--strategy", *strategy, "--block-size", str(options.block_size)]
             flags += ["--precision", options.precision]
@@ -188,7 +162,7 @@ def main() -> None:
         if r is None:
             print(f"| {name} | does not fit | | | | | | | |")
             continue
-        sizes = " | ".join(f"{r[k]:,.1f}" for k in ("parameters", "gradients", "optimizer"))
+        sizes = " | ".join(f"{r[k]:,.1f}" for k in ("parameter", "gradient", "optimizer"))
         relative = f"{r['samples_per_second'] / base:.2f}" if base else "-"
         print(f"| {name} | {batch} | {sizes} | {r['peak']:,.0f} | {r['seconds']:.3f} "
               f"| {r['samples_per_second']:.1f} | {relative} |")  # fmt: skip

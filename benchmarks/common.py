@@ -1,0 +1,193 @@
+"""What several of these programs need: shapes, random models, launches that print JSON, turns."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from transformers import ByT5Tokenizer, GPT2Config, PretrainedConfig, PreTrainedModel
+
+import chat_dataset
+import checkpointing
+import policies
+import summarization_dataset
+
+Loop = Callable[[Callable[[], None]], None]  # calls its argument where a step ends
+GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and small ones
+    "tiny": (128, 4, 4, 384),
+    "30M": (512, 8, 8, 8192),
+    "300M": (1024, 24, 16, 384),
+    "gpt2": (768, 12, 12, 50257),
+    "gpt2-medium": (1024, 24, 16, 50257),
+    "gpt2-large": (1280, 36, 20, 50257),
+    "gpt2-xl": (1600, 48, 25, 50257),
+}
+
+
+def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
+    """Write the config of a GPT-2 and a byte tokenizer, for --from-scratch."""
+    width, layers, heads, vocabulary = GPT2[name]
+    shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocabulary}
+    ids = {"bos_token_id": 1, "eos_token_id": 1}
+    GPT2Config(n_positions=max(1024, positions), **shape, **ids).save_pretrained(directory)
+    ByT5Tokenizer().save_pretrained(directory)
+
+
+def without_files() -> None:
+    """Have the scripts give random weights to a model whose directory has only a config."""
+    streamed = checkpointing.streamed_init
+
+    def meta_model(model_class: type, config: PretrainedConfig, _: Path) -> PreTrainedModel:
+        with torch.device("meta"):
+            return model_class(config)
+
+    def streamed_init(model: PreTrainedModel, _: Path | None, device: torch.device) -> Callable:
+        fill = streamed(model, None, device)
+
+        def init(module: torch.nn.Module) -> None:
+            fill(module)
+            with torch.no_grad():
+                for parameter in module.parameters(recurse=False):
+                    parameter.normal_(std=0.02)
+
+        return init
+
+    checkpointing.meta_model, checkpointing.streamed_init = meta_model, streamed_init
+
+
+def random_state(
+    script: ModuleType, args: Namespace, device: torch.device
+) -> checkpointing.TrainState:
+    """What a script trains, without its data."""
+    model, _, _ = script.setup_model(args, device, pretrained=True)
+    groups = policies.parameter_groups(model, args.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    schedule = policies.lr_schedule(args, optimizer, 1000, 1000)
+    scaler, stop = policies.gradient_scaler(args, device), policies.StopRequest()
+    return checkpointing.TrainState(model, optimizer, schedule, scaler, device, {}, 1000, stop)
+
+
+def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]:
+    """A micro-batch of the full length, without padding, on the CPU."""
+
+    def ids(length: int) -> list[list[int]]:
+        return torch.randint(3, 256, (args.batch_size, length)).tolist()
+
+    if script.__name__ == "gpt2_fsdp":
+        return script.collate([{"input_ids": row} for row in ids(args.block_size + 1)])
+    if script.__name__ == "llama_fsdp":
+        rows = ids(args.max_seq_length + 1)
+        return chat_dataset.collate([[{"input_ids": row, "labels": row}] for row in rows])
+    pairs = zip(ids(args.source_length), ids(args.target_length), strict=True)
+    rows = [{"input_ids": source, "labels": target} for source, target in pairs]
+    return summarization_dataset.collate(rows, pad_token_id=0, decoder_start_token_id=0)
+
+
+def held(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes on this rank of the storages behind these tensors, each counted once."""
+    storages = [t.untyped_storage() for t in tensors if t is not None and t.numel()]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def step_and_weigh(
+    script: ModuleType, args: Namespace, state: checkpointing.TrainState, batch: dict
+) -> dict[str, int]:
+    """Make a step; bytes of parameters, gradients and AdamW's moments that this rank holds."""
+    clip, found = policies.clip_gradients, {}
+
+    def clip_and_weigh(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        found["gradient_bytes"] = held(p.grad for p in model.parameters())
+        return clip(model, max_norm)
+
+    policies.clip_gradients = clip_and_weigh
+    script.train_step(args, state, [batch], [0])
+    policies.clip_gradients = clip
+    moments = [x for values in state.optimizer.state.values() for x in values.values()]
+    found["parameter_bytes"] = held(state.model.parameters())
+    return found | {"optimizer_bytes": held(x for x in moments if x.ndim)}
+
+
+def environment_for(processes: int) -> dict[str, str]:
+    """Threads for each of the processes, and no look at a hub."""
+    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | os.environ
+
+
+def launch(processes: int, *command: str) -> dict | list:
+    """Run a program under torchrun, and return the JSON in the last line of what it prints."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", str(processes), *map(str, command)]
+    environment = environment_for(processes)
+    environment["MALLOC_ARENA_MAX"] = "1"  # or each thread of `relay` would keep what it once had
+    output = subprocess.run(
+        torchrun, stdout=subprocess.PIPE, text=True, check=True, env=environment
+    ).stdout
+    return json.loads(output.strip().splitlines()[-1])
+
+
+class Enough(Exception):
+    """All steps are made."""
+
+
+def relay(
+    loops: dict[str, Loop], turns: int, device: torch.device, steps: int = 1
+) -> dict[str, list[float]]:
+    """Seconds of `turns` turns of each loop, of so many steps, at the end of which it calls its
+    argument. A GPU is waited for at the end of a turn alone."""
+    names, seconds = list(loops), {name: [] for name in loops}
+    batons = {name: threading.Semaphore(0) for name in names}
+    failed: list[BaseException] = []
+
+    def run(name: str) -> None:
+        following = batons[names[(names.index(name) + 1) % len(names)]]
+
+        def begin() -> None:
+            batons[name].acquire()
+            if failed or len(seconds[name]) == turns + 1:
+                raise Enough
+            dist.all_reduce(torch.zeros(1))
+            starts[name], left[name] = time.perf_counter(), steps
+
+        def end_of_step() -> None:
+            left[name] -= 1
+            if left[name]:
+                return
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[name].append(time.perf_counter() - starts[name])
+            following.release()
+            begin()
+
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            begin()
+            loops[name](end_of_step)
+            raise RuntimeError(f"{name} ended before its {turns} turns")
+        except Enough:
+            pass
+        except BaseException as error:
+            failed.append(error)
+        following.release()
+
+    starts: dict[str, float] = {}
+    left: dict[str, int] = {}
+    threads = [threading.Thread(target=run, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    batons[names[0]].release()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return {name: values[1:] for name, values in seconds.items()}  # the first one sets things up

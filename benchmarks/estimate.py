@@ -1,0 +1,108 @@
+"""What memory_estimator.py says against what a step of each script takes, side by side.
+
+    python benchmarks/estimate.py                              # the tiny models, two CPU processes
+    python benchmarks/estimate.py --models gpt2-large llama-2-7b --processes 1       # one GPU
+    python benchmarks/estimate.py --models gpt2-large --processes 8 --strategies full_shard
+
+`--models` are built-in names of the estimator. MB (10^6 bytes) of one rank: parameters, gradients
+and AdamW's moments held, each as estimated / measured, and on GPUs the estimated total against the
+largest sum that the allocator had given out. Random weights, full-length random batches, no files.
+Before torch 2.13 the logits are held whole, which the estimate leaves out.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from common import launch, random_batch, random_state, step_and_weigh, without_files
+from transformers import ByT5Tokenizer
+
+import memory_estimator
+
+TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+LENGTH = {"gpt2_fsdp": "--block-size", "llama_fsdp": "--max-seq-length"}
+LENGTH["T5_training"] = "--source-length"
+
+
+def worker(script_name: str, flags: list[str]) -> None:
+    """Two steps; rank 0 prints the bytes that it held, and the peak, as JSON."""
+    script = importlib.import_module(script_name)
+    args = script.parse_args([*flags, "--dataset", "docstrings"])
+    device = script.setup(args)
+    without_files()
+    state, batch = random_state(script, args, device), random_batch(script, args)
+    found = step_and_weigh(script, args, state, batch)
+    if device.type == "cuda":  # the first step had no moments yet
+        torch.cuda.reset_peak_memory_stats()
+        script.train_step(args, state, [batch], [0])
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    script.cleanup()
+
+
+def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bool) -> list[str]:
+    """The cells of one row."""
+    config = memory_estimator.load_config(name)
+    script, _, _, length = memory_estimator.FAMILIES[config.model_type]
+    length, gpu = options.seq_length or length, torch.cuda.is_available()
+    switch = f"--{'' if recompute else 'no-'}activation-checkpointing"
+    common = ["--batch-size", str(options.batch_size), switch]
+    precision = "bf16" if gpu else "fp32"
+    args = memory_estimator.parse_args(
+        ["--model-name", name, "--gpus-per-node", str(options.processes), "--precision", precision,
+         "--seq-length", str(length), *common]
+    )  # fmt: skip
+    model = memory_estimator.read_model(args)
+    choice = (strategy, False, recompute, "adamw")
+    expected = memory_estimator.estimate(model, args, *choice)
+    with tempfile.TemporaryDirectory() as directory:
+        config.save_pretrained(directory)
+        ByT5Tokenizer().save_pretrained(directory)
+        flags = ["--model-name", directory, "--precision", precision, "--strategy", strategy,
+                 LENGTH[script], str(length), *common]  # fmt: skip
+        found = launch(options.processes, __file__, "--worker", script, json.dumps(flags))
+    cells = [f"{expected[term] / 1e6:,.2f} / {found[term] / 1e6:,.2f}" for term in TERMS]
+    if gpu:
+        total, peak = expected["total_bytes"], found["peak_bytes"]
+        cells += [f"{total / 1e6:,.0f} / {peak / 1e6:,.0f}", f"{total / peak:.3f}"]
+    return [name, strategy, "yes" if recompute else "no", *cells]
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(memory_estimator.BUILT_IN)
+    tiny = ["tiny-t5", "tiny-gpt2", "tiny"]
+    parser.add_argument("--models", nargs="+", choices=names, default=tiny)
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "shard_grad_op", "full_shard"])
+    parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank")
+    parser.add_argument("--seq-length", type=int, default=0, help="tokens (0: the script's)")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # script, flags as JSON
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker[0], json.loads(options.worker[1]))
+        return
+    print("| model | strategy | recomputed | parameters | gradients | moments "
+          + ("| peak | ratio |" if torch.cuda.is_available() else "|"))  # fmt: skip
+    print("|---|---|---|---|---|---|" + "---|---|" * torch.cuda.is_available())
+    for name in options.models:
+        for strategy in options.strategies:
+            # Recomputing changes activations alone, which are seen on a GPU.
+            for recompute in (False, True) if torch.cuda.is_available() else (False,):
+                row = compare(options, name, strategy, recompute)
+                print(f"| {' | '.join(row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # as the scripts do, and why

@@ -1,0 +1,211 @@
+"""Memory and time of loading a Llama into FSDP: streamed, against what is done elsewhere.
+
+    python benchmarks/load_memory.py                     # 1.1B parameters, fp32, 2 CPU processes
+    python benchmarks/load_memory.py --model DIRECTORY --processes 8
+
+`streamed` is this repository's: rank 0 reads and broadcasts a tensor at a time, as FSDP comes to a
+unit. In `whole` rank 0 holds the whole model and broadcasts from it, in `every` each rank loads it
+all, and on GPUs `accelerate` is Accelerate's RAM-efficient loading. Each runs in a torchrun of its
+own, because peaks never fall. Then `export` writes the model again in files of 500 MB.
+
+Files of fp32 are mapped, not read, by Transformers, so that to load them whole costs little; but
+models on the hub are in 16 bits: `--stored-dtype bfloat16`.
+
+The last line is one JSON object; MB are 10^6 bytes. The exit code is 1 if a bound is missed: for
+`streamed`, rank 0's peak is at most 1.05 times that of rank 1, and rises by at most its shard, two
+of the largest unit, and 250 MB; by `export` it rises by at most a file, the largest unit, and
+250 MB; and the weights are those of `from_pretrained`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from common import launch
+from safetensors import safe_open
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers import ByT5Tokenizer, LlamaConfig
+
+import checkpointing
+import llama_fsdp
+
+VARIANTS = ["streamed", "whole", "every"]
+if torch.cuda.is_available():
+    VARIANTS += ["accelerate"]  # which has no FSDP on a CPU
+SLACK, FILE = 250, 500  # MB
+
+
+def memory(peak: bool) -> float:
+    """Resident memory of this process in MB, or its peak, on the CPU."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    key = "VmHWM:" if peak else "VmRSS:"
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1.024e-3
+
+
+def make_model(directory: Path, dtype: torch.dtype) -> None:
+    """A random Llama of 1.1B parameters, in files of 1 GB."""
+    shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
+    shape |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000}
+    model = transformers.LlamaForCausalLM(LlamaConfig(**shape)).to(dtype)
+    model.save_pretrained(directory, max_shard_size="1GB")
+    ByT5Tokenizer().save_pretrained(directory)
+
+
+def read_files(directory: Path) -> float:
+    """Seconds to read all tensors once."""
+    start = time.perf_counter()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 (it is no dict)
+                file.get_tensor(key).sum()
+    return time.perf_counter() - start
+
+
+def load(variant: str, args: argparse.Namespace, device: torch.device) -> FSDP:
+    """The model under FSDP."""
+    if variant == "whole" and dist.get_rank() == 0:
+        whole = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+        tensors = dict(whole.named_parameters())
+        del whole
+        checkpointing._read = lambda path, key: tensors.pop(key).data
+    if variant == "every":
+
+        def from_files(model: transformers.PreTrainedModel, *_: object) -> object:
+            whole = type(model).from_pretrained(args.model_name, dtype=torch.float32)
+            model.load_state_dict(whole.state_dict(), assign=True)
+            model.model.rotary_emb = whole.model.rotary_emb
+
+        checkpointing.streamed_init = from_files
+    if variant == "accelerate":
+        from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+        # By these from_pretrained leaves the model empty on every rank but the first.
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=1,
+            cpu_ram_efficient_loading=True,
+            sync_module_states=True,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        whole = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+        return Accelerator(fsdp_plugin=plugin).prepare(whole)
+    return llama_fsdp.setup_model(args, device, pretrained=True)[0]
+
+
+def export(model: FSDP, directory: Path, args: argparse.Namespace) -> dict[str, float]:
+    """Memory and seconds of this rank."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    baseline, start = memory(peak=False), time.perf_counter()
+    checkpointing.export_model(model, ByT5Tokenizer(), directory / "export", args)
+    seconds = time.perf_counter() - start
+    return {"baseline_mb": baseline, "peak_mb": memory(peak=True), "seconds": seconds}
+
+
+def equal_tensors(model: FSDP, directory: Path) -> int:
+    """How many tensors, whole on rank 0, are those of `from_pretrained`; -1 if one is not."""
+    plain = {}
+    if dist.get_rank() == 0:
+        there = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        plain = dict(there.named_parameters())
+    same = [
+        torch.equal(tensor, plain[name])
+        for name, tensor in checkpointing._whole_tensors(model)
+        if plain
+    ]
+    return len(same) if all(same) and len(same) == len(plain) else -1
+
+
+def worker(variant: str, directory: Path) -> None:
+    """Load, and print the figures of all ranks as JSON on rank 0."""
+    flags = ["--precision", "fp32", "--max-shard-size", str(FILE / 1e3), "--export-dtype", "fp32"]
+    args = llama_fsdp.parse_args(["--model-name", str(directory), *flags])
+    device = llama_fsdp.setup(args)
+    dist.barrier()
+    baseline, start = memory(peak=False), time.perf_counter()
+    model = load(variant, args, device)
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    flat = [m._flat_param for m in model.modules() if isinstance(m, FSDP)]
+    mine = {
+        "baseline_mb": baseline,
+        "peak_mb": memory(peak=True),
+        "seconds": seconds,
+        "shard_mb": sum(p.nbytes for p in flat) / 1e6,
+        "largest_unit_mb": max(p._unpadded_unsharded_size.numel() for p in flat) * 4e-6,
+    }
+    if variant == "streamed":
+        mine["export"] = export(model, directory, args)
+        mine["equal_tensors"] = equal_tensors(model, directory)
+    ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    if dist.get_rank() == 0:
+        print(json.dumps(ranks), flush=True)
+    llama_fsdp.cleanup()
+
+
+def missed(ranks: list[dict]) -> list[str]:
+    """The bounds that the streamed variant misses."""
+    first, second = ranks[0], ranks[-1]
+    rise, written = first["peak_mb"] - first["baseline_mb"], first["export"]
+    export_rise = written["peak_mb"] - written["baseline_mb"]
+    most = first["shard_mb"] + 2 * first["largest_unit_mb"] + SLACK
+    export_most = FILE + first["largest_unit_mb"] + SLACK
+    share = first["peak_mb"] / second["peak_mb"]
+    found = {
+        f"rank 0's peak is {share:.3f} times rank 1's, more than 1.05": share > 1.05,
+        f"rank 0 rises by {rise:,.0f} MB, more than {most:,.0f}": rise > most,
+        f"export rises by {export_rise:,.0f} MB, more than {export_most:,.0f}": export_rise
+        > export_most,
+        "the weights are not those of from_pretrained": first["equal_tensors"] < 0,
+    }
+    return [sentence for sentence, is_so in found.items() if is_so]
+
+
+def main() -> int:
+    """Print a table and a JSON object; 1 if a bound is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, help="a Llama's directory (default: random, 1.1B)")
+    parser.add_argument("--processes", type=int, default=2, help="ranks")
+    parser.add_argument("--stored-dtype", choices=["float32", "bfloat16"], default="float32",
+        help="of the random model's files; the weights are fp32")  # fmt: skip
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker, args.model)
+        return 0
+    results: dict = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = args.model or Path(temporary, "model")
+        if not args.model:
+            make_model(directory, getattr(torch, args.stored_dtype))
+        read_seconds = read_files(directory)
+        for variant in VARIANTS:
+            command = [__file__, "--worker", variant, "--model", directory]
+            results[variant] = launch(args.processes, *command)
+    print("| variant | rank | s | MB before | MB at the peak | rise |\n|---|---|---|---|---|---|")
+    rows = [(name, rank, r) for name, ranks in results.items() for rank, r in enumerate(ranks)]
+    rows += [("export", rank, r["export"]) for rank, r in enumerate(results["streamed"])]
+    for name, rank, r in rows:
+        before, peak = r["baseline_mb"], r["peak_mb"]
+        numbers = f"{before:,.0f} | {peak:,.0f} | {peak - before:,.0f}"
+        print(f"| {name} | {rank} | {r['seconds']:.1f} | {numbers} |")
+    problems = missed(results["streamed"])
+    print(f"\nthe files are read once in {read_seconds:.1f} s; bounds missed: {problems or 'none'}")
+    print(json.dumps({"read_seconds": read_seconds, "variants": results, "missed": problems}))
+    return len(problems) > 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # as the scripts do, and why

@@ -1,0 +1,153 @@
+"""A Llama-2-7B-shaped model on one GPU: tokens/s, MFU and peak, ours and the Trainer's.
+
+    python benchmarks/one_gpu.py                                   # bf16, length 4096, 110 GB
+    python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to see that it runs
+
+Random weights in fp32 with AdamW, activation checkpointing, sequences of one document. MFU is the
+FLOPs that the model needs (llama_fsdp.py's `throughput`) against the datasheet's peak, and against
+a matrix product of bf16 measured in the same process. Each runs in a launch of its own, because the
+two do not fit together; they take turns, and the launch of the median step is shown.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+
+import torch
+import transformers
+from common import launch, random_batch, random_state, without_files
+from transformers import ByT5Tokenizer
+
+import llama_fsdp
+import memory_estimator
+
+
+def matmul_tflops(size: int) -> float:
+    """TFLOP/s of a square matrix product in bf16, the median of 20."""
+    left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(25):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        left @ right
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds[5:]) / 1e12
+
+
+def peak_mb() -> float:
+    """The largest sum of MB (10^6 bytes) that CUDA's allocator had given out."""
+    return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0.0
+
+
+def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
+    """Steps of llama_fsdp.py; seconds of each, FLOP/s and MFU."""
+    args = llama_fsdp.parse_args(
+        ["--model-name", directory, "--dataset", "docstrings", "--attention", options.attention,
+         "--max-seq-length", str(options.length), "--batch-size", str(options.batch_size),
+         *(["--compile"] if options.compile else [])]
+    )  # fmt: skip
+    device, seconds, args.mean_document = llama_fsdp.setup(args), [], options.length
+    gpu = device.type == "cuda"
+    found = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
+    without_files()
+    state = random_state(llama_fsdp, args, device)
+    for _ in range(options.steps + 2):
+        start = time.perf_counter()
+        batch = random_batch(llama_fsdp, args)  # the Trainer's loader counts too
+        llama_fsdp.train_step(args, state, [batch], [0])
+        if gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    median, tokens = statistics.median(seconds[2:]), options.batch_size * options.length
+    found |= llama_fsdp.throughput(args, state, tokens, median)
+    llama_fsdp.cleanup()
+    return found | {"seconds": median, "peak_mb": peak_mb(), "attention": args.attention}
+
+
+def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
+    """Steps of the Trainer on the same shape, in bf16 by autocast, with its fused AdamW."""
+    warnings.filterwarnings("ignore")
+    gpu, seconds = torch.cuda.is_available(), []
+    config = transformers.AutoConfig.from_pretrained(directory)
+    config.use_cache = False
+    with torch.device("cuda" if gpu else "cpu"):
+        model = transformers.LlamaForCausalLM(config)
+    rows = [{"input_ids": torch.randint(3, 256, (options.length,))} for _ in range(8)]
+    rows = [row | {"labels": row["input_ids"]} for row in rows]
+    args = transformers.TrainingArguments(
+        output_dir=f"{directory}/trainer", max_steps=options.steps + 2, report_to=[],
+        per_device_train_batch_size=options.batch_size, save_strategy="no", disable_tqdm=True,
+        bf16=gpu, use_cpu=not gpu, gradient_checkpointing=True, logging_steps=25,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        optim="adamw_torch_fused" if gpu else "adamw_torch",
+    )  # fmt: skip
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *_: object, **options: object) -> None:
+            if gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter())
+
+    transformers.Trainer(model, args, train_dataset=rows, callbacks=[Clock()]).train()
+    steps = [end - start for start, end in zip(seconds[1:], seconds[2:], strict=False)]
+    return {"seconds": statistics.median(steps), "peak_mb": peak_mb(), "attention": "sdpa"}
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    load = memory_estimator.load_config
+    names = [n for n in memory_estimator.BUILT_IN if load(n).model_type == "llama"]
+    parser.add_argument("--model", choices=names, default="llama-2-7b", help="shape")
+    parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences in a step")
+    parser.add_argument("--attention", default="auto", help="as in llama_fsdp.py")
+    parser.add_argument("--compile", action="store_true", help="ours with --compile")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each launch")
+    parser.add_argument("--turns", type=int, default=3, help="launches of each")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # loop, directory
+    options = parser.parse_args()
+    if options.worker:
+        loop, directory = options.worker
+        print(json.dumps({"ours": ours, "trainer": trainer}[loop](options, directory)))
+        return
+    results: dict[str, list[dict]] = {"ours": [], "trainer": []}
+    with tempfile.TemporaryDirectory() as directory:
+        load(options.model).save_pretrained(directory)
+        ByT5Tokenizer().save_pretrained(directory)
+        for _ in range(options.turns):
+            for loop, found in results.items():
+                found.append(launch(1, __file__, *sys.argv[1:], "--worker", loop, directory))
+    print(f"{options.model}, {options.batch_size} x {options.length} tokens a step\n")
+    print("| loop | attention | s per step | tokens/s | TFLOP/s | MFU | of the matmul | peak, MB |")
+    print("|---|---|---|---|---|---|---|---|")
+    medians = {
+        loop: sorted(found, key=lambda r: r["seconds"])[len(found) // 2]
+        for loop, found in results.items()
+    }
+    first, tokens = medians["ours"], options.batch_size * options.length
+    for loop, r in medians.items():
+        tflops = first.get("tflops_per_gpu", 0.0) * first["seconds"] / r["seconds"]
+        shares = [tflops / first.get(key, float("inf"))
+                  for key in ("assumed_peak_tflops", "matmul_tflops")]  # fmt: skip
+        print(
+            f"| {loop} | {r['attention']} | {r['seconds']:.3f} | {tokens / r['seconds']:,.0f} | "
+            f"{tflops:.1f} | {shares[0]:.3f} | {shares[1]:.3f} | {r['peak_mb']:,.0f} |"
+        )
+    if "matmul_tflops" in first:
+        print(f"\na matmul of 8192 x 8192 in bf16: {first['matmul_tflops']:.0f} TFLOP/s; "
+              f"datasheet: {first.get('assumed_peak_tflops', 'unknown')}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # as the scripts do, and why
