@@ -211,15 +211,17 @@ def common_problems(args: Namespace) -> list[str]:
     gpus = torch.cuda.device_count()
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     group = args.shard_group_size or local_size
-    uneven = group <= 1 or int(os.environ.get("WORLD_SIZE", 1)) % group  # 1 would never synchronise
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    uneven = group <= 1 or processes % group  # 1 would never synchronise
     checks = {
         "--precision fp16 needs a GPU, use bf16 or fp32": args.precision == "fp16" and not gpus,
         f"--nproc_per_node {local_size} is above the {gpus} GPUs": 0 < gpus < local_size,
         "--cpu-offload needs a GPU and a --strategy other than ddp": args.cpu_offload
         and (args.strategy == "ddp" or not gpus),
         "--compile needs a GPU": args.compile and not gpus,
-        "--cpu-offload accumulates gradients only with --accumulate-no-sync": args.cpu_offload
-        and args.gradient_accumulation_steps > 1 and not args.accumulate_no_sync,
+        "--cpu-offload accumulates gradients only with --accumulate-no-sync, on two processes or "
+        "more": args.cpu_offload and args.gradient_accumulation_steps > 1
+        and not (args.accumulate_no_sync and processes > 1),
         "--accumulate-no-sync cannot be used with no_shard": args.accumulate_no_sync
         and args.strategy == "no_shard",
         "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes":

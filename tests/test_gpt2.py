@@ -1,5 +1,6 @@
 """gpt2_fsdp.py against plain single-process PyTorch, under every strategy that a CPU can run."""
 
+import argparse
 import ast
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from ten_steps import SHARED_VARIANTS
 from transformers import ByT5Tokenizer, GPT2Config
 
 import gpt2_fsdp
+import policies
 
 TWO_RANKS = SHARED_VARIANTS | {
     "size": ["--wrap", "size", "--min-num-params", "3000"],
@@ -267,6 +269,23 @@ def test_bad_input_is_one_sentence(
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command))
     error = capfd.readouterr().err.strip().splitlines()[-1]
     assert end.value.code and error.startswith("error: ") and said in error
+
+
+def test_accumulation_that_offload_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP overwrites an offloaded gradient, unless no_sync keeps it on the GPU until the end; one
+    process never enters no_sync."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    parser = argparse.ArgumentParser()
+    policies.common_arguments(parser)
+    flags = ["--cpu-offload", "--gradient-accumulation-steps", "2"]
+    for processes, more, refused in (
+        ("1", ["--accumulate-no-sync"], True),
+        ("2", [], True),
+        ("2", ["--accumulate-no-sync"], False),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        problems = policies.common_problems(parser.parse_args([*flags, *more]))
+        assert refused == any("--cpu-offload accumulates" in problem for problem in problems)
 
 
 def test_an_empty_validation_set_and_an_unknown_column(
