@@ -392,6 +392,12 @@ def _write(
         raise OSError(f"{path} could not be saved, is the disk full? ({reason})") from None
 
 
+def _place(model: nn.Module) -> dcp_state.StateDictOptions:
+    """State dicts on the CPU where the parameters are: offloaded ones would go to the GPU, all of
+    them and their moments at once."""
+    return dcp_state.StateDictOptions(cpu_offload=next(model.parameters()).device.type == "cpu")
+
+
 def _describe(state: TrainState) -> dict[str, Any]:
     """What train_state.json holds besides the files' sums."""
     saved = {name: getattr(state, name) for name in COUNTERS}
@@ -412,7 +418,7 @@ def save_best(output: Path, state: TrainState, loss: float) -> None:
     wait_for_save(state)  # which, when it ends, deletes other best weights than it knew
     before, failed = (state.best_loss, state.best_step), state.failed_saves
     state.best_loss, state.best_step = loss, state.step
-    tensors = {"model": dcp_state.get_model_state_dict(state.model)}
+    tensors = {"model": dcp_state.get_model_state_dict(state.model, options=_place(state.model))}
     _attempt(state, _write, best_path(output, state), tensors, _describe(state))
     if state.failed_saves:
         state.best_loss, state.best_step = before
@@ -452,7 +458,9 @@ def save_checkpoint(output: Path, state: TrainState, keep: int, full: bool) -> b
     if state.saved_step == state.step:
         return False
     state.saved_step = state.step
-    model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer)
+    model, optimizer = dcp_state.get_state_dict(
+        state.model, state.optimizer, options=_place(state.model)
+    )
     states = pickle.dumps([read() for read, _ in RANDOM])
     rng = {str(dist.get_rank()): states}  # under one key for all, only rank 0's would be kept
     tensors = {"model": model, "optimizer": optimizer, "rng": rng}
@@ -472,6 +480,8 @@ def save_checkpoint(output: Path, state: TrainState, keep: int, full: bool) -> b
         return state.failed_saves == 0
     copy, group = BlockingAsyncStager().stage(tensors), state.save_group
     thread = ThreadPoolExecutor(max_workers=1)
+    if state.device.type == "cuda":  # or every rank's thread would open a context on GPU 0
+        thread.submit(torch.cuda.set_device, state.device)
     state.saving = thread.submit(_write, path, copy, _describe(state), full, group, prune)
     thread.shutdown(wait=False)
     return True
@@ -491,7 +501,7 @@ def _load(path: Path, tensors: dict[str, Any]) -> None:
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights, whatever world size and strategy wrote them."""
-    tensors = {"model": dcp_state.get_model_state_dict(model)}
+    tensors = {"model": dcp_state.get_model_state_dict(model, options=_place(model))}
     _load(path, tensors)
     dcp_state.set_model_state_dict(model, tensors["model"])
 
@@ -506,7 +516,9 @@ def load_checkpoint(path: Path, state: TrainState, seed: int, output: Path) -> N
     saved = json.loads((path / "train_state.json").read_text())
     rank, world_size = str(dist.get_rank()), dist.get_world_size()
     check_identity(path, state.identity)
-    model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer)
+    model, optimizer = dcp_state.get_state_dict(
+        state.model, state.optimizer, options=_place(state.model)
+    )
     same_world = saved["world_size"] == world_size
     settings = [group | {"params": []} for group in state.optimizer.param_groups]
     tensors = {"model": model, "optimizer": optimizer, "rng": {rank: b""} if same_world else {}}
