@@ -38,6 +38,8 @@ def measure(variant: str, tokens: int, width: int, vocabulary: int) -> dict[str,
             return torch.cuda.max_memory_allocated() / 1e6
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3
 
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     before, seconds = peak(), []
     for _ in range(3):
         start = time.perf_counter()

@@ -116,7 +116,7 @@ def equal_tensors(model: FSDP, directory: Path) -> int:
         there = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
         plain = dict(there.named_parameters())
     same = [
-        torch.equal(tensor, plain[name])
+        torch.equal(tensor.cpu(), plain[name])
         for name, tensor in checkpointing._whole_tensors(model)
         if plain
     ]

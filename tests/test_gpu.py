@@ -1,10 +1,13 @@
 """What only a GPU can show; on one GPU as one process, on more as two."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import launch, losses, metrics, weights
+from conftest import ROOT, launch, losses, metrics, weights
+from slurm_cluster import wait_until
 from transformers import ByT5Tokenizer, LlamaConfig
 
 import chat_dataset
@@ -135,22 +138,32 @@ def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
 
 
 def test_llama_of_7b_shape(tmp_path: Path) -> None:
-    """Random weights of Llama 2 7B, as a script's user would load them; its loss falls, in bf16."""
+    """Random weights of Llama 2 7B, as a script's user would load them; its loss falls, in bf16.
+    The run ends by a kill before it saves anything, or it would need 150 GB of disk."""
     if torch.cuda.get_device_properties(0).total_memory < 130e9:
         pytest.skip("fp32 weights, gradients and moments of 6.7B parameters take 108 GB")
     torch.manual_seed(0)
     config = LlamaConfig(num_key_value_heads=32)  # the defaults are 7B's
     with torch.device("cuda"):
-        model = llama_fsdp.transformers.LlamaForCausalLM(config)
+        model = llama_fsdp.transformers.LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path / "model")
     ByT5Tokenizer().save_pretrained(tmp_path / "model")
     del model
     torch.cuda.empty_cache()
-    output = tmp_path / "run"
-    command = ["--model-name", tmp_path / "model", "--max-steps", "10", "--log-every", "1",
-               "--num-train-samples", "200", "--num-val-samples", "10", "--save-every", "0",
-               "--output-dir", output, "--track-memory"]  # fmt: skip
-    launch(1, "llama_fsdp.py", *command)
+    output, log = tmp_path / "run", tmp_path / "log"
+    lines = output / "metrics.jsonl"
+    command = ["--model-name", tmp_path / "model", "--max-steps", "100", "--log-every", "1",
+               "--num-train-samples", "0", "--num-val-samples", "10", "--eval-every", "0",
+               "--save-every", "0", "--output-dir", output, "--track-memory"]  # fmt: skip
+    script = [sys.executable, ROOT / "llama_fsdp.py", *command]
+    with log.open("w") as file:
+        process = subprocess.Popen(list(map(str, script)), stdout=file, stderr=file)
+        try:
+            there = '"event": "train", "step": 10,'
+            wait_until(lambda: lines.exists() and there in lines.read_text(), 500, log.read_text)
+        finally:
+            process.kill()
+            process.wait()
     found = losses(output)
     assert found[10] < found[1]
     if "H200" in torch.cuda.get_device_name():
