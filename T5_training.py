@@ -47,6 +47,7 @@ import checkpointing
 import policies
 import summarization_dataset
 from checkpointing import TrainState
+from runtime import ranks
 
 Batch = dict[str, Tensor]
 
@@ -75,19 +76,21 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def setup(args: Namespace) -> torch.device:
-    """Join the process group (nccl for GPU tensors, gloo for CPU tensors); return the device."""
-    device, backend = torch.device("cpu"), "gloo"
+    """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
+    device = torch.device("cpu")
     options: dict[str, Any] = {"timeout": timedelta(minutes=args.timeout_minutes)}
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        backend, options["device_id"] = "cpu:gloo,cuda:nccl", device
+        options["device_id"] = device
+    backend = dist.get_default_backend_for_device(device)
     store, rank, world_size = dist.HashStore(), 0, 1  # without torchrun: one process
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=options["timeout"]))
     # When torchrun restarts its workers, the addresses of those before are still in the store.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    ranks.join_cpu_group(options["timeout"])
     transformers.set_seed(args.seed)
     return device
 
@@ -112,7 +115,7 @@ def setup_model(
         config = T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, **shape)
         model = T5ForConditionalGeneration(config)
     else:
-        directory = policies.first_on_node(checkpointing.model_directory, args.model_name)
+        directory = ranks.first_on_node(checkpointing.model_directory, args.model_name)
         config = AutoConfig.from_pretrained(directory)
         if config.model_type != "t5":
             raise ValueError(f"--model-name {args.model_name} is a {config.model_type}, not a t5")
@@ -156,7 +159,7 @@ def setup_data(
     Raises ValueError if the data cannot be had or are too few.
     """
     load = summarization_dataset.load_summarization
-    train_set, val_set = policies.first_on_node(load, args, tokenizer, dist.get_rank() == 0)
+    train_set, val_set = ranks.first_on_node(load, args, tokenizer, dist.get_rank() == 0)
     if len(train_set) < dist.get_world_size():
         raise ValueError(
             f"--dataset {args.dataset} gives {len(train_set)} training examples, fewer than the "
@@ -212,12 +215,12 @@ def train_step(
     """
     here = torch.tensor([count_tokens(batch) for batch in batches]).sum(dim=0).tolist()
     counts = torch.tensor([*here, state.stop()])
-    dist.all_reduce(counts)
+    dist.all_reduce(counts, group=ranks.cpu_group())
     targets, tokens, stop = counts.tolist()
     if stop:
         raise KeyboardInterrupt
     if targets == 0:
-        policies.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
+        ranks.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
     loss = torch.zeros((), device=state.device)
     for number, batch in enumerate(batches, start=1):
         batch = {key: value.to(state.device, non_blocking=True) for key, value in batch.items()}
@@ -229,18 +232,8 @@ def train_step(
         loss += share.detach()
     state.scaler.unscale_(state.optimizer)
     grad_norm = policies.clip_gradients(state.model, args.max_grad_norm)
-    scale = state.scaler.get_scale()  # 1 unless fp16
-    if scale < 1 or not (grad_norm.isfinite() or state.scaler.is_enabled()):
-        ranks = policies.ranks_where(not loss.isfinite()) or "none"
-        policies.exit_with(
-            f"step {state.step + 1}: gradient norm {grad_norm}, loss not finite on ranks {ranks}, "
-            f"samples {samples}"
-        )
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    if state.scaler.get_scale() >= scale:  # or fp16 overflowed, and the optimizer did not step
-        state.scheduler.step()
-    state.optimizer.zero_grad()
+    policies.check_finite(state.scaler, state.step + 1, loss, grad_norm, samples)
+    state.optimizer_step()
     state.step += 1
     state.consumed += len(samples)
     state.tokens += tokens
@@ -372,7 +365,7 @@ def summarize(
             ]
             real = (batch["labels"] != -100).any(dim=1).tolist()
             mine += itertools.compress(zip(*texts, strict=True), real)
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=ranks.cpu_group())
     dealt = itertools.chain(*itertools.zip_longest(*everyone))  # as GlobalBatchSampler deals
     return [triple for triple in dealt if triple][: args.rouge_samples]
 
@@ -389,7 +382,7 @@ def prepare(
     groups = policies.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     scheduler = policies.lr_schedule(args, optimizer, total_steps, sampler.steps_per_epoch)
-    scaler = policies.gradient_scaler(args, device)
+    scaler = policies.gradient_scaler(args, device, optimizer)
     sets = [x.dataset for x in (loader, *val_loaders.values())]
     samples = [len(d) for d in sets] + [
         d[i] for d in sets for i in range(0, len(d), len(d) // 256 + 1)
@@ -456,7 +449,7 @@ def fsdp_main(args: Namespace) -> int:
                     return 0
                 state, tokenizer, loader, val_loaders = prepare(args, device, checkpoint)
             except (OSError, ValueError) as error:
-                policies.exit_with(error)
+                ranks.exit_with(error)
             if status == "finished" and state.step >= state.total_steps:
                 if dist.get_rank() == 0:
                     print(f"{output} is finished, raise --max-steps or --epochs to train on")
@@ -474,11 +467,11 @@ def fsdp_main(args: Namespace) -> int:
                 raise
             finish(args, state, tokenizer, next(iter(val_loaders.values())))
     except checkpointing.SaveError as error:
-        policies.exit_with(error)
+        ranks.exit_with(error)
     except KeyboardInterrupt:
         return policies.STOPPED
     except RuntimeError as error:
-        policies.exit_if_peer_lost(error)
+        ranks.exit_if_peer_lost(error)
         raise
     finally:
         if device.type == "cpu" or sys.exc_info()[0] is None:  # nccl would wait for absent ranks

@@ -48,6 +48,8 @@ from transformers import (
     set_seed,
 )
 
+from runtime.ranks import cpu_group, on_every_rank, on_rank_zero
+
 RANDOM = [  # how the random states of a rank are read, and how they are restored
     (random.getstate, random.setstate),
     (numpy.random.get_state, numpy.random.set_state),
@@ -82,30 +84,19 @@ class TrainState:
     saved_step: int = 0
     failed_saves: int = 0  # in a row
 
+    def optimizer_step(self) -> None:
+        """Step the optimizer and the schedule; neither does where fp16 has overflowed."""
+        scale = self.scaler.get_scale()  # 1 unless fp16
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        overflowed = self.scaler.get_scale() < scale
+        if not overflowed:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
 
 class SaveError(OSError):
     """Two saves in a row failed, or the last one."""
-
-
-def on_every_rank(
-    function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None
-) -> list[Any]:
-    """Run `function` on each rank; all return all results, or raise the first rank's error."""
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    try:
-        outcome = function(*args), None
-    except (OSError, ValueError) as error:
-        outcome = None, error
-    dist.all_gather_object(outcomes, outcome, group=group)
-    for _, error in outcomes:
-        if error is not None:
-            raise error
-    return [result for result, _ in outcomes]
-
-
-def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on rank 0 alone; all ranks return its result, or raise its error."""
-    return on_every_rank(function if dist.get_rank() == 0 else lambda *_: None, *args)[0]
 
 
 @contextlib.contextmanager
@@ -281,7 +272,7 @@ def file_sum(path: Path) -> list[int]:
     """Size in bytes and CRC-32 of a file: `dcp.load` accepts altered bytes silently."""
     crc = 0
     with path.open("rb") as file:
-        while block := file.read(1 << 24):
+        while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return [path.stat().st_size, crc]
 
@@ -316,7 +307,7 @@ def status(directory: Path, state: TrainState) -> Iterator[None]:
         except KeyboardInterrupt:
             settle()
             write("stopped")
-            dist.barrier()  # the launcher may end all as soon as one has left
+            dist.barrier(group=cpu_group())  # the launcher may end all as soon as one has left
             raise
         except SystemExit:  # of all ranks: what was under way before is still good
             with contextlib.suppress(OSError):
@@ -356,6 +347,7 @@ def _write(
     with nothing left of `path`.
     """
     temporary, rank = path.with_name(f"tmp-{path.name}"), dist.get_rank()
+    group = group or cpu_group()
 
     def finish() -> None:
         if full:
@@ -378,7 +370,8 @@ def _write(
         then()
 
     try:
-        dcp.save(tensors, checkpoint_id=temporary, process_group=group)
+        writer = dcp.FileSystemWriter(temporary, overwrite=True)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
         mine = temporary.glob(f"__{rank}_*.distcp")
         sums = on_every_rank(lambda: {file.name: file_sum(file) for file in mine}, group=group)
         saved["files"] = {name: item for part in sums for name, item in part.items()}
@@ -392,10 +385,10 @@ def _write(
         raise OSError(f"{path} could not be saved, is the disk full? ({reason})") from None
 
 
-def _place(model: nn.Module) -> dcp_state.StateDictOptions:
-    """State dicts on the CPU where the parameters are: offloaded ones would go to the GPU, all of
-    them and their moments at once."""
-    return dcp_state.StateDictOptions(cpu_offload=next(model.parameters()).device.type == "cpu")
+def _options(model: nn.Module) -> dcp_state.StateDictOptions:
+    """FSDP's state dict is made of copies, which go to the host one by one: on the GPU they would
+    take as much again as the model and its optimizer. DDP's is made of the tensors themselves."""
+    return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP))
 
 
 def _describe(state: TrainState) -> dict[str, Any]:
@@ -418,7 +411,7 @@ def save_best(output: Path, state: TrainState, loss: float) -> None:
     wait_for_save(state)  # which, when it ends, deletes other best weights than it knew
     before, failed = (state.best_loss, state.best_step), state.failed_saves
     state.best_loss, state.best_step = loss, state.step
-    tensors = {"model": dcp_state.get_model_state_dict(state.model, options=_place(state.model))}
+    tensors = {"model": dcp_state.get_model_state_dict(state.model, options=_options(state.model))}
     _attempt(state, _write, best_path(output, state), tensors, _describe(state))
     if state.failed_saves:
         state.best_loss, state.best_step = before
@@ -459,7 +452,7 @@ def save_checkpoint(output: Path, state: TrainState, keep: int, full: bool) -> b
         return False
     state.saved_step = state.step
     model, optimizer = dcp_state.get_state_dict(
-        state.model, state.optimizer, options=_place(state.model)
+        state.model, state.optimizer, options=_options(state.model)
     )
     states = pickle.dumps([read() for read, _ in RANDOM])
     rng = {str(dist.get_rank()): states}  # under one key for all, only rank 0's would be kept
@@ -487,47 +480,71 @@ def save_checkpoint(output: Path, state: TrainState, keep: int, full: bool) -> b
     return True
 
 
-def _load(path: Path, tensors: dict[str, Any]) -> None:
-    """Fill `tensors` in place from a checkpoint, whose one file rank 0 makes shards again."""
-    shards = path
-    if (path / FULL).is_file():
-        shards = path.with_name(f"tmp-shards-{path.name}")
-        on_rank_zero(torch_save_to_dcp, path / FULL, shards)
-    dcp.load(tensors, checkpoint_id=shards)
-    if shards != path:
-        dist.barrier()
-        on_rank_zero(shutil.rmtree, shards)
+@contextlib.contextmanager
+def _shards(path: Path) -> Iterator[Path]:
+    """The directory that `dcp.load` reads; rank 0 makes one of a full checkpoint for the while."""
+    if not (path / FULL).is_file():
+        yield path
+        return
+    temporary = path.with_name(f"tmp-shards-{path.name}")
+    on_rank_zero(torch_save_to_dcp, path / FULL, temporary)
+    yield temporary
+    dist.barrier(group=cpu_group())
+    on_rank_zero(shutil.rmtree, temporary)
+
+
+def _read_weights(shards: Path, model: nn.Module) -> None:
+    options = _options(model)
+    tensors = {"model": dcp_state.get_model_state_dict(model, options=options)}
+    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    dcp_state.set_model_state_dict(model, tensors["model"], options=options)
+
+
+def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the moments; learning rate and other settings stay those of this run."""
+    options = _options(model)
+    settings = [group | {"params": []} for group in optimizer.param_groups]
+    tensors = {"optimizer": dcp_state.get_optimizer_state_dict(model, optimizer, options=options)}
+    # The line above made moments of zeros. They go, or they would stand beside the loaded ones.
+    # Those of one parameter stay: an optimizer without any is given moments of zeros again.
+    for parameter in list(optimizer.state)[1:]:
+        del optimizer.state[parameter]
+    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    dcp_state.set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=options)
+    for group, kept in zip(optimizer.param_groups, settings, strict=True):
+        group |= kept | {"params": group["params"]}
+
+
+def _read_random_states(shards: Path) -> list[Any]:
+    """This rank's random states, in the order of RANDOM."""
+    tensors = {"rng": {str(dist.get_rank()): b""}}
+    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    return pickle.loads(tensors["rng"][str(dist.get_rank())])
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights, whatever world size and strategy wrote them."""
-    tensors = {"model": dcp_state.get_model_state_dict(model, options=_place(model))}
-    _load(path, tensors)
-    dcp_state.set_model_state_dict(model, tensors["model"])
+    with _shards(path) as shards:
+        _read_weights(shards, model)
 
 
 def load_checkpoint(path: Path, state: TrainState, seed: int, output: Path) -> None:
     """Restore `state`, random states included; at another world size those are seeded anew.
 
+    Weights come first, then the optimizer, so that a state dict of both is never held.
     The best weights so far are those in `output`; of another run's checkpoint they stay behind.
 
     Raises ValueError on all ranks, naming what differs, if it is the state of another run.
     """
     saved = json.loads((path / "train_state.json").read_text())
-    rank, world_size = str(dist.get_rank()), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     check_identity(path, state.identity)
-    model, optimizer = dcp_state.get_state_dict(
-        state.model, state.optimizer, options=_place(state.model)
-    )
-    same_world = saved["world_size"] == world_size
-    settings = [group | {"params": []} for group in state.optimizer.param_groups]
-    tensors = {"model": model, "optimizer": optimizer, "rng": {rank: b""} if same_world else {}}
-    _load(path, tensors)
-    dcp_state.set_state_dict(
-        state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer
-    )
-    for group, flags in zip(state.optimizer.param_groups, settings, strict=True):
-        group |= flags | {"params": group["params"]}  # not the flags of the run that saved
+    random_states = None
+    with _shards(path) as shards:
+        _read_weights(shards, state.model)
+        _read_optimizer(shards, state.model, state.optimizer)
+        if saved["world_size"] == world_size:
+            random_states = _read_random_states(shards)
     state.scheduler.last_epoch = saved["schedule"] - 1
     state.scheduler.step()
     if saved["scaler"] and state.scaler.is_enabled():
@@ -538,16 +555,18 @@ def load_checkpoint(path: Path, state: TrainState, seed: int, output: Path) -> N
     try:
         on_every_rank(check_files, best_path(output, state))
     except ValueError as error:
-        if state.best_step and rank == "0":
+        if state.best_step and rank == 0:
             print(f"{error}: the best weights so far are lost")
         state.best_loss, state.best_step = float("inf"), 0
-    if same_world:  # last: what stands above may draw random numbers
-        for (_, restore), value in zip(RANDOM, pickle.loads(tensors["rng"][rank]), strict=False):
-            restore(value)
+    if random_states is None:
+        set_seed(seed + state.step * world_size + rank)
+        if rank == 0:
+            there = saved["world_size"]
+            print(f"{there} processes saved this, {world_size} go on: dropout reseeded")
         return
-    set_seed(seed + state.step * world_size + int(rank))
-    if rank == "0":
-        print(f"{saved['world_size']} processes saved this, {world_size} go on: dropout reseeded")
+    # Last: what stands above may draw random numbers.
+    for (_, restore), value in zip(RANDOM, random_states, strict=False):
+        restore(value)
 
 
 def check_identity(path: Path, here: dict[str, Any]) -> None:
@@ -742,7 +761,7 @@ def report_memory(device: torch.device) -> Iterator[None]:
 
     start, begin, gathered = time.perf_counter(), now(), [None] * dist.get_world_size()
     yield
-    dist.all_gather_object(gathered, (begin, now()))
+    dist.all_gather_object(gathered, (begin, now()), group=cpu_group())
     if dist.get_rank() == 0:
         print(f"loaded in {time.perf_counter() - start:.1f} s; memory in MB at begin, end, peak")
         for place, name in enumerate(("CPU", "GPU")[: len(begin) // 2]):
@@ -809,4 +828,4 @@ def export_model(
         (temporary / "generation_config.json").write_text(generation)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
-    dist.barrier()
+    dist.barrier(group=cpu_group())

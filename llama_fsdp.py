@@ -58,6 +58,7 @@ import checkpointing
 import policies
 import summarization_dataset
 from checkpointing import TrainState
+from runtime import ranks
 
 Batch = dict[str, Tensor]
 PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "L40S": 362}  # bf16, dense
@@ -96,19 +97,21 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def setup(args: Namespace) -> torch.device:
-    """Join the process group (nccl for GPU tensors, gloo for CPU tensors); return the device."""
-    device, backend = torch.device("cpu"), "gloo"
+    """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
+    device = torch.device("cpu")
     options: dict[str, Any] = {"timeout": timedelta(minutes=args.timeout_minutes)}
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        backend, options["device_id"] = "cpu:gloo,cuda:nccl", device
+        options["device_id"] = device
+    backend = dist.get_default_backend_for_device(device)
     store, rank, world_size = dist.HashStore(), 0, 1  # without torchrun: one process
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=options["timeout"]))
     # When torchrun restarts its workers, the addresses of those before are still in the store.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    ranks.join_cpu_group(options["timeout"])
     transformers.set_seed(args.seed)
     return device
 
@@ -277,7 +280,7 @@ def setup_model(
         ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
         config = LlamaConfig(vocab_size=len(tokenizer), **ids, **shape)
     else:
-        directory = policies.first_on_node(checkpointing.model_directory, args.model_name)
+        directory = ranks.first_on_node(checkpointing.model_directory, args.model_name)
         config = AutoConfig.from_pretrained(directory)
         if config.model_type != "llama":
             name = f"--model-name {args.model_name}"
@@ -388,7 +391,7 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[
     train_sets, val_sets = [], {}
     for name in args.dataset:
         parts = (args, tokenizer, name, dist.get_rank() == 0)
-        train_set, val_set = policies.first_on_node(load_documents, *parts)
+        train_set, val_set = ranks.first_on_node(load_documents, *parts)
         train_sets.append(train_set)
         val_sets[name] = chat_dataset.Packs(val_set, args)
     packs = chat_dataset.Packs(concatenate_datasets(train_sets), args)
@@ -464,12 +467,12 @@ def train_step(
     """
     here = torch.tensor([count_tokens(batch) for batch in batches]).sum(dim=0).tolist()
     counts = torch.tensor([*here, state.stop()])
-    dist.all_reduce(counts)
+    dist.all_reduce(counts, group=ranks.cpu_group())
     targets, tokens, stop = counts.tolist()
     if stop:
         raise KeyboardInterrupt
     if targets == 0:
-        policies.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
+        ranks.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
     loss = torch.zeros((), device=state.device)
     for number, batch in enumerate(batches, start=1):
         batch = {key: value.to(state.device, non_blocking=True) for key, value in batch.items()}
@@ -481,18 +484,8 @@ def train_step(
         loss += share.detach()
     state.scaler.unscale_(state.optimizer)
     grad_norm = policies.clip_gradients(state.model, args.max_grad_norm)
-    scale = state.scaler.get_scale()  # 1 unless fp16
-    if scale < 1 or not (grad_norm.isfinite() or state.scaler.is_enabled()):
-        ranks = policies.ranks_where(not loss.isfinite()) or "none"
-        policies.exit_with(
-            f"step {state.step + 1}: gradient norm {grad_norm}, loss not finite on ranks {ranks}, "
-            f"samples {samples}"
-        )
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
-    if state.scaler.get_scale() >= scale:  # or fp16 overflowed, and the optimizer did not step
-        state.scheduler.step()
-    state.optimizer.zero_grad()
+    policies.check_finite(state.scaler, state.step + 1, loss, grad_norm, samples)
+    state.optimizer_step()
     state.step += 1
     state.consumed += len(samples)
     state.tokens += tokens
@@ -608,7 +601,7 @@ def prepare(
     groups = policies.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     scheduler = policies.lr_schedule(args, optimizer, total_steps, sampler.steps_per_epoch)
-    scaler = policies.gradient_scaler(args, device)
+    scaler = policies.gradient_scaler(args, device, optimizer)
     sets = [x.dataset for x in (loader, *val_loaders.values())]
     samples = [len(d) for d in sets] + [
         d[i] for d in sets for i in range(0, len(d), len(d) // 256 + 1)
@@ -671,7 +664,7 @@ def fsdp_main(args: Namespace) -> int:
                     return 0
                 state, tokenizer, loader, val_loaders = prepare(args, device, checkpoint)
             except (OSError, ValueError) as error:
-                policies.exit_with(error)
+                ranks.exit_with(error)
             if status == "finished" and state.step >= state.total_steps:
                 if dist.get_rank() == 0:
                     print(f"{output} is finished, raise --max-steps or --epochs to train on")
@@ -689,11 +682,11 @@ def fsdp_main(args: Namespace) -> int:
                 raise
             finish(args, state, tokenizer)
     except checkpointing.SaveError as error:
-        policies.exit_with(error)
+        ranks.exit_with(error)
     except KeyboardInterrupt:
         return policies.STOPPED
     except RuntimeError as error:
-        policies.exit_if_peer_lost(error)
+        ranks.exit_if_peer_lost(error)
         raise
     finally:
         if device.type == "cpu" or sys.exc_info()[0] is None:  # nccl would wait for absent ranks

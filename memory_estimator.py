@@ -38,6 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
 import policies
+from runtime import ranks
 
 FAMILIES = {  # script, its classes of the model and of the block, its default length in tokens
     "llama": ("llama_fsdp", "LlamaForCausalLM", "LlamaDecoderLayer", 2048),
@@ -98,7 +99,7 @@ TRAFFIC = {"train": "cpu_bytes_per_node", "load": "load_cpu_bytes_per_node",
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once."""
     parser = ArgumentParser(description=__doc__, formatter_class=policies.HelpFormatter)
-    parser.error = policies.exit_with
+    parser.error = ranks.exit_with
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help="hub id, directory, config.json, "
         f"or one of {', '.join(BUILT_IN)}")  # fmt: skip
@@ -476,7 +477,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         model = read_model(args)
     except ValueError as error:
-        policies.exit_with(error)
+        ranks.exit_with(error)
     chosen = choices(model, args)
     rows = [estimate(model, args, *choice) for choice in chosen]
     if args.json:
@@ -494,7 +495,7 @@ def main(argv: list[str] | None = None) -> None:
         most = [estimate(model, args, *choice) for choice in chosen]
         best = min(most, key=lambda row: row["total_bytes"])
         term = max(TERMS, key=lambda term: best[f"{term}_bytes"])
-        policies.exit_with(
+        ranks.exit_with(
             f"{args.model_name} fits {args.gpu_memory_gb:g} GB on no number of nodes: on "
             f"{MOST_NODES}, under {best['strategy']}, the largest term is {term}_bytes, "
             f"{best[f'{term}_bytes'] / 1e9:.1f} GB of {best['total_bytes'] / 1e9:.1f}"

@@ -12,14 +12,12 @@ import os
 import re
 import resource
 import signal
-import sys
 import threading
 import time
 import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +32,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from runtime import ranks
 
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
@@ -63,15 +63,6 @@ STOPPED = 75  # exit code of a run that stopped on request, and goes on when it 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Show the defaults, and the script's docstring as it is written."""
-
-
-def exit_with(error: object) -> NoReturn:
-    """End with exit code 1 and one sentence, said by rank 0."""
-    if int(os.environ.get("RANK", 0)) != 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(20)  # rank 0's end ends this one too, unless this one alone is in trouble
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(1)
 
 
 class StopRequest:
@@ -131,28 +122,11 @@ class StopRequest:
             self._set_alarm()
 
 
-def ranks_where(here: bool) -> list[int]:
-    """The ranks on which it is so; all ranks."""
-    flags = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    flags[dist.get_rank()] = here
-    dist.all_reduce(flags)
-    return flags.nonzero().flatten().tolist()
-
-
-def exit_if_peer_lost(error: RuntimeError) -> None:
-    """End quietly if a collective failed for want of another rank, whose error is the cause."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs):
-        rank = dist.get_rank()
-        print(f"rank {rank} has lost another rank: see that one's error", file=sys.stderr)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(20)  # torchrun ends this one as soon as it sees the other's end
-        os._exit(1)
-
-
 def common_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags that mean the same in every script; `set_defaults` changes a default."""
-    parser.formatter_class, parser.error, parser.allow_abbrev = HelpFormatter, exit_with, False
+    parser.formatter_class = HelpFormatter
+    parser.error = ranks.exit_with
+    parser.allow_abbrev = False
     switch = {"action": argparse.BooleanOptionalAction, "default": False}
 
     add = parser.add_argument_group("run").add_argument
@@ -214,7 +188,6 @@ def common_problems(args: Namespace) -> list[str]:
     processes = int(os.environ.get("WORLD_SIZE", 1))
     uneven = group <= 1 or processes % group  # 1 would never synchronise
     checks = {
-        "--precision fp16 needs a GPU, use bf16 or fp32": args.precision == "fp16" and not gpus,
         f"--nproc_per_node {local_size} is above the {gpus} GPUs": 0 < gpus < local_size,
         "--cpu-offload needs a GPU and a --strategy other than ddp": args.cpu_offload
         and (args.strategy == "ddp" or not gpus),
@@ -232,8 +205,13 @@ def common_problems(args: Namespace) -> list[str]:
 
 def resolve_precision(precision: str) -> str:
     """`auto` is bf16 where the GPU computes it natively, and fp32 elsewhere."""
-    native = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    return precision if precision != "auto" else "bf16" if native else "fp32"
+    if precision == "auto":
+        if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16"
+        return "fp32"
+    if precision == "fp16" and not torch.cuda.is_available() and os.environ.get("RANK", "0") == "0":
+        print("--precision fp16 is slow on a CPU: use it for trials", flush=True)
+    return precision
 
 
 def wrap_policy(*classes: type[nn.Module]) -> functools.partial:
@@ -288,10 +266,20 @@ def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContex
     return torch.autocast(device.type, dtype, enabled=enabled)
 
 
-def gradient_scaler(args: Namespace, device: torch.device) -> torch.amp.GradScaler:
-    """The loss scaler of fp16, which passes everything through in other precisions."""
-    scaler = torch.amp.GradScaler if args.strategy == "ddp" else ShardedGradScaler
-    return scaler(device.type, enabled=args.precision == "fp16")
+def gradient_scaler(
+    args: Namespace, device: torch.device, optimizer: Optimizer
+) -> torch.amp.GradScaler:
+    """The loss scaler of fp16. In other precisions it passes everything through.
+
+    A fused optimizer skips a step by itself, in its kernel, where the scaler's `found_inf` is 1.
+    ShardedGradScaler sums `found_inf` over the ranks, in shape (1,), which the kernel takes for
+    another number or not at all. So under FSDP the scaler decides, before it calls the optimizer.
+    """
+    enabled = args.precision == "fp16"
+    if args.strategy == "ddp":
+        return torch.amp.GradScaler(device.type, enabled=enabled)
+    optimizer._step_supports_amp_scaling = False
+    return ShardedGradScaler(device.type, enabled=enabled)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -299,6 +287,26 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     if isinstance(model, FSDP):
         return model.clip_grad_norm_(max_norm)
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def check_finite(
+    scaler: torch.amp.GradScaler, step: int, loss: torch.Tensor, norm: torch.Tensor, samples: list
+) -> None:
+    """End the run, on all ranks, if the gradient norm of `step` is not finite.
+
+    fp16 may overflow: the scaler then skips the step and halves its scale. A run whose scale would
+    fall below 1 ends. `loss` is this rank's share, `samples` are those of all ranks.
+    """
+    if norm.isfinite():
+        return
+    if scaler.is_enabled() and scaler.get_scale() * scaler.get_backoff_factor() >= 1:
+        return
+    reason = ", the loss scale of fp16 would fall below 1" if scaler.is_enabled() else ""
+    where = ranks.ranks_where(not loss.isfinite()) or "none"
+    ranks.exit_with(
+        f"step {step}: gradient norm {norm}, loss not finite on ranks {where}, samples {samples}"
+        f"{reason}"
+    )
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
@@ -385,24 +393,6 @@ class GlobalBatchSampler:
             mine = samples[self.rank :: self.world_size]
             for start in range(0, self.global_batch // self.world_size, self.batch_size):
                 yield mine[start : start + self.batch_size]
-
-
-def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on one process per node, then on the others, which find its files cached.
-
-    Returns its result; its ValueError or OSError on any rank is raised on all of them.
-    """
-    for first in (True, False):
-        error, errors = None, [None] * dist.get_world_size()
-        if first == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
-            try:
-                result = function(*args)
-            except (OSError, ValueError) as raised:
-                error = raised
-        dist.all_gather_object(errors, error)
-        if any(errors):
-            raise next(filter(None, errors))
-    return result
 
 
 def peak_memory(args: Namespace, device: torch.device) -> dict[str, float]:

@@ -1,0 +1,112 @@
+"""Helpers for the processes of a run: work on all of them or on some, and ends that say why.
+
+Imports nothing else of this repository. All ranks call a function together unless it says
+otherwise.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 20  # that a rank leaves to another to say what went wrong
+
+_cpu_group: dist.ProcessGroup | None = None
+
+
+def join_cpu_group(timeout: timedelta) -> None:
+    """Make the group for objects and tensors in CPU memory; call it after `init_process_group`.
+
+    The default group has the backend of the device alone. With a mixed one (cpu:gloo,cuda:nccl)
+    FSDP1 takes the optimizer's shards for CPU tensors (`_get_pg_default_device` answers cpu) and
+    leaves them on the GPU when a state dict should go to the host: 8 bytes per parameter.
+    """
+    global _cpu_group
+    _cpu_group = None  # gloo is the default group on a CPU
+    if dist.get_backend() != "gloo":
+        _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+
+
+def cpu_group() -> dist.ProcessGroup | None:
+    """The group that `join_cpu_group` made; None is the default group."""
+    return _cpu_group
+
+
+def on_every_rank(
+    function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None
+) -> list[Any]:
+    """Run `function` on each rank. All ranks return all results.
+
+    The first rank's OSError or ValueError is raised on all ranks. `group` is one for CPU tensors
+    (default: that of `cpu_group`).
+    """
+    result, error = None, None
+    try:
+        result = function(*args)
+    except (OSError, ValueError) as raised:
+        error = raised.with_traceback(None)  # its frames would keep their local variables alive
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (result, error), group=group or cpu_group())
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
+
+
+def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` on rank 0 alone. All ranks return its result, or raise its error."""
+    if dist.get_rank() == 0:
+        return on_every_rank(function, *args)[0]
+    return on_every_rank(lambda: None)[0]
+
+
+def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` on one process per node, then on the others, which find its files cached.
+
+    Returns its result. An OSError or ValueError on any rank is raised on all of them.
+    """
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    result = None
+
+    def run() -> None:
+        nonlocal result
+        result = function(*args)
+
+    for turn_of_first in (True, False):
+        on_every_rank(run if turn_of_first == is_first else lambda: None)
+    return result
+
+
+def ranks_where(condition: bool) -> list[int]:
+    """The ranks on which `condition` is true."""
+    flags = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    flags[dist.get_rank()] = condition
+    dist.all_reduce(flags, group=cpu_group())
+    return flags.nonzero().flatten().tolist()
+
+
+def exit_with(error: object) -> NoReturn:
+    """End with exit code 1 and one sentence, said by rank 0. Any number of ranks may call it."""
+    if int(os.environ.get("RANK", 0)) != 0:
+        # Rank 0's end ends this rank too. If this rank alone is in trouble, it speaks in the end.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(GRACE_SECONDS)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def exit_if_peer_lost(error: RuntimeError) -> None:
+    """End quietly if a collective failed because another rank is gone; that rank's error counts."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs):
+        rank = dist.get_rank()
+        print(f"rank {rank} has lost another rank: see that one's error", file=sys.stderr)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(GRACE_SECONDS)  # torchrun ends this rank when it sees the other's end
+        os._exit(1)

@@ -1,0 +1,105 @@
+"""Run under torchrun by test_state_dicts.py: what a save and a resume hold above what trains.
+
+    state_dict_worker.py RESULT.json MODEL_DIRECTORY TEXT OUTPUT_DIR FLAGS...
+
+Rank 0 writes, in bytes: `shard`, a rank's parameters in fp32; `unit`, the largest FSDP unit in
+fp32; and the peak and the rest of a save and of a resume above what lived before, on the host and,
+with SIMULATED=1 on the simulated device, on the device.
+"""
+
+# ruff: noqa: E402 (what is imported is translated for the simulated device)
+
+import gc
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+SIMULATED = "SIMULATED" in os.environ
+if SIMULATED:
+    from simdev.run import install
+
+    install(str(ROOT))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+import checkpointing
+import gpt2_fsdp
+
+
+def resident(key: str) -> int:
+    """Bytes of this process in memory: VmRSS now, VmHWM at most since the last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+
+def peaks(function: Callable[[], object]) -> dict[str, int]:
+    """Bytes at most while `function` runs, and after it, above those before it."""
+    gc.collect()
+    if SIMULATED:
+        sim = torch.sim
+        sim.reset_peak_memory_stats()
+        sim.host_reset_peak()
+        device, host = sim.memory_allocated(), sim.host_memory()
+        function()
+        return {
+            "device": sim.max_memory_allocated() - device,
+            "device_after": sim.memory_allocated() - device,
+            "host": sim.host_peak() - host,
+            "host_after": sim.host_memory() - host,
+        }
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    host = resident("VmRSS")
+    function()
+    return {"host": resident("VmHWM") - host, "host_after": resident("VmRSS") - host}
+
+
+def prepared(args: Namespace, device: torch.device, steps: int) -> checkpointing.TrainState:
+    """A state after so many steps."""
+    state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
+    batches = iter(loader)
+    for _ in range(steps):
+        gpt2_fsdp.train_step(args, state, [next(batches)], [0])
+    return state
+
+
+def main() -> None:
+    """Save twice, the first time to import what a save needs, then resume a fresh state."""
+    result, model, text, output, *flags = sys.argv[1:]
+    common = ["--model-name", model, "--train-file", text, "--val-file", text, "--block-size", "32",
+              "--batch-size", "1", "--output-dir", output]  # fmt: skip
+    args = gpt2_fsdp.parse_args([*common, *flags])
+    directory = Path(output)
+    device = gpt2_fsdp.setup(args)
+    checkpointing.open_output(directory, "auto", "gpt2_fsdp")
+    full = args.checkpoint_type == "full"
+
+    state = prepared(args, device, 2)
+    checkpointing.save_checkpoint(directory, state, 2, full)
+    state.saved_step = -1
+    units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
+    sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
+    found = {
+        "shard": 4 * sum(parameter.numel() for parameter in state.model.parameters()),
+        "unit": 4 * max(sizes),
+        "save": peaks(lambda: checkpointing.save_checkpoint(directory, state, 2, full)),
+    }
+    del state, units
+
+    state = prepared(args, device, 0)
+    path = directory / "checkpoints" / "step-00000002"
+    found["resume"] = peaks(lambda: checkpointing.load_checkpoint(path, state, 0, directory))
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+    gpt2_fsdp.cleanup()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # as the scripts do, and why

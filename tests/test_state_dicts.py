@@ -1,0 +1,69 @@
+"""What a save and a resume hold above what trains: 12 bytes per parameter, weights and moments."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, launch
+from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
+
+SIMULATOR = ROOT.parent / "shared/simdev"
+
+
+@pytest.fixture(scope="module")
+def deep_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPT-2 of 19 million parameters in many blocks: none is a large part of the whole."""
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer()
+    shape = {"n_embd": 256, "n_layer": 24, "n_head": 4, "n_positions": 64}
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=1, **shape)
+    path = tmp_path_factory.mktemp("deep")
+    GPT2LMHeadModel(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def measured(model: Path, text: Path, directory: Path, *flags: str, **environment: str) -> dict:
+    """What state_dict_worker.py found on two ranks."""
+    result = directory / "result.json"
+    worker = ["tests/state_dict_worker.py", result, model, text, directory / "run", *flags]
+    launch(2, *worker, env=os.environ | environment)
+    return json.loads(result.read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_on_the_cpu(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
+    """A save holds one copy of what it writes. A resume holds the weights, then the moments."""
+    # Every tensor gets pages of its own, which go back when it goes.
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
+    found = measured(deep_gpt2, texts[0], tmp_path, **malloc)
+    parameter = found["shard"] / 4  # so many bytes are 1 per parameter
+    assert 12 * parameter < found["save"]["host"] < 13 * parameter
+    assert found["save"]["host_after"] < parameter
+    moments = 8 * parameter  # they live on
+    assert found["resume"]["host"] - moments < 12 * parameter + found["unit"]
+    assert found["resume"]["host_after"] - moments < parameter
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
+@pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
+@pytest.mark.parametrize("flags", [[], ["--cpu-offload"]], ids=" ".join)
+def test_on_a_simulated_device(
+    flags: list[str], deep_gpt2: Path, texts: tuple, tmp_path: Path
+) -> None:
+    """State dicts go to the host as they are made; with offload nothing stays on the device."""
+    simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
+    found = measured(deep_gpt2, texts[0], tmp_path, *flags, **simulated)
+    parameter, unit = found["shard"] / 4, found["unit"]
+    moments = 0 if flags else 8 * parameter
+    save, resume = found["save"], found["resume"]
+    assert save["device"] < unit + parameter
+    assert resume["device"] - moments < unit + 8 * parameter
+    assert 12 * parameter < save["host"] < 13 * parameter
+    assert resume["host"] < 13 * parameter
+    assert save["device_after"] < 1000 and abs(resume["device_after"] - moments) < 1000
