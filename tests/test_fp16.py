@@ -1,0 +1,61 @@
+"""fp16 with its loss scaler, on two CPU processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import launch
+
+
+@pytest.fixture(scope="module")
+def results(
+    t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
+    chats: Path, tmp_path_factory: pytest.TempPathFactory,
+) -> dict:  # fmt: skip
+    """What fp16_worker.py found by script and strategy, and what it said."""
+    directory = tmp_path_factory.mktemp("fp16")
+    scripts = {
+        "T5_training": ["--model-name", t5_directory, "--dataset", pairs, "--batch-size", "8"],
+        "gpt2_fsdp": ["--model-name", gpt2_directory, "--train-file", texts[0], "--val-file",
+                      texts[1], "--block-size", "32"],
+        "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats, "--max-seq-length",
+                       "64", "--batch-size", "2"],
+    }  # fmt: skip
+    shared = ["--max-steps", "12", "--lr", "1e-3", "--lr-schedule", "constant"]
+    flags = {name: [*map(str, own), *shared] for name, own in scripts.items()}
+    result = directory / "result.json"
+    said = launch(2, "tests/fp16_worker.py", result, directory, json.dumps(flags))
+    return {"said": said} | json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp"])
+@pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
+def test_twelve_steps_are_near_fp32(script: str, strategy: str, results: dict) -> None:
+    """None is skipped, as the scale stays; a resume has the scaler's state."""
+    found = results[f"{script} {strategy}"]
+    assert len(found["fp16"]["losses"]) == 12
+    assert found["fp16"]["losses"] == pytest.approx(found["fp32"]["losses"], rel=2e-3)
+    assert found["fp16"]["losses"] != found["fp32"]["losses"]
+    assert found["fp16"]["scale"] == 2**12
+    assert found["scaler_resumed"]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp"])
+@pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
+def test_an_overflow_changes_nothing(script: str, strategy: str, results: dict) -> None:
+    """On one rank alone, and on all ranks once gradients are reduced, it halves the scale. Where
+    that would fall below 1, it ends the run."""
+    steps = results[f"{script} {strategy}"]["overflows"]
+    moved = {"changed": [0, 1], "scale": 1, "schedule": 1, "ended": []}
+    skipped = {"changed": [], "scale": 0.5, "schedule": 0, "ended": []}
+    ended = {"changed": [], "scale": 1, "schedule": 0, "ended": [0, 1]}
+    expected = {"loss": skipped, "shard": skipped, "none": moved, "last": ended}
+    if strategy == "ddp":
+        del expected["shard"]
+    assert steps == expected
+
+
+def test_fp16_says_what_it_does(results: dict) -> None:
+    """That it is slow on a CPU, and why a run ended."""
+    assert "--precision fp16 is slow on a CPU" in results["said"].stdout
+    assert "the loss scale of fp16 would fall below 1" in results["said"].stderr
