@@ -1,16 +1,22 @@
-"""Chats for supervised fine-tuning, from rows to packed batches. Copy along with llama_fsdp.py and
-summarization_dataset.py, whose read_file, read_hub, docstring_rows and cached_map read the rows."""
+"""Chats for supervised fine-tuning, from rows to packed batches.
+
+Copy this file along with llama_fsdp.py and the folder runtime/.
+"""
 
 import hashlib
+import random
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
 from functools import partial
+from pathlib import Path
 
 import torch
 from datasets import Dataset, List, Value
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from runtime import readers
 
 ROLES = ("system", "user", "assistant")
 # Spaces stand before turns, not after: the text of a longer chat begins with that of a shorter one.
@@ -44,7 +50,7 @@ def check_arguments(args: Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')} must be {low} or more" for name, low in wrong]
 
 
-def kind(name: str, columns: list[str], text_column: str) -> str:
+def find_kind(name: str, columns: list[str], text_column: str) -> str:
     """What the rows of data set `name` hold: messages, prompt or text; ValueError if none."""
     known = {"messages": {"messages"}, "prompt": {"prompt", "completion"}, "text": {text_column}}
     for found in (kind for kind, needed in known.items() if needed <= set(columns)):
@@ -134,6 +140,77 @@ def held_out(keys: list[int]) -> list[bool]:
     if len(distinct) < 2:
         raise ValueError("5% cannot be held out: no two rows differ before the first answer")
     return [key < distinct[max(1, len(distinct) // 20)] for key in keys]
+
+
+def read_rows(name: str, args: Namespace) -> list[Dataset]:
+    """The rows of data set `name`: a training and a validation set, or one that is to be split.
+
+    Raises ValueError, with a sentence for the user, if they cannot be had.
+    """
+    if name == "docstrings":
+        rows = readers.docstring_rows()
+        return [rows.rename_columns({"headline": "prompt", "text": "completion"})]
+    path = Path(name)
+    if path.is_file() or path.suffix:
+        if path.suffix.lower() not in readers.KINDS:
+            known = ", ".join(readers.KINDS)
+            raise ValueError(f"--dataset {name} is of no known kind: {known}")
+        return [readers.read_file(path)]
+    splits = readers.read_hub(name, args)
+    return [splits[part] for part in dict.fromkeys((args.train_split, args.val_split))]
+
+
+def load_documents(
+    args: Namespace, tokenizer: Tokenizer, name: str, verbose: bool
+) -> tuple[Dataset, Dataset]:
+    """Training and validation documents of data set `name`, with the columns of FEATURES.
+
+    They come from the cache if they are there. `verbose` prints how many there are and what was
+    cut. Raises ValueError, with a sentence for the user, if there are none.
+    """
+    identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
+    identity += (tokenizer.chat_template, *readers.tokenizer_identity(tokenizer))
+    encoded = []
+    for rows in read_rows(name, args):
+        kind = find_kind(name, rows.column_names, args.text_column)
+        encode_batch = encoder(name, kind, tokenizer, args)
+        encoded.append(
+            readers.cached_map(rows, encode_batch, FEATURES, *identity, with_indices=True)
+        )
+    if len(encoded) == 1:
+        rows = encoded[0]
+        is_held_out = held_out(rows["key"][:])
+        train_set = rows.select([i for i, out in enumerate(is_held_out) if not out])
+        val_set = rows.select([i for i, out in enumerate(is_held_out) if out])
+    else:
+        train_set, val_set = encoded
+    train_set = choose(train_set, args.num_train_samples, f"{name}, training", verbose)
+    val_set = choose(val_set, args.num_val_samples, f"{name}, validation", verbose)
+    return train_set, val_set
+
+
+def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
+    """A random choice of `limit` documents (0: all), without those that have no target left.
+
+    A chat has none if its first answer begins after --max-seq-length. Raises ValueError if that is
+    so of all of them.
+    """
+    limit = min(limit or len(rows), len(rows))
+    rows = rows.select(sorted(random.Random(0).sample(range(len(rows)), limit)))
+    cut = {i: tokens for i, tokens in enumerate(rows["cut"][:]) if tokens}
+    empty = set()
+    for i, labels in zip(cut, rows.select(list(cut))["labels"], strict=True):
+        if all(label == -100 for label in labels):
+            empty.add(i)
+    if verbose:
+        print(
+            f"{name}: {limit:,} documents; {len(cut):,} cut to --max-seq-length, losing "
+            f"{sum(cut.values()):,} tokens; {len(empty):,} left out, whose answers begin after it",
+            flush=True,
+        )
+    if len(empty) == limit:
+        raise ValueError(f"{name}: no answer begins within --max-seq-length")
+    return rows.select([i for i in range(limit) if i not in empty])
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:

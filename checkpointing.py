@@ -1,6 +1,6 @@
 """Save, load, prune and export what is trained; stream pretrained weights into an FSDP model.
 
-Copy this file along with a script; it imports nothing else of this repository and names no model.
+Copy this file along with a script and the folder runtime/. It names no model.
 All ranks call a function together unless its docstring says "rank 0 alone".
 """
 

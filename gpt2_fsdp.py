@@ -8,28 +8,21 @@
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
-Face model. Copy this file with policies.py, checkpointing.py and summarization_dataset.py; for
-another model change `setup_model`, for other data `setup_data`.
+Face model. Copy this file with policies.py, checkpointing.py, block_dataset.py and the folder
+runtime/; for another model change `setup_model`, for other data `setup_data`.
 
 Left out on purpose: attention that stops at document boundaries (see llama_fsdp.py).
 """
 
 import contextlib
-import functools
-import inspect
-import io
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 import time
-import zlib
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Iterator
 from datetime import timedelta
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
+from datasets import Dataset, disable_progress_bars
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
@@ -49,9 +42,9 @@ from transformers import AutoConfig, ByT5Tokenizer, GPT2Config
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
+import block_dataset
 import checkpointing
 import policies
-import summarization_dataset
 from checkpointing import TrainState
 from runtime import ranks
 
@@ -69,27 +62,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--from-scratch", action=BooleanOptionalAction, default=False, help="use only its config")
     add("--wrap", choices=["block", "size"], default="block", help="what becomes an FSDP unit")
     add("--min-num-params", type=int, default=0, help="smallest unit under --wrap size")
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="Salesforce/wikitext", help="hub id, or docstrings (no download)")
-    add("--dataset-config", default="wikitext-2-raw-v1", help="configuration of a hub data set")
-    add("--train-split", default="train", help="split of a hub data set")
-    add("--val-split", default="validation", help="split of a hub data set")
-    add("--train-file", nargs="+", help="text, JSONL or Parquet files or globs, for --dataset")
-    add("--val-file", nargs="+", help="the same for validation")
-    add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
-    add("--block-size", type=int, default=1024, help="tokens in a sample")
-    add("--num-train-samples", type=int, default=2000, help="training blocks (0: all)")
-    add("--num-val-samples", type=int, default=500, help="validation blocks (0: all)")
+    block_dataset.add_arguments(parser)
     policies.common_arguments(parser)
     args = parser.parse_args(argv)
-    problems = policies.common_problems(args)
-    for name, low in {"block_size": 2, "num_train_samples": 0, "num_val_samples": 0}.items():
-        if getattr(args, name) < low:
-            problems.append(f"--{name.replace('_', '-')} must be {low} or more")
+    problems = policies.common_problems(args) + block_dataset.check_arguments(args)
     if (args.wrap == "size") != (args.min_num_params > 0):
         problems.append("--wrap size and --min-num-params, a number above 0, need each other")
-    if bool(args.train_file) != bool(args.val_file):
-        problems.append("--train-file and --val-file need each other")
     if problems:
         parser.error("; ".join(problems))
     args.precision = policies.resolve_precision(args.precision)
@@ -221,111 +199,6 @@ def setup_model(
     return model, tokenizer, shapes
 
 
-def read_file(path: Path, column: str) -> Dataset:
-    """A file's texts, a row each: of a column, or the lines of a text file; raises ValueError."""
-    if path.suffix.lower() in summarization_dataset.KINDS:
-        return text_column(str(path), summarization_dataset.read_file(path, ()), column)
-    checksum = summarization_dataset.check_content(path)
-    text = path.read_text(encoding="utf-8").rstrip("\n")
-    lines = list(io.StringIO(text, newline="\n")) or [""]  # splitlines knows other ends of lines
-    if any("\0" in line for line in lines):
-        raise ValueError(f"{path} is binary, not text")
-    return Dataset.from_generator(
-        lambda: ({"text": line} for line in lines),
-        features=Features({"text": Value("string")}),
-        fingerprint=summarization_dataset.fingerprint("lines", checksum),
-    )
-
-
-def text_column(name: str, rows: Dataset, column: str) -> Dataset:
-    """The given column alone, under the name text; raises ValueError if it is not there."""
-    if column not in rows.column_names:
-        found = ", ".join(rows.column_names)
-        raise ValueError(f"{name} has columns {found}; --text-column {column} is not among them")
-    return rows.select_columns([column]).rename_column(column, "text")
-
-
-def read_texts(args: Namespace, split: str) -> Dataset:
-    """The texts of split train or validation, a row each; raises ValueError.
-
-    A row is a document, unless it ends in a newline: then the next row goes on with it, as do the
-    lines of a text file, and the rows of WikiText.
-    """
-    patterns = args.train_file if split == "train" else args.val_file
-    if patterns:
-        paths = [Path(name) for pattern in patterns for name in sorted(glob(pattern)) or [pattern]]
-        return concatenate_datasets([read_file(path, args.text_column) for path in paths])
-    if args.dataset != "docstrings":
-        parts = summarization_dataset.read_hub(args, ())
-        name = args.train_split if split == "train" else args.val_split
-        return text_column(args.dataset, parts[name], args.text_column)
-    rows = summarization_dataset.docstring_rows()
-    held_out = [zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]]
-    return rows.select([i for i, out in enumerate(held_out) if out == (split != "train")])
-
-
-def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
-    """Cut the joined documents into blocks; each ends with the token that the next begins with,
-    so that every token but the first is predicted once. The last block is what is left."""
-    pending: list[int] = []
-    for row in rows:
-        pending += row["input_ids"]
-        while len(pending) > size:
-            yield {"input_ids": pending[: size + 1]}
-            del pending[:size]
-    if len(pending) > 1:
-        yield {"input_ids": pending}
-
-
-def load_blocks(
-    args: Namespace, tokenizer: Tokenizer, split: str, number: int, verbose: bool
-) -> Dataset:
-    """`number` blocks (0: all) of a split in a column input_ids, from the cache if they are there.
-
-    Raises ValueError if there is none.
-    """
-
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        texts = [text or "" for text in batch["text"]]
-        plain = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
-        ids = tokenizer(texts, **plain, verbose=False)["input_ids"]
-        eos = [tokenizer.eos_token_id]
-        ends = [bool(text) and not text.endswith("\n") for text in texts]
-        return {"input_ids": [x + eos * end for x, end in zip(ids, ends, strict=True)]}
-
-    code = inspect.getsource(load_blocks) + inspect.getsource(blocks)
-    features = {"input_ids": List(Value("int32"))}
-    identity = (code, *summarization_dataset.tokenizer_identity(tokenizer))
-    rows = read_texts(args, split)
-    rows = summarization_dataset.cached_map(rows, encode, features, *identity)
-    if next(blocks(rows, args.block_size), None) is None:
-        raise ValueError(f"the {split} texts give no block: they have fewer than two tokens")
-    cut = Dataset.from_generator(
-        functools.partial(blocks, rows, args.block_size),
-        features=Features(features),
-        fingerprint=summarization_dataset.fingerprint(rows._fingerprint, args.block_size, code),
-    )
-    number = min(number or len(cut), len(cut))
-    if verbose:
-        print(f"{split}: {len(cut):,} blocks, {number:,} used", flush=True)
-    return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
-
-
-def collate(examples: list[dict[str, list[int]]]) -> Batch:
-    """int64 input_ids and labels, the tokens that follow, [batch, length]; -100 past a block's end.
-
-    No examples give one without labels, for a rank that has none left.
-    """
-    rows = [example["input_ids"] for example in examples] or [[0]]
-    width = max(8, *(len(row) - 1 for row in rows))
-    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    labels = torch.full_like(input_ids, -100)
-    for row, ids, target in zip(rows, input_ids, labels, strict=True):
-        ids[: len(row) - 1] = torch.tensor(row[:-1])
-        target[: len(row) - 1] = torch.tensor(row[1:])
-    return {"input_ids": input_ids, "labels": labels}
-
-
 def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[str, DataLoader]]:
     """The loader of this rank's micro-batches, and one of each validation set, by its name.
 
@@ -336,7 +209,7 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[
 
     def load(split: str, number: int) -> Dataset:
         parts = (args, tokenizer, split, number, dist.get_rank() == 0)
-        return ranks.first_on_node(load_blocks, *parts)
+        return ranks.first_on_node(block_dataset.load_blocks, *parts)
 
     train_set, val_set = (
         load("train", args.num_train_samples),
@@ -350,7 +223,7 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[
 
     def loader(dataset: Dataset, accumulation: int, seed: int | None) -> DataLoader:
         sampler = policies.GlobalBatchSampler(len(dataset), args.batch_size, accumulation, seed)
-        options = {"collate_fn": collate, "pin_memory": torch.cuda.is_available()}
+        options = {"collate_fn": block_dataset.collate, "pin_memory": torch.cuda.is_available()}
         options["generator"] = torch.Generator()  # or each epoch would draw from dropout's
         return DataLoader(dataset, batch_sampler=sampler, **options)
 

@@ -9,8 +9,8 @@
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes sequences of
 --max-seq-length tokens, each packed with documents that do not see each other. Run the same command
 again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging Face model. Copy this
-file with policies.py, checkpointing.py, summarization_dataset.py (its readers) and chat_dataset.py;
-for another model change `setup_model`, for other data `load_documents`.
+file with policies.py, checkpointing.py, chat_dataset.py and the folder runtime/; for another model
+change `setup_model`, for other data `load_documents` in chat_dataset.py.
 
 Left out on purpose: adapters and quantisation, which other libraries do well.
 """
@@ -21,7 +21,6 @@ import inspect
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 import time
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from datasets import Dataset, concatenate_datasets, disable_progress_bars
+from datasets import concatenate_datasets, disable_progress_bars
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
@@ -56,7 +55,6 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import chat_dataset
 import checkpointing
 import policies
-import summarization_dataset
 from checkpointing import TrainState
 from runtime import ranks
 
@@ -335,52 +333,6 @@ def setup_model(
     return model, tokenizer, shapes
 
 
-def load_documents(
-    args: Namespace, tokenizer: Tokenizer, name: str, verbose: bool
-) -> tuple[Dataset, Dataset]:
-    """Training and validation documents of the data set `name`, as `chat_dataset.encoder` makes
-    them, from the cache if they are there. Raises ValueError if there are none."""
-    if name == "docstrings":
-        rows = summarization_dataset.docstring_rows()
-        parts = [rows.rename_columns({"headline": "prompt", "text": "completion"})]
-    elif Path(name).is_file() or Path(name).suffix:
-        if Path(name).suffix.lower() not in summarization_dataset.KINDS:
-            known = ", ".join(summarization_dataset.KINDS)
-            raise ValueError(f"--dataset {name} is of no known kind: {known}")
-        parts = [summarization_dataset.read_file(Path(name), ())]
-    else:
-        splits = summarization_dataset.read_hub(Namespace(**vars(args) | {"dataset": name}), ())
-        parts = [splits[part] for part in dict.fromkeys((args.train_split, args.val_split))]
-    code = Path(chat_dataset.__file__).read_bytes()
-    identity = (name, code, args.max_seq_length, args.train_on_prompt, args.text_column)
-    identity += (tokenizer.chat_template, *summarization_dataset.tokenizer_identity(tokenizer))
-    encoded = []
-    for rows in parts:
-        kind = chat_dataset.kind(name, rows.column_names, args.text_column)
-        encode = chat_dataset.encoder(name, kind, tokenizer, args)
-        how = (encode, chat_dataset.FEATURES, *identity)
-        encoded.append(summarization_dataset.cached_map(rows, *how, with_indices=True))
-    if len(encoded) == 1:
-        (rows,), out = encoded, chat_dataset.held_out(encoded[0]["key"][:])
-        encoded = [rows.select([i for i, x in enumerate(out) if x == val]) for val in (False, True)]
-    limits = {"training": args.num_train_samples, "validation": args.num_val_samples}
-    sets = []
-    for rows, (split, limit) in zip(encoded, limits.items(), strict=True):
-        limit = min(limit or len(rows), len(rows))
-        rows = rows.select(sorted(random.Random(0).sample(range(len(rows)), limit)))
-        cuts = {i: tokens for i, tokens in enumerate(rows["cut"][:]) if tokens}
-        labels = zip(cuts, rows.select(list(cuts))["labels"], strict=True)
-        empty = {i for i, row in labels if not any(label != -100 for label in row)}
-        sets.append(rows.select([i for i in range(limit) if i not in empty]))
-        if verbose:
-            print(f"{name}, {split}: {limit:,} documents; {len(cuts):,} cut to --max-seq-length, "
-                  f"losing {sum(cuts.values()):,} tokens; {len(empty):,} left out, whose answers "
-                  "begin after it", flush=True)  # fmt: skip
-        if len(empty) == limit:
-            raise ValueError(f"{name}, {split}: no answer begins within --max-seq-length")
-    return sets[0], sets[1]
-
-
 def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[str, DataLoader]]:
     """The loader of this rank's micro-batches, and one of each validation set, by its name.
 
@@ -391,7 +343,7 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[
     train_sets, val_sets = [], {}
     for name in args.dataset:
         parts = (args, tokenizer, name, dist.get_rank() == 0)
-        train_set, val_set = ranks.first_on_node(load_documents, *parts)
+        train_set, val_set = ranks.first_on_node(chat_dataset.load_documents, *parts)
         train_sets.append(train_set)
         val_sets[name] = chat_dataset.Packs(val_set, args)
     packs = chat_dataset.Packs(concatenate_datasets(train_sets), args)

@@ -1,6 +1,6 @@
 """What every script here selects by flag: precision, wrapping, sharding, data order.
 
-Copy this file along with a script; it imports nothing else of this repository. Nothing in it
+Copy this file along with a script and the folder runtime/. Nothing in it
 names a model: the class of the transformer block and the device are arguments.
 """
 

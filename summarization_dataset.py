@@ -6,26 +6,17 @@ opens it (`open_sources`), cleans it and gives each row a split (`prepare`), tak
 asked for and tokenises them (`encode`); `collate` pads a batch. Results stay in the `datasets`
 cache, so a second process or run maps them from disk: let one process per node load first.
 
-Copy this file along with the script that imports it; it imports nothing else of this repository.
-To use data of your own, return one more `Source` from `open_sources`.
+Copy this file along with the script that imports it and the folder runtime/. To use data of your
+own, return one more `Source` from `open_sources`.
 """
 
 import argparse
-import ast
-import codecs
-import csv
-import glob
 import hashlib
-import json
-import os
 import random
 import re
 import sys
-import sysconfig
-import warnings
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -33,15 +24,14 @@ from pathlib import Path
 
 import datasets
 import torch
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
+
+from runtime import readers
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 # Validation last: a title that stands in two lists is not trained on.
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
-KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-LARGE = 50_000  # rows worth several processes
-NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             problems.append(f"{flag} is out of range: it must be at least {number}")
     path = local_path(args)
-    if path is None or path.is_file() and path.suffix.lower() in KINDS:
+    if path is None or path.is_file() and path.suffix.lower() in readers.KINDS:
         return problems
     if args.dataset == "wikihow":
         problems.append(
@@ -99,7 +89,7 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
             f"{path.parent}/, or take --dataset docstrings, which needs no download"
         )
     elif path.is_file():
-        problems.append(f"--dataset {path} is of no known kind: {', '.join(KINDS)}")
+        problems.append(f"--dataset {path} is of no known kind: {', '.join(readers.KINDS)}")
     else:
         problems.append(f"--dataset {path} is missing: there is no such file")
     return problems
@@ -111,7 +101,7 @@ def local_path(args: argparse.Namespace) -> Path | None:
         return Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
     path = Path(args.dataset).expanduser()
     hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", args.dataset)
-    return path if path.is_file() or path.suffix.lower() in KINDS or not hub_id else None
+    return path if path.is_file() or path.suffix.lower() in readers.KINDS or not hub_id else None
 
 
 def load_summarization(
@@ -153,17 +143,25 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
     """Open what `--dataset` names: one source to be split, or a hub data set's two splits."""
     path, columns = local_path(args), (args.source_column, args.target_column)
     if args.dataset == "docstrings":
-        rows, columns = docstring_rows(), ("text", "headline", "module")
+        rows, columns = readers.docstring_rows(), ("text", "headline", "module")
         percent = {"train": 85, "validation": 15}
         return [Source("docstrings", rows, columns, percent, "a hash of the module")]
     if args.dataset == "wikihow":
         columns += ("title",)
-        rows, titles = read_file(path, columns), read_title_lists(path.parent)
+        rows = readers.read_file(path)
+        check_columns(str(path), rows, columns)
+        titles = read_title_lists(path.parent)
         percent = {"train": 98, "validation": 1, "test": 1}
         rule = "a hash of the title" if titles is None else f"the title lists in {path.parent}/"
         return [Source(str(path), rows, columns, percent, rule, titles, wikihow=True)]
     name, train, val = str(path or args.dataset), args.train_split, args.val_split
-    parts = {train: read_file(path, columns)} if path else read_hub(args, columns)
+    if path:
+        parts = {train: readers.read_file(path)}
+        check_columns(name, parts[train], columns)
+    else:
+        parts = readers.read_hub(args.dataset, args)
+        for part in (train, val):
+            check_columns(f"{name} {part}", parts[part], columns)
     columns += columns[:1]
     if path or train == val:
         percent = {"train": 95, "validation": 5}
@@ -172,98 +170,6 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
         Source(f"{name} {part}", parts[part], columns, {split: 100}, "the data set itself")
         for split, part in (("train", train), ("validation", val))
     ]
-
-
-def read_file(path: Path, columns: tuple[str, ...]) -> Dataset:
-    """Read a file by its suffix, memory-mapped; ValueError if it is not what it should be."""
-    suffix, files = path.suffix.lower(), glob.escape(str(path))
-    checksum = check_content(path)
-    level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises as well
-    try:
-        options = csv_options(path) if KINDS[suffix] == "csv" else {}
-        # The name becomes part of the cache key, which knows the file's date, not its content.
-        parts = datasets.load_dataset(KINDS[suffix], checksum, data_files=files, **options)
-    except Exception as error:  # pandas, pyarrow and datasets each raise types of their own
-        while error.__cause__ is not None:
-            error = error.__cause__
-        if "no data" in str(error):
-            raise ValueError(f"{path} has no rows") from error
-        place = f"{path}{broken_line(path) if suffix == '.jsonl' else ''}"
-        reason = str(error).strip().splitlines()[0].rstrip(".")
-        raise ValueError(f"{place} cannot be read as {suffix[1:].upper()}: {reason}") from error
-    finally:
-        datasets.logging.set_verbosity(level)
-    check_columns(str(path), parts["train"], columns)
-    return parts["train"]
-
-
-def check_content(path: Path) -> str:
-    """Return a file's CRC-32; ValueError if it is unreadable, empty, or text but not UTF-8."""
-    crc, decoder = 0, codecs.getincrementaldecoder("utf-8")()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                crc = zlib.crc32(block, crc)
-                if path.suffix.lower() != ".parquet":
-                    decoder.decode(block)
-        decoder.decode(b"", final=True)
-        if path.stat().st_size == 0:
-            raise ValueError(f"{path} is empty")
-    except UnicodeDecodeError as error:
-        advice = "convert it, for example with `iconv -f LATIN1 -t UTF-8`"
-        raise ValueError(f"{path} is not UTF-8: {advice}") from error
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    return f"{crc:08x}"
-
-
-def csv_options(path: Path) -> dict:
-    """What `datasets` must be told to read a CSV or TSV file as it stands."""
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    csv.field_size_limit(2**31 - 1)
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = filter(None, csv.reader(file, delimiter=separator))
-        header, first = next(rows, []), next(rows, [])
-    if len(first) > len(header):  # pandas would shift the columns
-        raise ValueError(f"{len(first)} fields in the first row, {len(header)} in the header")
-    # All text: "123" stays a headline, and "null" does not become a missing one.
-    features = Features({name: Value("string") for name in header if name})
-    return {"sep": separator, "features": features, "keep_default_na": False}
-
-
-def broken_line(path: Path) -> str:
-    """Where a JSONL file first holds something else than an object, for a message."""
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                dict(json.loads(line.strip() or "{}"))
-            except (ValueError, TypeError):
-                return f", line {number},"
-    return ""
-
-
-def read_hub(args: argparse.Namespace, columns: tuple[str, str]) -> datasets.DatasetDict:
-    """Load a hub data set; ValueError if it, its splits or its columns cannot be had."""
-    try:
-        parts = datasets.load_dataset(args.dataset, args.dataset_config)
-    except Exception as error:  # network, access, configuration: each has types of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"--dataset {args.dataset} is no file here and did not load from the hub ({reason}): "
-            "a gated data set needs its licence accepted on "
-            f"https://huggingface.co/datasets/{args.dataset} and HF_TOKEN set, one with several "
-            "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "
-            "file, or docstrings"
-        ) from error
-    for flag, part in ("--train-split", args.train_split), ("--val-split", args.val_split):
-        if part not in parts:
-            raise ValueError(
-                f"{args.dataset} has the splits {', '.join(parts)}; {flag} {part} is not among "
-                "them (both flags naming the same split hold out 5% of it)"
-            )
-        check_columns(f"{args.dataset} {part}", parts[part], columns)
-    return parts
 
 
 def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
@@ -288,7 +194,7 @@ def read_title_lists(folder: Path) -> dict[str, str] | None:
     titles = {}
     for split, path in paths.items():
         if path.is_file():
-            check_content(path)
+            readers.check_content(path)
             lines = path.read_text(encoding="utf-8-sig").split("\n")
             titles.update((title_key(line), split) for line in lines)
     return titles
@@ -297,38 +203,6 @@ def read_title_lists(folder: Path) -> dict[str, str] | None:
 def title_key(title: str) -> str:
     """A title as in the authors' lists, which hold file names: letters and digits alone."""
     return "".join(filter(str.isalnum, title))
-
-
-def docstring_rows() -> Dataset:
-    """The docstrings of the installed Python's library, in columns text, headline and module."""
-    features = Features(dict.fromkeys(("text", "headline", "module"), Value("string")))
-    identity = fingerprint("docstrings", sys.version, sysconfig.get_path("stdlib"))
-    return Dataset.from_generator(docstrings, features=features, fingerprint=identity)
-
-
-def docstrings() -> Iterator[dict[str, str]]:
-    """Yield text (the body), headline (the first line) and module of the library's docstrings."""
-    root, seen = sysconfig.get_path("stdlib"), set()
-    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    for folder, folders, files in os.walk(root):
-        folders[:] = sorted(set(folders) - NOT_LIBRARY)
-        for path in sorted(Path(folder, name) for name in files if name.endswith(".py")):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # about the library's own escapes
-                    tree = ast.parse(path.read_bytes())
-            except (SyntaxError, ValueError, OSError):
-                continue
-            for node in ast.walk(tree):
-                text = ast.get_docstring(node) if isinstance(node, documented) else None
-                headline, _, body = (text or "").partition("\n\n")
-                body = body.strip()
-                # A first line that runs on into the second is no summary.
-                if "\n" in headline or len(headline) < 10 or len(body) < 20 or body in seen:
-                    continue
-                seen.add(body)
-                module = path.relative_to(root).as_posix()
-                yield {"text": body, "headline": headline, "module": module}
 
 
 def prepare(source: Source) -> Dataset:
@@ -360,7 +234,7 @@ def prepare(source: Source) -> Dataset:
 
     features = {name: Value("string") for name in ("text", "summary", "key", "place")}
     features["key"] = Value("int64")
-    return cached_map(source.rows, clean_batch, features, columns, bounds, titles, wikihow)
+    return readers.cached_map(source.rows, clean_batch, features, columns, bounds, titles, wikihow)
 
 
 def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list[str]:
@@ -410,39 +284,8 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
 
     features = dict.fromkeys(("input_ids", "labels"), List(Value("int32")))
     features["length"] = Value("int32")
-    return cached_map(rows, encode_batch, features, prefix, lengths, *tokenizer_identity(tokenizer))
-
-
-def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> tuple:
-    """What tells a tokenizer from others: not `truncation` and `padding`, left by the last call."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = json.loads(backend.to_str()) if backend else tokenizer.get_vocab()
-    left = sorted(rule for rule in rules.items() if rule[0] not in ("truncation", "padding"))
-    return repr(tokenizer), left
-
-
-def cached_map(
-    rows: Dataset, function: Callable, features: dict, *identity: object, with_indices: bool = False
-) -> Dataset:
-    """Map batches of `rows`, cached under this file's code and what `identity` prints as.
-
-    By itself `datasets` knows a function by the name of its module, and would go on using what an
-    older version of this file made; nor would it know the same tokenizer again.
-    """
-    return rows.map(
-        function,
-        batched=True,
-        with_indices=with_indices,
-        remove_columns=rows.column_names,
-        features=Features(features),
-        num_proc=min(8, os.cpu_count() or 1) if len(rows) > LARGE else None,
-        new_fingerprint=fingerprint(rows._fingerprint, sorted(features), *identity),
-    )
-
-
-def fingerprint(*parts: object) -> str:
-    """Digest of this file and of what `parts` print as."""
-    return hashlib.sha256(Path(__file__).read_bytes() + repr(parts).encode()).hexdigest()[:32]
+    identity = (prefix, lengths, *readers.tokenizer_identity(tokenizer))
+    return readers.cached_map(rows, encode_batch, features, *identity)
 
 
 def collate(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import ByT5Tokenizer, GPT2Config, PretrainedConfig, PreTrainedModel
 
+import block_dataset
 import chat_dataset
 import checkpointing
 import policies
@@ -84,7 +85,7 @@ def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]
         return torch.randint(3, 256, (args.batch_size, length)).tolist()
 
     if script.__name__ == "gpt2_fsdp":
-        return script.collate([{"input_ids": row} for row in ids(args.block_size + 1)])
+        return block_dataset.collate([{"input_ids": row} for row in ids(args.block_size + 1)])
     if script.__name__ == "llama_fsdp":
         rows = ids(args.max_seq_length + 1)
         return chat_dataset.collate([[{"input_ids": row, "labels": row}] for row in rows])

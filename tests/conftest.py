@@ -30,7 +30,8 @@ def launch(
     processes: int, script: str | Path, *args: object, check: bool = True, **options: object
 ) -> subprocess.CompletedProcess:
     """Run a script on `processes` ranks (0: without torchrun) and return its output as text."""
-    command = [sys.executable, str(ROOT / script), *map(str, args)]
+    place = script if script == "-m" else str(ROOT / script)
+    command = [sys.executable, place, *map(str, args)]
     if processes:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command[1:1] = [*torchrun, str(processes)]

@@ -107,7 +107,7 @@ def ended(texts: list[str], eos: str) -> list[str]:
 
 def documents(rows: list[dict], args: Namespace, tokenizer: object = None) -> Dataset:
     """Rows through `encoder`, as a script maps them."""
-    kind = chat_dataset.kind("rows.jsonl", list(rows[0]), args.text_column)
+    kind = chat_dataset.find_kind("rows.jsonl", list(rows[0]), args.text_column)
     rows = Dataset.from_list(rows)
     function = chat_dataset.encoder("rows.jsonl", kind, tokenizer or ByT5Tokenizer(), args)
     options = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
@@ -411,11 +411,11 @@ def test_values_out_of_range() -> None:
 def test_columns() -> None:
     """In order of preference, or a sentence with those that are there and those that could be."""
     columns = ["content", "completion", "prompt", "messages"]
-    assert chat_dataset.kind("x", columns, "content") == "messages"
-    assert chat_dataset.kind("x", columns[:3], "content") == "prompt"
-    assert chat_dataset.kind("x", columns[:2], "content") == "text"
+    assert chat_dataset.find_kind("x", columns, "content") == "messages"
+    assert chat_dataset.find_kind("x", columns[:3], "content") == "prompt"
+    assert chat_dataset.find_kind("x", columns[:2], "content") == "text"
     with pytest.raises(ValueError) as error:
-        chat_dataset.kind("my.csv", ["prompt", "answer"], "body")
+        chat_dataset.find_kind("my.csv", ["prompt", "answer"], "body")
     assert str(error.value) == (
         "my.csv has columns prompt, answer: it needs messages, prompt and completion, or "
         "--text-column body"
@@ -449,7 +449,7 @@ def test_columns() -> None:
 )
 def test_bad_rows_are_named(row: dict, sentence: str) -> None:
     """By the data set and the number of the row, the first being 1; a batch may start anywhere."""
-    kind = chat_dataset.kind("my.jsonl", list(row), "content")
+    kind = chat_dataset.find_kind("my.jsonl", list(row), "content")
     function = chat_dataset.encoder("my.jsonl", kind, ByT5Tokenizer(), arguments())
     good = {"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b", "content": "c"}
     batch = {column: [good[column], value] for column, value in row.items()}

@@ -13,6 +13,7 @@ from conftest import ROOT, launch
 from ten_steps import SHARED_VARIANTS
 from transformers import ByT5Tokenizer, GPT2Config
 
+import block_dataset
 import gpt2_fsdp
 import policies
 
@@ -195,20 +196,20 @@ def test_functions_meant_to_be_identical_are() -> None:
 def test_blocks_lose_nothing() -> None:
     """Every token but the first is predicted once; the tail is kept."""
     rows = [{"input_ids": list(range(10))}, {"input_ids": []}, {"input_ids": list(range(10, 23))}]
-    cut = [block["input_ids"] for block in gpt2_fsdp.blocks(rows, 5)]
+    cut = [block["input_ids"] for block in block_dataset.blocks(rows, 5)]
     assert [len(block) for block in cut] == [6, 6, 6, 6, 3]
     assert [token for block in cut for token in block[1:]] == list(range(1, 23))
-    batch = gpt2_fsdp.collate([{"input_ids": cut[0]}, {"input_ids": cut[-1]}])
+    batch = block_dataset.collate([{"input_ids": cut[0]}, {"input_ids": cut[-1]}])
     assert batch["labels"].tolist()[0] == [1, 2, 3, 4, 5, -100, -100, -100]
     assert batch["labels"].tolist()[1] == [21, 22] + [-100] * 6
     assert batch["input_ids"].tolist()[1][:2] == [20, 21]
-    assert (gpt2_fsdp.collate([])["labels"] == -100).all()
+    assert (block_dataset.collate([])["labels"] == -100).all()
 
 
 def load(tmp_path: Path, *flags: str) -> gpt2_fsdp.Dataset:
     """The training blocks that these flags give."""
     args = gpt2_fsdp.parse_args(["--model-name", "tiny", "--block-size", "16", *flags])
-    return gpt2_fsdp.load_blocks(args, ByT5Tokenizer(), "train", 0, verbose=False)
+    return block_dataset.load_blocks(args, ByT5Tokenizer(), "train", 0, verbose=False)
 
 
 def decoded(rows: gpt2_fsdp.Dataset) -> str:

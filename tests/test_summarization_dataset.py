@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import summarization_dataset as sd
+from runtime import readers
 
 ROOT = Path(__file__).resolve().parents[1]
 XSUM = ROOT.parent / "shared" / "data" / "xsum_200.jsonl"
@@ -247,7 +248,7 @@ def test_missing_wikihow_says_where_to_get_it(tmp_path):
 def test_big_files_are_mapped_in_parallel(tmp_path, monkeypatch):
     wikihow_all(tmp_path, articles(200))
     alone = load(data_dir=str(tmp_path))
-    monkeypatch.setattr(sd, "LARGE", 100)
+    monkeypatch.setattr(readers, "LARGE", 100)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
     assert load(data_dir=str(tmp_path)) == alone
@@ -276,7 +277,7 @@ def test_docstring_corpus(capsys):
     for row in sd.prepare(sd.open_sources(arguments(dataset="docstrings"))[0]):
         assert "\n" not in row["text"] + row["summary"]
         assert place.setdefault(row["key"], row["place"]) == row["place"]  # by module
-    assert list(sd.docstrings()) == rows.to_list()
+    assert list(readers.docstrings()) == rows.to_list()
 
 
 def test_which_docstrings_are_taken(tmp_path, monkeypatch):
@@ -299,8 +300,8 @@ def test_which_docstrings_are_taken(tmp_path, monkeypatch):
     (tmp_path / "k.py").write_bytes(b'"""Not UTF-8: caf\xe9.\n\nA body which is long enough."""')
     coded = f'# -*- coding: latin-1 -*-\n"""In Latin 1: caf\xe9.\n\nG{LONG}"""'
     (tmp_path / "l.py").write_bytes(coded.encode("latin-1"))
-    monkeypatch.setattr(sd.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert [(row["module"], row["headline"], row["text"]) for row in sd.docstrings()] == [
+    monkeypatch.setattr(readers.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert [(row["module"], row["headline"], row["text"]) for row in readers.docstrings()] == [
         ("a.py", "The first line, a summary.", "The body,\n  of two lines."),
         ("d.py", "Some class.", f"A{LONG}".rstrip()),
         ("l.py", "In Latin 1: caf\xe9.", f"G{LONG}".rstrip()),
@@ -640,16 +641,21 @@ def test_an_edited_module_does_not_reuse_what_the_old_one_made(tmp_path, monkeyp
     library.mkdir()
     for name in "abc":
         (library / f"{name}.py").write_text(f'"""Headline of {name}.\n\n{name}{LONG}"""')
-    monkeypatch.setattr(sd.sysconfig, "get_path", lambda name: str(library))
-    path = tmp_path / "copied.py"
+    monkeypatch.setattr(readers.sysconfig, "get_path", lambda name: str(library))
+
+    def copied(original, name, change):
+        path = tmp_path / f"{name}.py"
+        path.write_text(Path(original.__file__).read_text(encoding="utf-8").replace(*change))
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module, path.read_bytes() != Path(original.__file__).read_bytes()
 
     def edited(*change):
-        path.write_text(Path(sd.__file__).read_text(encoding="utf-8").replace(*change))
-        spec = importlib.util.spec_from_file_location("copied", path)
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, "copied", module)
-        spec.loader.exec_module(module)
-        assert change[0] != change[1] or path.read_bytes() == Path(sd.__file__).read_bytes()
+        module, data_set_changed = copied(sd, "copied", change)
+        module.readers, readers_changed = copied(readers, "copied_readers", change)
+        assert data_set_changed + readers_changed == (change[0] != change[1])
         return sorted(sum(load(module, dataset="docstrings"), []))
 
     before = edited("", "")

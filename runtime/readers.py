@@ -1,0 +1,219 @@
+"""Files and hub data sets as rows, and what is made of them, cached. Names no model and no task.
+
+Imports nothing else of this repository. Rows are `datasets.Dataset`s, mapped from disk. What is
+made of them stays in the cache of `datasets`: let one process per node read first, then the others.
+"""
+
+import ast
+import codecs
+import csv
+import glob
+import hashlib
+import inspect
+import io
+import json
+import os
+import sys
+import sysconfig
+import warnings
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import datasets
+from datasets import Dataset, Features, Value
+from transformers import PreTrainedTokenizerBase
+
+KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+LARGE = 50_000  # rows worth several processes
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+
+def read_lines(path: Path) -> Dataset:
+    """The lines of a text file in a column text, with their ends; a file's last line break goes.
+
+    Raises ValueError if it is not text in UTF-8.
+    """
+    checksum = check_content(path)
+    text = path.read_text(encoding="utf-8").rstrip("\n")
+    lines = list(io.StringIO(text, newline="\n")) or [""]  # splitlines knows other ends of lines
+    if any("\0" in line for line in lines):
+        raise ValueError(f"{path} is binary, not text")
+    return Dataset.from_generator(
+        lambda: ({"text": line} for line in lines),
+        features=Features({"text": Value("string")}),
+        fingerprint=fingerprint(read_lines, checksum),
+    )
+
+
+def text_column(name: str, rows: Dataset, column: str) -> Dataset:
+    """The given column alone, under the name text; raises ValueError if it is not there."""
+    if column not in rows.column_names:
+        found = ", ".join(rows.column_names)
+        raise ValueError(f"{name} has columns {found}; --text-column {column} is not among them")
+    return rows.select_columns([column]).rename_column(column, "text")
+
+
+def docstring_rows() -> Dataset:
+    """The docstrings of the installed Python's library, in columns text, headline and module."""
+    features = Features(dict.fromkeys(("text", "headline", "module"), Value("string")))
+    identity = fingerprint(docstrings, sys.version, sysconfig.get_path("stdlib"))
+    return Dataset.from_generator(docstrings, features=features, fingerprint=identity)
+
+
+def docstrings() -> Iterator[dict[str, str]]:
+    """Yield text (the body), headline (the first line) and module of the library's docstrings."""
+    root, seen = sysconfig.get_path("stdlib"), set()
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - NOT_LIBRARY)
+        for path in sorted(Path(folder, name) for name in files if name.endswith(".py")):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # about the library's own escapes
+                    tree = ast.parse(path.read_bytes())
+            except (SyntaxError, ValueError, OSError):
+                continue
+            for node in ast.walk(tree):
+                text = ast.get_docstring(node) if isinstance(node, documented) else None
+                headline, _, body = (text or "").partition("\n\n")
+                body = body.strip()
+                # A first line that runs on into the second is no summary.
+                if "\n" in headline or len(headline) < 10 or len(body) < 20 or body in seen:
+                    continue
+                seen.add(body)
+                module = path.relative_to(root).as_posix()
+                yield {"text": body, "headline": headline, "module": module}
+
+
+def read_file(path: Path) -> Dataset:
+    """Read a file by its suffix, one of KINDS, memory-mapped.
+
+    Raises ValueError, with a sentence for the user, if it is not what it should be.
+    """
+    suffix, files = path.suffix.lower(), glob.escape(str(path))
+    checksum = check_content(path)
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises as well
+    try:
+        options = csv_options(path) if KINDS[suffix] == "csv" else {}
+        # The name becomes part of the cache key, which knows the file's date, not its content.
+        parts = datasets.load_dataset(KINDS[suffix], checksum, data_files=files, **options)
+    except Exception as error:  # pandas, pyarrow and datasets each raise types of their own
+        while error.__cause__ is not None:
+            error = error.__cause__
+        if "no data" in str(error):
+            raise ValueError(f"{path} has no rows") from error
+        place = f"{path}{broken_line(path) if suffix == '.jsonl' else ''}"
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(f"{place} cannot be read as {suffix[1:].upper()}: {reason}") from error
+    finally:
+        datasets.logging.set_verbosity(level)
+    return parts["train"]
+
+
+def check_content(path: Path) -> str:
+    """Return a file's CRC-32; ValueError if it is unreadable, empty, or text but not UTF-8."""
+    crc, decoder = 0, codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                crc = zlib.crc32(block, crc)
+                if path.suffix.lower() != ".parquet":
+                    decoder.decode(block)
+        decoder.decode(b"", final=True)
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty")
+    except UnicodeDecodeError as error:
+        advice = "convert it, for example with `iconv -f LATIN1 -t UTF-8`"
+        raise ValueError(f"{path} is not UTF-8: {advice}") from error
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    return f"{crc:08x}"
+
+
+def csv_options(path: Path) -> dict:
+    """What `datasets` must be told to read a CSV or TSV file as it stands."""
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = filter(None, csv.reader(file, delimiter=separator))
+        header, first = next(rows, []), next(rows, [])
+    if len(first) > len(header):  # pandas would shift the columns
+        raise ValueError(f"{len(first)} fields in the first row, {len(header)} in the header")
+    # All text: "123" stays a headline, and "null" does not become a missing one.
+    features = Features({name: Value("string") for name in header if name})
+    return {"sep": separator, "features": features, "keep_default_na": False}
+
+
+def broken_line(path: Path) -> str:
+    """Where a JSONL file first holds something else than an object, for a message."""
+    with path.open(encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                dict(json.loads(line.strip() or "{}"))
+            except (ValueError, TypeError):
+                return f", line {number},"
+    return ""
+
+
+def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
+    """Load the hub data set `name`, with the splits that --train-split and --val-split name.
+
+    Raises ValueError, with a sentence for the user, if it or one of them cannot be had.
+    """
+    try:
+        parts = datasets.load_dataset(name, args.dataset_config)
+    except Exception as error:  # network, access, configuration: each has types of its own
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"--dataset {name} is no file here and did not load from the hub ({reason}): "
+            "a gated data set needs its licence accepted on "
+            f"https://huggingface.co/datasets/{name} and HF_TOKEN set, one with several "
+            "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "
+            "file, or docstrings"
+        ) from error
+    for flag, part in ("--train-split", args.train_split), ("--val-split", args.val_split):
+        if part not in parts:
+            raise ValueError(
+                f"{name} has the splits {', '.join(parts)}; {flag} {part} is not among "
+                "them (both flags naming the same split hold out 5% of it)"
+            )
+    return parts
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> tuple:
+    """What tells a tokenizer from others: not `truncation` and `padding`, left by the last call."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend else tokenizer.get_vocab()
+    left = sorted(rule for rule in rules.items() if rule[0] not in ("truncation", "padding"))
+    return repr(tokenizer), left
+
+
+def cached_map(
+    rows: Dataset, function: Callable, features: dict, *identity: object, with_indices: bool = False
+) -> Dataset:
+    """Map batches of `rows` by `function` to the columns that `features` names.
+
+    The result is cached under the code of the function's file and what `identity` prints as. By
+    itself `datasets` knows a function by the name of its module: it would go on using what an older
+    version of the file made. Nor would it know the same tokenizer again.
+    """
+    return rows.map(
+        function,
+        batched=True,
+        with_indices=with_indices,
+        remove_columns=rows.column_names,
+        features=Features(features),
+        num_proc=min(8, os.cpu_count() or 1) if len(rows) > LARGE else None,
+        new_fingerprint=fingerprint(function, rows._fingerprint, sorted(features), *identity),
+    )
+
+
+def fingerprint(function: Callable, *parts: object) -> str:
+    """Digest of this file, of the file that defines `function`, and of what `parts` print as."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    digest.update(Path(inspect.getsourcefile(function)).read_bytes())
+    digest.update(repr(parts).encode())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,66 @@
+"""Whole scripts, unmodified, on a simulated accelerator that keeps device and host memory apart.
+
+It tells placement and bytes, not speed. The tests are skipped where ../shared/simdev is absent.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, launch, losses, weights
+
+SIMULATOR = ROOT.parent / "shared/simdev"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent"),
+    pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++"),
+]
+DATA = {
+    "T5_training.py": ["--rouge-samples", "4", "--source-length", "64", "--target-length", "16"],
+    "gpt2_fsdp.py": ["--block-size", "64"],
+    "llama_fsdp.py": ["--max-seq-length", "128"],
+}
+# Each goes on from the checkpoint of the one before.
+CHAIN = [
+    ["--precision", "bf16"],
+    ["--precision", "bf16", "--cpu-offload", "--async-save"],
+    ["--precision", "bf16", "--strategy", "ddp", "--checkpoint-type", "full"],
+    ["--precision", "fp16", "--track-memory"],
+    ["--precision", "fp16", "--strategy", "shard_grad_op", "--checkpoint-type", "full",
+     "--async-save"],
+    ["--precision", "fp16", "--cpu-offload"],
+    ["--precision", "fp16", "--strategy", "ddp"],
+    ["--precision", "fp32", "--strategy", "no_shard"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", list(DATA))
+def test_script_on_a_simulated_device(script: str, tmp_path: Path) -> None:
+    """It trains, saves, resumes under another strategy and exports. Out of memory ends it with an
+    error that says so, and the run goes on from its checkpoint where there is enough."""
+    output = tmp_path / "run"
+    flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "64",
+             "--num-val-samples", "8", "--log-every", "1", "--output-dir", output]  # fmt: skip
+
+    def run(*more: str, memory: float = 0, check: bool = True) -> str:
+        environment = os.environ | {"PYTHONPATH": str(SIMULATOR), "SIM_BYTES": str(memory)}
+        command = ["-m", "simdev.run", ROOT / script, *flags, *DATA[script], *more]
+        result = launch(2, *command, env=environment, check=check)
+        assert (result.returncode == 0) == check
+        return result.stderr
+
+    for number, more in enumerate(CHAIN, start=1):
+        run(*more, "--max-steps", str(3 * number))
+    found = losses(output)
+    steps = 3 * len(CHAIN)
+    assert list(found) == list(range(1, steps + 1))
+    assert found[steps] < found[1]
+    assert all(tensor.isfinite().all() for tensor in weights(output / "final").values())
+
+    more = [*CHAIN[0], "--max-steps", str(steps + 3)]
+    assert "OutOfMemoryError" in run(*more, memory=4e6, check=False)
+    assert losses(output) == found
+    run(*more)
+    assert list(losses(output)) == list(range(1, steps + 4))
+    run("--export-only", "--cpu-offload")
