@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import (
     ByT5Tokenizer,
@@ -60,6 +62,14 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of an exported model."""
     files = sorted(directory.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,98 @@
 """Pretrained weights as they come: several files, other names, other dtypes, and broken ones."""
 
 import json
+import re
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import launch
+import transformers
+from conftest import launch, weights
+from files_worker import CountingPegasus
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, GPT2LMHeadModel, T5ForConditionalGeneration
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from transformers import (
+    AutoConfig,
+    ByT5Tokenizer,
+    GPT2LMHeadModel,
+    GPTNeoXForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeForCausalLM,
+    T5ForConditionalGeneration,
+)
 
 import checkpointing
+
+CPU = torch.device("cpu")
+EXPORT = Namespace(export_dtype="fp32", max_shard_size=1)
+
+# Small shapes, as the configs of these families call them.
+DECODER = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
+GROUPED = DECODER | {"num_key_value_heads": 2, "head_dim": 8}
+BART = {"vocab_size": 384, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64, "max_position_embeddings": 64, "dropout": 0.0}  # fmt: skip
+T5 = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+GPT2 = {"vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+OPT = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+       "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}  # fmt: skip
+FAMILIES = {
+    "T5ForConditionalGeneration": T5,
+    "MT5ForConditionalGeneration": T5,
+    "GPT2LMHeadModel": GPT2,
+    "LlamaForCausalLM": GROUPED,
+    "MistralForCausalLM": GROUPED,
+    "Qwen2ForCausalLM": GROUPED,
+    "Qwen3ForCausalLM": GROUPED,
+    "Qwen3_5ForCausalLM": GROUPED | {"layer_types": ["full_attention"] * 2},
+    "OPTForCausalLM": OPT,
+    "GPTNeoXForCausalLM": DECODER,
+    "BartForConditionalGeneration": BART,
+    "PegasusForConditionalGeneration": BART,
+    "MarianMTModel": BART | {"decoder_vocab_size": 384, "pad_token_id": 0},
+}
+
+
+def new_model(model_class: type[PreTrainedModel], **shape: object) -> PreTrainedModel:
+    """A random model, its persistent buffers too."""
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**shape))
+    for _, buffer in checkpointing._persistent_buffers(model):
+        if buffer.is_floating_point():
+            buffer.normal_()
+    return model
+
+
+def counting_model() -> CountingPegasus:
+    """One that has counted."""
+    model = new_model(CountingPegasus, **BART)
+    model.counter.seen.fill_(7)
+    model.counter.known[::3] = True
+    return model
+
+
+def streamed(model_class: type[PreTrainedModel], directory: Path) -> DDP:
+    """The model in `directory` as the scripts load it; needs a process group."""
+    config = model_class.config_class.from_pretrained(directory)
+    model = checkpointing.meta_model(model_class, config, directory)
+    init = checkpointing.streamed_init(model, directory, CPU)
+    for module in list(model.modules()):
+        init(module)
+    return DDP(model)
+
+
+def check_equal(
+    ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor], least: int = 1
+) -> None:
+    """The same names and dtypes, at least so many, and the same values to the last bit."""
+    assert ones.keys() == others.keys() and len(ones) >= least
+    for name, one in ones.items():
+        assert one.dtype == others[name].dtype, name
+        assert torch.equal(one, others[name]), name
 
 
 @pytest.fixture
@@ -122,3 +204,143 @@ def test_names_without_the_base_model_prefix(gpt2_directory: Path, tmp_path: Pat
     found = checkpointing._find_weights(model, tmp_path)
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert found["transformer.wte.weight"][1] == "wte.weight"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_are_loaded_and_exported_as_by_transformers(
+    name: str, alone: None, tmp_path: Path
+) -> None:
+    """Every tensor of `from_pretrained`, and every key and value of `save_pretrained`."""
+    model_class = getattr(transformers, name)
+    made = new_model(model_class, **FAMILIES[name])
+    made.save_pretrained(tmp_path / "made", max_shard_size="60KB")
+    plain = model_class.from_pretrained(tmp_path / "made", dtype=torch.float32)
+    plain.save_pretrained(tmp_path / "plain")
+    loaded = streamed(model_class, tmp_path / "made")
+    check_equal(loaded.module.state_dict(), plain.state_dict(), least=20)
+    computed = dict(plain.named_buffers())
+    check_equal(dict(loaded.module.named_buffers()), computed, least=len(computed))
+    frozen = {key for key, parameter in made.named_parameters() if not parameter.requires_grad}
+    still = loaded.module.named_parameters()
+    assert {key for key, parameter in still if not parameter.requires_grad} == frozen
+    checkpointing.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+    check_equal(weights(tmp_path / "exported"), weights(tmp_path / "plain"), least=20)
+    # A model that was in no file, such as `tiny`.
+    checkpointing.export_model(DDP(made), ByT5Tokenizer(), tmp_path / "new", EXPORT)
+    check_equal(weights(tmp_path / "new"), weights(tmp_path / "made"), least=20)
+
+
+def test_buffers_in_the_files_are_there() -> None:
+    """What the test above is about: without them it would show less."""
+    model = new_model(transformers.BartForConditionalGeneration, **BART)
+    (buffer,) = checkpointing._persistent_buffers(model)
+    assert buffer[0] == "final_logits_bias" and buffer[1].any()
+
+
+def test_a_buffer_that_the_model_can_do_without(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """BART's files may lack final_logits_bias, which is zero then; another buffer may not."""
+    model = new_model(transformers.BartForConditionalGeneration, **BART)
+    model.save_pretrained(tmp_path)
+    tensors = weights(tmp_path)
+    del tensors["final_logits_bias"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = streamed(type(model), tmp_path).module
+    assert "does not hold final_logits_bias" in capsys.readouterr().out
+    assert loaded.final_logits_bias.shape == (1, 384) and not loaded.final_logits_bias.any()
+    counting_model().save_pretrained(tmp_path)
+    tensors = weights(tmp_path)
+    del tensors["counter.seen"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="counter.seen is missing"):
+        streamed(CountingPegasus, tmp_path)
+
+
+def test_keys_of_older_files_are_renamed(alone: None, tmp_path: Path) -> None:
+    """Pythia's embed_out is the head, also without the base model's prefix, and stays its key."""
+    made = new_model(GPTNeoXForCausalLM, **DECODER)
+    made.save_pretrained(tmp_path)
+    tensors = weights(tmp_path)
+    assert "embed_out.weight" in tensors and "lm_head.weight" not in tensors
+    bare = {key.removeprefix("gpt_neox."): tensor for key, tensor in tensors.items()}
+    assert "embed_in.weight" in bare
+    save_file(bare, tmp_path / "model.safetensors")
+    loaded = streamed(GPTNeoXForCausalLM, tmp_path)
+    check_equal(loaded.module.state_dict(), made.state_dict())
+    checkpointing.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+    check_equal(weights(tmp_path / "exported"), tensors)
+    # Files that have the model's own names keep them.
+    made.save_pretrained(tmp_path / "own", save_original_format=False)
+    loaded = streamed(GPTNeoXForCausalLM, tmp_path / "own")
+    checkpointing.export_model(loaded, ByT5Tokenizer(), tmp_path / "again", EXPORT)
+    assert "lm_head.weight" in weights(tmp_path / "again")
+    check_equal(weights(tmp_path / "again"), weights(tmp_path / "own"))
+
+
+def test_a_renamed_head_that_stands_apart_is_untied(alone: None, tmp_path: Path) -> None:
+    """Though the config ties it; one with the same values stays tied."""
+    made = new_model(GPTNeoXForCausalLM, **DECODER)
+    made.config.tie_word_embeddings = True
+    made.save_pretrained(tmp_path)
+    loaded = streamed(GPTNeoXForCausalLM, tmp_path).module
+    check_equal(loaded.state_dict(), made.state_dict())
+    made.lm_head.weight = nn.Parameter(made.gpt_neox.embed_in.weight.detach().clone())
+    made.save_pretrained(tmp_path)
+    assert "embed_out.weight" in weights(tmp_path)
+    loaded = streamed(GPTNeoXForCausalLM, tmp_path).module
+    assert loaded.lm_head.weight is loaded.gpt_neox.embed_in.weight
+
+
+def test_more_than_renaming_is_refused_before_anything_is_read(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts to be stacked; the sentence says how to convert them, and then they are taken."""
+    shape = GROUPED | {"moe_intermediate_size": 16, "num_experts": 4}
+    made = new_model(Qwen3MoeForCausalLM, **shape)
+    made.save_pretrained(tmp_path / "made")
+    with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
+        patch.setattr(checkpointing, "_read", None)
+        streamed(Qwen3MoeForCausalLM, tmp_path / "made")
+    assert "experts.0.down_proj.weight" in str(error.value)
+    assert "save_pretrained(..., save_original_format=False)" in str(error.value)
+    plain = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "made")
+    plain.save_pretrained(tmp_path / "converted", save_original_format=False)
+    loaded = streamed(Qwen3MoeForCausalLM, tmp_path / "converted")
+    check_equal(loaded.module.state_dict(), made.state_dict())
+    for model in (loaded, DDP(made)):  # whose keys would take more than renaming, too
+        checkpointing.export_model(model, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+        again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "exported")
+        check_equal(again.state_dict(), made.state_dict())
+
+
+def test_buffers_of_other_dtypes(alone: None, tmp_path: Path) -> None:
+    """Integers and truth values are not cast; floating-point buffers are, as parameters."""
+    made = counting_model()
+    made.save_pretrained(tmp_path)
+    loaded = streamed(CountingPegasus, tmp_path)
+    check_equal(dict(loaded.module.named_buffers()), dict(made.named_buffers()), least=4)
+    args = Namespace(export_dtype="bf16", max_shard_size=1)
+    checkpointing.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", args)
+    exported = weights(tmp_path / "exported")
+    assert exported["counter.seen"].dtype == torch.int64 and exported["counter.seen"] == 7
+    assert torch.equal(exported["counter.known"], made.counter.known)
+    assert exported["final_logits_bias"].dtype == torch.bfloat16
+
+
+def test_buffers_on_two_ranks(tmp_path: Path) -> None:
+    """Loaded, saved and resumed, under FSDP and DDP, and from one to the other; a frozen parameter
+    stays what it is."""
+    counting_model().save_pretrained(tmp_path / "made")
+    made = weights(tmp_path / "made")
+    launch(2, "tests/files_worker.py", tmp_path / "made", tmp_path)
+    for strategy in ("full_shard", "ddp"):
+        states = {path.name: weights(path) for path in (tmp_path / strategy).glob("*ed")}
+        assert len(states) == 5
+        check_equal(states["loaded"], made, least=90)
+        check_equal(states["resumed"], states["saved"])
+        assert states["saved"]["counter.seen"] == 8 and states["continued"]["counter.seen"] == 9
+        for name, tensor in states["continued"].items():
+            torch.testing.assert_close(tensor, states["trained"][name])
+            fixed = re.search(r"embed_positions|final_logits_bias|counter.known", name) is not None
+            assert torch.equal(tensor, made[name]) == fixed, name

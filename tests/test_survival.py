@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from chaos import chaos, workers
 from conftest import ROOT, launch, losses, metrics, weights
 
@@ -235,15 +234,6 @@ def test_async_save_is_exact(uninterrupted: Path, flags: list[str], tmp_path: Pa
     launch(2, "gpt2_fsdp.py", *command)
     assert metrics(tmp_path, "start")[-1]["step"] in (4, 5, 6)
     check_equal(tmp_path, uninterrupted)
-
-
-@pytest.fixture()
-def alone() -> None:
-    """A process group of one."""
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def run(flags: list[str], output: Path, *more: str) -> None:

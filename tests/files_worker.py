@@ -1,0 +1,115 @@
+"""Run under torchrun by test_checkpointing.py: persistent buffers and frozen parameters on ranks.
+
+files_worker.py MODEL_DIRECTORY OUTPUT
+"""
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel as DDP
+from transformers import ByT5Tokenizer, PegasusConfig, PegasusForConditionalGeneration
+from transformers import initialization as init
+from transformers.models.pegasus.modeling_pegasus import PegasusDecoderLayer, PegasusEncoderLayer
+
+import checkpointing
+
+CPU = torch.device("cpu")
+EXPORT = Namespace(export_dtype="fp32", max_shard_size=2e-4)  # several files
+
+
+class Counter(torch.nn.Module):
+    """Persistent buffers that are no floating-point numbers, beside one that is in no file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("known", torch.zeros(384, dtype=torch.bool))
+        self.register_buffer("scale", torch.ones(3), persistent=False)
+
+
+class CountingPegasus(PegasusForConditionalGeneration):
+    """Has persistent buffers of three dtypes, and positions that are frozen parameters."""
+
+    def __init__(self, config: PegasusConfig) -> None:
+        super().__init__(config)
+        self.counter = Counter()
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Counter):
+            init.zeros_(module.seen)
+            init.zeros_(module.known)
+            init.ones_(module.scale)
+
+
+def wrap(directory: Path, strategy: str, pretrained: bool) -> torch.nn.Module:
+    """The model in `directory`, or its allocated storage, under a strategy."""
+    config = PegasusConfig.from_pretrained(directory)
+    model = checkpointing.meta_model(CountingPegasus, config, directory)
+    fill = checkpointing.streamed_init(model, directory if pretrained else None, CPU)
+    if strategy == "ddp":
+        for module in list(model.modules()):
+            fill(module)
+        return DDP(model)
+    return FSDP(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({PegasusEncoderLayer, PegasusDecoderLayer}),
+        device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
+        device_id=CPU,
+        use_orig_params=True,
+        param_init_fn=fill,
+    )
+
+
+def train_state(model: torch.nn.Module) -> checkpointing.TrainState:
+    """A new optimizer and schedule for the model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    return checkpointing.TrainState(model, optimizer, schedule, scaler, CPU, {}, 2, None)
+
+
+def train(state: checkpointing.TrainState) -> None:
+    """One step, which the model counts."""
+    tokens = torch.arange(2, 34).view(2, 16)
+    state.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.scheduler.step()
+    state.model.module.counter.seen += 1
+    state.step += 1
+
+
+def main() -> None:
+    """Load, train and save under each strategy, and go on under the other one."""
+    directory, output = map(Path, sys.argv[1:])
+    dist.init_process_group("gloo")
+    for first, second in (("full_shard", "ddp"), ("ddp", "full_shard")):
+        path = output / first
+        state = train_state(wrap(directory, first, pretrained=True))
+        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "loaded", EXPORT)
+        train(state)
+        checkpointing.save_checkpoint(path, state, keep=1, full=False)
+        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "saved", EXPORT)
+        train(state)
+        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "trained", EXPORT)
+        state = train_state(wrap(directory, second, pretrained=False))
+        checkpointing.load_checkpoint(path / "checkpoints/step-00000001", state, 0, path)
+        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
+        train(state)
+        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "continued", EXPORT)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # as the scripts do, and why
