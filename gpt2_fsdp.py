@@ -8,7 +8,7 @@
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
-Face model. Copy this file with policies.py, checkpointing.py, block_dataset.py and the folder
+Face model. Copy this file with policies.py, block_dataset.py and the folder
 runtime/; for another model change `setup_model`, for other data `setup_data`.
 
 Left out on purpose: attention that stops at document boundaries (see llama_fsdp.py).
@@ -43,10 +43,9 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import block_dataset
-import checkpointing
 import policies
-from checkpointing import TrainState
-from runtime import ranks
+from runtime import checkpoints, hf_weights, ranks
+from runtime.checkpoints import TrainState
 
 Batch = dict[str, Tensor]
 PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "L40S": 362}  # bf16, dense
@@ -155,11 +154,11 @@ def setup_model(
         eos = tokenizer.eos_token_id
         config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=eos, eos_token_id=eos, **shape)
     else:
-        directory = ranks.first_on_node(checkpointing.model_directory, args.model_name)
+        directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
         config = AutoConfig.from_pretrained(directory)
         if config.model_type != "gpt2":
             raise ValueError(f"--model-name {args.model_name} is a {config.model_type}, not a gpt2")
-        tokenizer = checkpointing.load_tokenizer(directory, config.vocab_size)
+        tokenizer = hf_weights.load_tokenizer(directory, config.vocab_size)
     if args.block_size > config.n_positions:
         raise ValueError(
             f"--block-size {args.block_size} is above the model's {config.n_positions} positions"
@@ -167,9 +166,9 @@ def setup_model(
     if args.model_name == "tiny" or args.from_scratch:
         model = GPT2LMHeadModel(config)  # the seed is the same on all ranks
     else:
-        model = checkpointing.meta_model(GPT2LMHeadModel, config, directory)
-        init = checkpointing.streamed_init(model, directory if pretrained else None, device)
-    shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
+        model = hf_weights.meta_model(GPT2LMHeadModel, config, directory)
+        init = hf_weights.streamed_init(model, directory if pretrained else None, device)
+    shapes = checkpoints.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
     policy = policies.wrap_policy(GPT2Block)
     if args.wrap == "size":
         policy = policies.size_policy(model, args.min_num_params)
@@ -332,7 +331,7 @@ def train(
             if milestone or state.step % (args.eval_every or math.inf) == 0:  # all ranks
                 val_loss = validation(args, state, val_loaders)
                 if val_loss < state.best_loss:
-                    checkpointing.save_best(Path(args.output_dir), state, val_loss)
+                    checkpoints.save_best(Path(args.output_dir), state, val_loss)
             if milestone or state.step % (args.save_every or math.inf) == 0:  # all ranks
                 save(args, state)
             if state.step == state.total_steps:
@@ -368,7 +367,7 @@ def validation(args: Namespace, state: TrainState, loaders: dict[str, DataLoader
 def save(args: Namespace, state: TrainState) -> None:
     """Save a checkpoint that a run can continue from; all ranks."""
     start, full = time.perf_counter(), args.checkpoint_type == "full"
-    if checkpointing.save_checkpoint(Path(args.output_dir), state, args.keep_checkpoints, full):
+    if checkpoints.save_checkpoint(Path(args.output_dir), state, args.keep_checkpoints, full):
         log(args, state, "save", seconds=time.perf_counter() - start)
 
 
@@ -388,7 +387,7 @@ def log(args: Namespace, state: TrainState, event: str, **values: Any) -> None:
 def log_start(args: Namespace, state: TrainState) -> None:
     """Cut metrics.jsonl to the restored step and log what this run is; only rank 0 acts."""
     if dist.get_rank() == 0:
-        checkpointing.truncate_metrics(Path(args.output_dir, "metrics.jsonl"), state.step)
+        checkpoints.truncate_metrics(Path(args.output_dir, "metrics.jsonl"), state.step)
         about = {"script": Path(__file__).stem, "world_size": dist.get_world_size()}
         about["device"] = torch.cuda.get_device_name() if state.device.type == "cuda" else "cpu"
         about |= {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -455,7 +454,7 @@ def prepare(
     args: Namespace, device: torch.device, checkpoint: Path | None
 ) -> tuple[TrainState, Tokenizer, DataLoader, dict[str, DataLoader]]:
     """What is trained, as `checkpoint` left it, and the data; all ranks."""
-    with checkpointing.report_memory(device):
+    with checkpoints.report_memory(device):
         model, tokenizer, shapes = setup_model(args, device, pretrained=checkpoint is None)
     loader, val_loaders = setup_data(args, tokenizer)
     sampler = loader.batch_sampler
@@ -471,7 +470,7 @@ def prepare(
     identity = {
         "script": Path(__file__).stem,
         "model": shapes,
-        "data": checkpointing.checksum(samples),
+        "data": checkpoints.checksum(samples),
         "global batch": sampler.global_batch,
         "seed": args.seed,
     }
@@ -482,7 +481,7 @@ def prepare(
         state.save_group = dist.new_group(backend="gloo", timeout=limit)
     transformers.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
-        checkpointing.load_checkpoint(checkpoint, state, args.seed, Path(args.output_dir))
+        checkpoints.load_checkpoint(checkpoint, state, args.seed, Path(args.output_dir))
     return state, tokenizer, loader, val_loaders
 
 
@@ -490,10 +489,10 @@ def finish(args: Namespace, state: TrainState, tokenizer: Tokenizer, loader: Dat
     """Continue three prompts and write final/ and best/; all ranks."""
     output = Path(args.output_dir)
     texts = continue_prompts(args, state, tokenizer, loader.dataset)
-    checkpointing.export_model(state.model, tokenizer, output / "final", args)
+    hf_weights.export_model(state.model, tokenizer, output / "final", args)
     if state.best_step:  # or no validation followed on a checkpoint taken from elsewhere
-        checkpointing.load_weights(checkpointing.best_path(output, state), state.model)
-    checkpointing.export_model(state.model, tokenizer, output / "best", args)
+        checkpoints.load_weights(checkpoints.best_path(output, state), state.model)
+    hf_weights.export_model(state.model, tokenizer, output / "best", args)
     if dist.get_rank() == 0:
         for prompt, text in texts:
             print(f"   prompt: {prompt!r}\ncontinued: {text!r}")
@@ -507,9 +506,9 @@ def export_only(args: Namespace, device: torch.device, checkpoint: Path | None) 
     if checkpoint is None:
         raise ValueError(f"--export-only finds no checkpoint in {args.output_dir}")
     model, tokenizer, shapes = setup_model(args, device, pretrained=False)
-    checkpointing.check_identity(checkpoint, {"script": Path(__file__).stem, "model": shapes})
-    checkpointing.load_weights(checkpoint, model)
-    checkpointing.export_model(model, tokenizer, Path(args.output_dir, "final"), args)
+    checkpoints.check_identity(checkpoint, {"script": Path(__file__).stem, "model": shapes})
+    checkpoints.load_weights(checkpoint, model)
+    hf_weights.export_model(model, tokenizer, Path(args.output_dir, "final"), args)
     if dist.get_rank() == 0:
         print(f"{checkpoint.name} is written to {Path(args.output_dir, 'final')}")
 
@@ -521,9 +520,9 @@ def fsdp_main(args: Namespace) -> int:
     try:
         with stack:
             try:
-                stack.enter_context(checkpointing.locked(output))
+                stack.enter_context(checkpoints.locked(output))
                 parts = (output, args.resume, Path(__file__).stem)
-                checkpoint, status = checkpointing.open_output(*parts)
+                checkpoint, status = checkpoints.open_output(*parts)
                 if args.export_only:
                     export_only(args, device, checkpoint)
                     return 0
@@ -535,7 +534,7 @@ def fsdp_main(args: Namespace) -> int:
                     print(f"{output} is finished, raise --max-steps or --epochs to train on")
                 return 0
             stack.enter_context(state.stop)
-            stack.enter_context(checkpointing.status(output, state))
+            stack.enter_context(checkpoints.status(output, state))
             log_start(args, state)
             log_phases(args, state)
             if state.step == 0:
@@ -547,7 +546,7 @@ def fsdp_main(args: Namespace) -> int:
                 save(args, state)
                 raise
             finish(args, state, tokenizer, next(iter(val_loaders.values())))
-    except checkpointing.SaveError as error:
+    except checkpoints.SaveError as error:
         ranks.exit_with(error)
     except KeyboardInterrupt:
         return policies.STOPPED

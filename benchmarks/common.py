@@ -19,9 +19,9 @@ from transformers import ByT5Tokenizer, GPT2Config, PretrainedConfig, PreTrained
 
 import block_dataset
 import chat_dataset
-import checkpointing
 import policies
 import summarization_dataset
+from runtime import checkpoints, hf_weights
 
 Loop = Callable[[Callable[[], None]], None]  # calls its argument where a step ends
 GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and small ones
@@ -46,7 +46,7 @@ def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
 
 def without_files() -> None:
     """Have the scripts give random weights to a model whose directory has only a config."""
-    streamed = checkpointing.streamed_init
+    streamed = hf_weights.streamed_init
 
     def meta_model(model_class: type, config: PretrainedConfig, _: Path) -> PreTrainedModel:
         with torch.device("meta"):
@@ -63,19 +63,19 @@ def without_files() -> None:
 
         return init
 
-    checkpointing.meta_model, checkpointing.streamed_init = meta_model, streamed_init
+    hf_weights.meta_model, hf_weights.streamed_init = meta_model, streamed_init
 
 
 def random_state(
     script: ModuleType, args: Namespace, device: torch.device
-) -> checkpointing.TrainState:
+) -> checkpoints.TrainState:
     """What a script trains, without its data."""
     model, _, _ = script.setup_model(args, device, pretrained=True)
     groups = policies.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     schedule = policies.lr_schedule(args, optimizer, 1000, 1000)
     scaler, stop = policies.gradient_scaler(args, device), policies.StopRequest()
-    return checkpointing.TrainState(model, optimizer, schedule, scaler, device, {}, 1000, stop)
+    return checkpoints.TrainState(model, optimizer, schedule, scaler, device, {}, 1000, stop)
 
 
 def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]:
@@ -101,7 +101,7 @@ def held(tensors: Iterable[torch.Tensor | None]) -> int:
 
 
 def step_and_weigh(
-    script: ModuleType, args: Namespace, state: checkpointing.TrainState, batch: dict
+    script: ModuleType, args: Namespace, state: checkpoints.TrainState, batch: dict
 ) -> dict[str, int]:
     """Make a step; bytes of parameters, gradients and AdamW's moments that this rank holds."""
     clip, found = policies.clip_gradients, {}

@@ -33,8 +33,8 @@ from safetensors import safe_open
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import ByT5Tokenizer, LlamaConfig
 
-import checkpointing
 import llama_fsdp
+from runtime import hf_weights
 
 VARIANTS = ["streamed", "whole", "every"]
 if torch.cuda.is_available():
@@ -74,7 +74,7 @@ def load(variant: str, args: argparse.Namespace, device: torch.device) -> FSDP:
         whole = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
         tensors = dict(whole.named_parameters())
         del whole
-        checkpointing._read = lambda path, key: tensors.pop(key).data
+        hf_weights._read = lambda path, key: tensors.pop(key).data
     if variant == "every":
 
         def from_files(model: transformers.PreTrainedModel, *_: object) -> object:
@@ -82,7 +82,7 @@ def load(variant: str, args: argparse.Namespace, device: torch.device) -> FSDP:
             model.load_state_dict(whole.state_dict(), assign=True)
             model.model.rotary_emb = whole.model.rotary_emb
 
-        checkpointing.streamed_init = from_files
+        hf_weights.streamed_init = from_files
     if variant == "accelerate":
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -104,7 +104,7 @@ def export(model: FSDP, directory: Path, args: argparse.Namespace) -> dict[str, 
     """Memory and seconds of this rank."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     baseline, start = memory(peak=False), time.perf_counter()
-    checkpointing.export_model(model, ByT5Tokenizer(), directory / "export", args)
+    hf_weights.export_model(model, ByT5Tokenizer(), directory / "export", args)
     seconds = time.perf_counter() - start
     return {"baseline_mb": baseline, "peak_mb": memory(peak=True), "seconds": seconds}
 
@@ -117,7 +117,7 @@ def equal_tensors(model: FSDP, directory: Path) -> int:
         plain = dict(there.named_parameters())
     same = [
         torch.equal(tensor.cpu(), plain[name])
-        for name, tensor in checkpointing._whole_tensors(model)
+        for name, tensor in hf_weights._whole_tensors(model)
         if plain
     ]
     return len(same) if all(same) and len(same) == len(plain) else -1

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import checkpointing
 import llama_fsdp
+from runtime import checkpoints
 
 
 def write_chats(tasks: Path, chats: Path) -> None:
@@ -76,7 +76,7 @@ def main() -> None:
         kinds = {"packed": ["--packing"], "padded": ["--no-packing"]}
         args = {kind: llama_fsdp.parse_args([*common, *flag]) for kind, flag in kinds.items()}
         device = llama_fsdp.setup(args["packed"])
-        checkpointing.open_output(Path(f"{directory}/run"), "auto", "llama_fsdp")
+        checkpoints.open_output(Path(f"{directory}/run"), "auto", "llama_fsdp")
         with contextlib.redirect_stdout(sys.stderr):  # what the script says of files and memory
             made = {kind: llama_fsdp.prepare(args[kind], device, None) for kind in kinds}
         found: dict[str, list[tuple]] = {kind: [] for kind in kinds}

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from common import GPT2, launch, write_gpt2
 
-import checkpointing
 import gpt2_fsdp
+from runtime import checkpoints
 
 MODES = {"sharded": [], "full": ["--checkpoint-type", "full"], "async": ["--async-save"]}
 
@@ -35,7 +35,7 @@ def worker(directory: str, flags: list[str], saves: int) -> None:
     common += ["--block-size", "64", "--batch-size", "1", "--keep-checkpoints", "1"]
     args = gpt2_fsdp.parse_args([*common, *flags])
     device, output = gpt2_fsdp.setup(args), Path(args.output_dir)
-    checkpointing.open_output(output, "auto", "gpt2_fsdp")
+    checkpoints.open_output(output, "auto", "gpt2_fsdp")
     state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
     found: dict[str, list[float]] = {"stall": [], "total": [], "step": [], "step_beside": []}
     batches = zip(iter(loader), loader.batch_sampler.steps(), strict=False)
@@ -53,7 +53,7 @@ def worker(directory: str, flags: list[str], saves: int) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        checkpointing.save_checkpoint(output, state, 1, args.checkpoint_type == "full")
+        checkpoints.save_checkpoint(output, state, 1, args.checkpoint_type == "full")
         found["stall"].append(time.perf_counter() - start)
         ends: queue.SimpleQueue = queue.SimpleQueue()
         if state.saving:
@@ -61,7 +61,7 @@ def worker(directory: str, flags: list[str], saves: int) -> None:
         else:
             ends.put(time.perf_counter())
         step("step_beside")
-        checkpointing.wait_for_save(state)
+        checkpoints.wait_for_save(state)
         found["total"].append(ends.get() - start)
     if dist.get_rank() == 0:
         print(json.dumps({name: statistics.median(values) for name, values in found.items()}))

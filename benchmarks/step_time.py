@@ -33,9 +33,9 @@ import transformers
 from common import Loop, launch, relay, write_gpt2
 from datasets import Dataset
 
-import checkpointing
 import gpt2_fsdp
 import policies
+from runtime import checkpoints
 
 
 def ours(args: argparse.Namespace, device: torch.device) -> tuple[Loop, Loop, Dataset]:
@@ -157,7 +157,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
               "--output-dir", f"{directory}/output"]  # fmt: skip
     args = gpt2_fsdp.parse_args(common)
     device, how = gpt2_fsdp.setup(args), {}
-    checkpointing.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
+    checkpoints.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
     loops: dict[str, Loop] = {}
     for strategy in ("ddp", "full_shard"):
         loop, bare, rows = ours(gpt2_fsdp.parse_args([*common, "--strategy", strategy]), device)

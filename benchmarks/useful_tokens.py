@@ -24,10 +24,10 @@ from common import Loop, launch, relay, without_files
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import ByT5Tokenizer
 
-import checkpointing
 import memory_estimator
 import policies
 import T5_training
+from runtime import checkpoints
 
 
 class Padded(Dataset):
@@ -61,7 +61,7 @@ def worker(options: argparse.Namespace, flags: list[str]) -> None:
     without_files()
     args = T5_training.parse_args([*flags, "--max-steps", "100000", "--num-train-samples", "0"])
     device = T5_training.setup(args)
-    checkpointing.open_output(Path(args.output_dir), "auto", "T5_training")
+    checkpoints.open_output(Path(args.output_dir), "auto", "T5_training")
     tokens = {"ours": [0], "tutorial": [0]}
     state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
     rows = loader.dataset

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-import checkpointing
+from runtime import checkpoints
 
 
 def limit(size: int) -> None:
@@ -51,7 +51,7 @@ if __name__ == "__main__":
         return train_step(args, state, batches, samples)
 
     script.train_step = faulty_step
-    write = checkpointing._write
+    write = checkpoints._write
 
     def slow_write(*args):
         """The real one, after a while."""
@@ -59,7 +59,7 @@ if __name__ == "__main__":
         write(*args)
 
     if fault == "slow":
-        checkpointing._write = slow_write
+        checkpoints._write = slow_write
     code = script.fsdp_main(script.parse_args(sys.argv[5:]))
     sys.stdout.flush()
     os._exit(code)

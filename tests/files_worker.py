@@ -1,4 +1,4 @@
-"""Run under torchrun by test_checkpointing.py: persistent buffers and frozen parameters on ranks.
+"""Run under torchrun by test_hf_weights.py: persistent buffers and frozen parameters on ranks.
 
 files_worker.py MODEL_DIRECTORY OUTPUT
 """
@@ -20,7 +20,7 @@ from transformers import ByT5Tokenizer, PegasusConfig, PegasusForConditionalGene
 from transformers import initialization as init
 from transformers.models.pegasus.modeling_pegasus import PegasusDecoderLayer, PegasusEncoderLayer
 
-import checkpointing
+from runtime import checkpoints, hf_weights
 
 CPU = torch.device("cpu")
 EXPORT = Namespace(export_dtype="fp32", max_shard_size=2e-4)  # several files
@@ -54,8 +54,8 @@ class CountingPegasus(PegasusForConditionalGeneration):
 def wrap(directory: Path, strategy: str, pretrained: bool) -> torch.nn.Module:
     """The model in `directory`, or its allocated storage, under a strategy."""
     config = PegasusConfig.from_pretrained(directory)
-    model = checkpointing.meta_model(CountingPegasus, config, directory)
-    fill = checkpointing.streamed_init(model, directory if pretrained else None, CPU)
+    model = hf_weights.meta_model(CountingPegasus, config, directory)
+    fill = hf_weights.streamed_init(model, directory if pretrained else None, CPU)
     if strategy == "ddp":
         for module in list(model.modules()):
             fill(module)
@@ -70,15 +70,15 @@ def wrap(directory: Path, strategy: str, pretrained: bool) -> torch.nn.Module:
     )
 
 
-def train_state(model: torch.nn.Module) -> checkpointing.TrainState:
+def train_state(model: torch.nn.Module) -> checkpoints.TrainState:
     """A new optimizer and schedule for the model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return checkpointing.TrainState(model, optimizer, schedule, scaler, CPU, {}, 2, None)
+    return checkpoints.TrainState(model, optimizer, schedule, scaler, CPU, {}, 2, None)
 
 
-def train(state: checkpointing.TrainState) -> None:
+def train(state: checkpoints.TrainState) -> None:
     """One step, which the model counts."""
     tokens = torch.arange(2, 34).view(2, 16)
     state.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -96,17 +96,17 @@ def main() -> None:
     for first, second in (("full_shard", "ddp"), ("ddp", "full_shard")):
         path = output / first
         state = train_state(wrap(directory, first, pretrained=True))
-        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "loaded", EXPORT)
+        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "loaded", EXPORT)
         train(state)
-        checkpointing.save_checkpoint(path, state, keep=1, full=False)
-        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "saved", EXPORT)
+        checkpoints.save_checkpoint(path, state, keep=1, full=False)
+        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "saved", EXPORT)
         train(state)
-        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "trained", EXPORT)
+        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "trained", EXPORT)
         state = train_state(wrap(directory, second, pretrained=False))
-        checkpointing.load_checkpoint(path / "checkpoints/step-00000001", state, 0, path)
-        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
+        checkpoints.load_checkpoint(path / "checkpoints/step-00000001", state, 0, path)
+        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
         train(state)
-        checkpointing.export_model(state.model, ByT5Tokenizer(), path / "continued", EXPORT)
+        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "continued", EXPORT)
     dist.destroy_process_group()
 
 

@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-import checkpointing
-from runtime import ranks
+from runtime import checkpoints, ranks
 
 STRATEGIES = ("full_shard", "shard_grad_op", "ddp")
 SCALE = 2.0**12  # the default, 2**16, overflows once in the first step of the Llama
@@ -44,7 +43,7 @@ def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tu
 
 
 def overflow(
-    script: types.ModuleType, args: Namespace, state: checkpointing.TrainState, batch: dict,
+    script: types.ModuleType, args: Namespace, state: checkpoints.TrainState, batch: dict,
     place: str,
 ) -> dict:  # fmt: skip
     """One step whose gradients overflow on rank 1: in its `loss`, so before they are reduced, or in
@@ -87,7 +86,7 @@ def try_strategy(
 ) -> dict:
     """Train in both precisions, overflow, resume, overflow with a scale that is small."""
     script = importlib.import_module(name)
-    checkpointing.open_output(directory, "auto", name)
+    checkpoints.open_output(directory, "auto", name)
     flags = [*flags, "--strategy", strategy, "--output-dir", str(directory)]
     exact, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
     args = script.parse_args([*flags, "--precision", "fp16"])
@@ -98,7 +97,7 @@ def try_strategy(
         steps["shard"] = overflow(script, args, state, batch, "shard")
     steps["none"] = overflow(script, args, state, batch, "nowhere")
 
-    checkpointing.save_checkpoint(directory, state, keep=1, full=False)
+    checkpoints.save_checkpoint(directory, state, keep=1, full=False)
     checkpoint = directory / f"checkpoints/step-{state.step:08d}"
     resumed, *_ = script.prepare(args, device, checkpoint)
     same = resumed.scaler.state_dict() == state.scaler.state_dict()

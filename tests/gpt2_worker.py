@@ -15,8 +15,8 @@ import torch.distributed as dist
 from ten_steps import ten_steps
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-import checkpointing
 import gpt2_fsdp
+from runtime import checkpoints
 
 
 def main() -> None:
@@ -30,10 +30,10 @@ def main() -> None:
     results = {}
     for name, flags in json.loads(variants).items():
         args = gpt2_fsdp.parse_args([*common, *flags])
-        checkpointing.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
+        checkpoints.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
         results[name], trained = ten_steps(gpt2_fsdp, args, device)
         output_dir = Path(args.output_dir)
-        checkpointing.save_checkpoint(output_dir, trained, keep=1, full=False)
+        checkpoints.save_checkpoint(output_dir, trained, keep=1, full=False)
         checkpoint = output_dir / f"checkpoints/step-{trained.step:08d}"
         state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, checkpoint)
         results[name]["units"] = sum(isinstance(m, FSDP) for m in state.model.modules())

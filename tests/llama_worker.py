@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ten_steps import ten_steps
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-import checkpointing
 import llama_fsdp
+from runtime import checkpoints, hf_weights
 
 
 def rotary(model: torch.nn.Module) -> torch.nn.Module:
@@ -48,7 +48,7 @@ def main() -> None:
         results["refused"][name] = everyone, time.perf_counter() - start
     args = llama_fsdp.parse_args(named)
     loaded, _, _ = llama_fsdp.setup_model(args, device, pretrained=True)
-    results["loaded"] = {n: p.clone() for n, p in checkpointing._whole_tensors(loaded)}
+    results["loaded"] = {n: p.clone() for n, p in hf_weights._whole_tensors(loaded)}
     frequencies: list[torch.Tensor] = []  # as the last forward pass found them
     setup_model = llama_fsdp.setup_model
 
@@ -62,7 +62,7 @@ def main() -> None:
     llama_fsdp.setup_model = watched
     for name, flags in json.loads(variants).items():
         args = llama_fsdp.parse_args([*named, *flags])
-        checkpointing.open_output(Path(args.output_dir), "auto", "llama_fsdp")
+        checkpoints.open_output(Path(args.output_dir), "auto", "llama_fsdp")
         results[name], trained = ten_steps(llama_fsdp, args, device)
         results[name]["frequencies"] = frequencies[-1]
         results[name]["units"] = sum(isinstance(m, FSDP) for m in trained.model.modules())

@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-import checkpointing
 import gpt2_fsdp
+from runtime import checkpoints
 
 
 def resident(key: str) -> int:
@@ -60,7 +60,7 @@ def peaks(function: Callable[[], object]) -> dict[str, int]:
     return {"host": resident("VmHWM") - host, "host_after": resident("VmRSS") - host}
 
 
-def prepared(args: Namespace, device: torch.device, steps: int) -> checkpointing.TrainState:
+def prepared(args: Namespace, device: torch.device, steps: int) -> checkpoints.TrainState:
     """A state after so many steps."""
     state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
     batches = iter(loader)
@@ -77,24 +77,24 @@ def main() -> None:
     args = gpt2_fsdp.parse_args([*common, *flags])
     directory = Path(output)
     device = gpt2_fsdp.setup(args)
-    checkpointing.open_output(directory, "auto", "gpt2_fsdp")
+    checkpoints.open_output(directory, "auto", "gpt2_fsdp")
     full = args.checkpoint_type == "full"
 
     state = prepared(args, device, 2)
-    checkpointing.save_checkpoint(directory, state, 2, full)
+    checkpoints.save_checkpoint(directory, state, 2, full)
     state.saved_step = -1
     units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
     found = {
         "shard": 4 * sum(parameter.numel() for parameter in state.model.parameters()),
         "unit": 4 * max(sizes),
-        "save": peaks(lambda: checkpointing.save_checkpoint(directory, state, 2, full)),
+        "save": peaks(lambda: checkpoints.save_checkpoint(directory, state, 2, full)),
     }
     del state, units
 
     state = prepared(args, device, 0)
     path = directory / "checkpoints" / "step-00000002"
-    found["resume"] = peaks(lambda: checkpointing.load_checkpoint(path, state, 0, directory))
+    found["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, 0, directory))
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     gpt2_fsdp.cleanup()

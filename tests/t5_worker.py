@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from ten_steps import SHARED_VARIANTS, ten_steps
 
-import checkpointing
 import T5_training
+from runtime import checkpoints
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
               "0.5", "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
     args = T5_training.parse_args(common)
     device = T5_training.setup(args)
-    checkpointing.open_output(Path(args.output_dir), "auto", "T5_training")
+    checkpoints.open_output(Path(args.output_dir), "auto", "T5_training")
     results = {}
     for name, flags in SHARED_VARIANTS.items():
         args = T5_training.parse_args([*common, *flags])
@@ -44,8 +44,8 @@ def main() -> None:
             break
     results["overfitted"] = loss.item()
     state.best_step = state.step
-    checkpointing.save_best(Path(args.output_dir), state, loss.item())
-    best = checkpointing.best_path(Path(args.output_dir), state)
+    checkpoints.save_best(Path(args.output_dir), state, loss.item())
+    best = checkpoints.best_path(Path(args.output_dir), state)
 
     # Generation by that model, of seven examples in batches of 2: one rank has none in the last.
     flags += ["--rouge-samples", "7", "--batch-size", "2"]
@@ -54,7 +54,7 @@ def main() -> None:
             chosen = ["--precision", precision, "--strategy", strategy]
             args = T5_training.parse_args([*common, *flags, *chosen])
             state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
-            checkpointing.load_weights(best, state.model)
+            checkpoints.load_weights(best, state.model)
             loader.batch_sampler.seed = None  # in their order
             triples = T5_training.summarize(args, state, tokenizer, loader)
             results[f"generated {precision} {strategy}"] = triples

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 import policies
-from checkpointing import TrainState
+from runtime.checkpoints import TrainState
 
 SHARED_VARIANTS = {
     "full_shard": [],

@@ -113,8 +113,9 @@ def test_estimates_in_the_readme() -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "policies.py", "checkpointing.py", "summarization_dataset.py", "block_dataset.py",
+    "policies.py", "summarization_dataset.py", "block_dataset.py",
     "chat_dataset.py", "runtime/ranks.py", "runtime/readers.py",
+    "runtime/checkpoints.py", "runtime/hf_weights.py",
 ])  # fmt: skip
 def test_shared_modules_import_no_script(name: str) -> None:
     """Nor each other, but for runtime/, so that they can be copied along with one script."""

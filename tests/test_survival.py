@@ -14,8 +14,8 @@ import torch
 from chaos import chaos, workers
 from conftest import ROOT, launch, losses, metrics, weights
 
-import checkpointing
 import gpt2_fsdp
+from runtime import checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +213,14 @@ def test_a_last_save_that_fails(
     capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
     """No next save can make up for it: the run has failed, and says so."""
-    write = checkpointing._write
+    write = checkpoints._write
 
     def no_last_step(path: Path, *args: object) -> None:
         if path.name == "step-00000010":
             raise OSError("no")
         write(path, *args)
 
-    monkeypatch.setattr(checkpointing, "_write", no_last_step)
+    monkeypatch.setattr(checkpoints, "_write", no_last_step)
     with pytest.raises(SystemExit):
         run(flags, tmp_path)
     assert "error: the last save failed" in capfd.readouterr().err
@@ -302,14 +302,14 @@ def test_a_best_that_cannot_be_saved(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one before stays the best, and is what best/ holds."""
-    write = checkpointing._write
+    write = checkpoints._write
 
     def no_second_best(path: Path, *args: object) -> None:
         if path.name == "best-00000010":
             raise OSError("no")
         write(path, *args)
 
-    monkeypatch.setattr(checkpointing, "_write", no_second_best)
+    monkeypatch.setattr(checkpoints, "_write", no_second_best)
     run(flags, tmp_path)
     assert metrics(tmp_path, "done")[-1]["best_step"] == 9  # the end of the first epoch
     assert (tmp_path / "status").read_text() == "finished\n"
@@ -317,34 +317,35 @@ def test_a_best_that_cannot_be_saved(
 
 def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held by a run that lives: refused, and named. Left behind: taken over."""
-    monkeypatch.setattr(checkpointing, "LOCK_SECONDS", 2)
+    monkeypatch.setattr(checkpoints, "LOCK_SECONDS", 2)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     lock = tmp_path / "lock"
-    code = ("import sys, time, torch.distributed as dist, checkpointing, pathlib\n"
-            "checkpointing.LOCK_SECONDS = 2\n"
+    code = ("import sys, time, torch.distributed as dist, pathlib\n"
+            "from runtime import checkpoints\n"
+            "checkpoints.LOCK_SECONDS = 2\n"
             "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-            "with checkpointing.locked(pathlib.Path(sys.argv[1])): time.sleep(100)\n")  # fmt: skip
+            "with checkpoints.locked(pathlib.Path(sys.argv[1])): time.sleep(100)\n")  # fmt: skip
     holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT)
     try:
         while not lock.exists():
             time.sleep(0.1)
         who = f"process {holder.pid} on {socket.gethostname()}"
-        with pytest.raises(ValueError, match=f"is in use by {who}"), checkpointing.locked(tmp_path):
+        with pytest.raises(ValueError, match=f"is in use by {who}"), checkpoints.locked(tmp_path):
             pass
     finally:
         holder.kill()
         holder.wait()
     assert json.loads(lock.read_text()).keys() == {"host", "pid", "job", "heartbeat"}
     start = time.monotonic()
-    with checkpointing.locked(tmp_path):  # its process is dead
+    with checkpoints.locked(tmp_path):  # its process is dead
         assert json.loads(lock.read_text())["pid"] == os.getpid()
     assert time.monotonic() - start < 1 and not lock.exists()
     lock.write_bytes(b"\0\0")  # as a power failure may leave it
-    with checkpointing.locked(tmp_path):
+    with checkpoints.locked(tmp_path):
         pass
     other = {"host": "elsewhere", "pid": 1, "heartbeat": 0.0}
     for job, least, most in (("7", 0, 1), ("8", 2, 4)):  # our job again; no heartbeat
         lock.write_text(json.dumps(other | {"job": job}))
         start = time.monotonic()
-        with checkpointing.locked(tmp_path):
+        with checkpoints.locked(tmp_path):
             assert least <= time.monotonic() - start < most

@@ -1,37 +1,30 @@
-"""Save, load, prune and export what is trained; stream pretrained weights into an FSDP model.
+"""Save, load, check and prune what is trained.
 
 Copy this file along with a script and the folder runtime/. It names no model.
 All ranks call a function together unless its docstring says "rank 0 alone".
 """
 
 import contextlib
-import copy
 import json
 import math
 import os
 import pickle
 import random
-import re
 import shutil
 import socket
 import threading
 import time
 import zlib
-from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -40,22 +33,10 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
 from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
     set_seed,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
 
-from runtime.ranks import cpu_group, on_every_rank, on_rank_zero
+from .ranks import cpu_group, on_every_rank, on_rank_zero
 
 RANDOM = [  # how the random states of a rank are read, and how they are restored
     (random.getstate, random.setstate),
@@ -64,7 +45,6 @@ RANDOM = [  # how the random states of a rank are read, and how they are restore
     *([(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] if torch.cuda.is_available() else []),
 ]
 FULL = "full.pt"  # --checkpoint-type full
-WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")
 
@@ -599,237 +579,6 @@ def checksum(items: list[Any]) -> str:
     return f"{len(items)} items, crc {zlib.crc32(repr(items).encode()):08x}"
 
 
-def model_directory(name: str) -> Path:
-    """The directory `name`, or that of the hub's model of this name, downloaded if need be.
-
-    Call it under `first_on_node`. Raises ValueError if the hub does not give it.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        patterns = ["*.safetensors", "*.json", "*.model", "*.spm", "*.txt", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--model-name {name} is no directory here and the hub does not give it "
-            f"({type(error).__name__}): accept its licence at https://huggingface.co/{name} and "
-            "set HF_TOKEN, or give a local directory with its files"
-        ) from None
-
-
-class StoredTensor(NamedTuple):
-    """Where a tensor stands in a directory's files, and what its header says."""
-
-    path: Path
-    key: str
-    shape: list[int]
-    dtype: str  # as safetensors calls it, such as F32
-
-
-def _headers(directory: Path) -> Iterator[StoredTensor]:
-    """Every tensor in a directory's safetensors files, unread; raises ValueError for a bad file."""
-    names, index = {"model.safetensors"}, directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{index} cannot be read: {error}") from None
-    elif not (directory / "model.safetensors").is_file() and any(directory.glob("*.bin")):
-        raise ValueError(
-            f"{directory} has only .bin weights, which are not read here: convert them once with "
-            "from_pretrained and save_pretrained"
-        )
-    for path in (directory / name for name in sorted(names)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (it is no dict)
-                    header = file.get_slice(key)
-                    yield StoredTensor(path, key, header.get_shape(), header.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def _read(path: Path, key: str) -> torch.Tensor:
-    """One tensor; the file is opened each time, or its mapped pages would count as memory held."""
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(key)
-
-
-def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
-    """What a directory's files hold, by the names that `from_pretrained` would give it.
-
-    That renames what was called otherwise in older models, and adds or drops the base model's
-    prefix. The model keeps the renames that were of use, for an export to undo.
-
-    Raises ValueError if a tensor needs more than another name, such as experts to be stacked.
-    """
-    conversions = get_model_conversion_mapping(model)
-    renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
-    converters = [step for step in conversions if isinstance(step, WeightConverter)]
-    prefix = model.base_model_prefix
-    own = model.state_dict()
-    stored = {}
-    for header in sorted(_headers(directory), key=lambda header: header.key):
-        name, converter = rename_source_key(header.key, renamings, converters, prefix, own)
-        if name not in own and header.key in own:  # the rename was not meant for it
-            name, converter = rename_source_key(header.key, [], [], prefix, own)
-        if name in own and converter is not None:
-            raise ValueError(
-                f"{directory} holds {header.key}, and to make {name} of it takes more than another "
-                "name, which is all that is done here: convert it once with from_pretrained and "
-                "save_pretrained(..., save_original_format=False)"
-            )
-        stored[name] = header
-    model._weight_conversions = [step for step in conversions if step.was_used()]
-    return stored
-
-
-def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
-    """Where each parameter and persistent buffer stands, by its first name in the model.
-
-    Tied parameters may stand under any of their names. What the model declares as dispensable may
-    be missing: a line says so, and it is left out. Raises ValueError with all that is wrong.
-    """
-    own = model.state_dict(keep_vars=True)
-    first_name: dict[torch.Tensor, str] = {}
-    for name, tensor in own.items():
-        first_name.setdefault(tensor, name)
-    # Files of Llama 2 hold its rotary frequencies, once a layer, which are computed now.
-    known = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
-    ignored = re.compile("|".join(known))
-    found, problems, dtypes = {}, [], set()
-    for name, stored in _stored_tensors(model, directory).items():
-        if name in own:
-            tensor = own[name]
-            found[first_name[tensor]] = stored
-            if tensor.is_floating_point():
-                dtypes.add(stored.dtype)
-            if stored.shape != list(tensor.shape):
-                problems.append(f"{stored.key} has shape {stored.shape}, not {list(tensor.shape)}")
-        elif not ignored.search(name):
-            problems.append(f"{stored.key} is not the model's")
-    dispensable = model._keys_to_ignore_on_load_missing or []
-    for name in first_name.values():
-        if name in found:
-            continue
-        if any(re.search(pattern, name) for pattern in dispensable):
-            print(f"{directory} does not hold {name}: it is as in a new model", flush=True)
-        else:
-            problems.append(f"{name} is missing")
-    if problems:
-        raise ValueError(f"{directory} does not hold this model: {'; '.join(problems)}")
-    if dtypes != {"F32"}:
-        print(f"{directory}: stored as {', '.join(sorted(dtypes))}, trained as fp32", flush=True)
-    return found
-
-
-def meta_model(
-    model_class: type[PreTrainedModel], config: PretrainedConfig, directory: Path
-) -> PreTrainedModel:
-    """The model in `directory` on meta, without weights, with its settings for generation.
-
-    What the files hold apart is untied: newer T5s have a head of their own, whatever their config.
-    Raises ValueError, on all ranks, if a file cannot be read, or needs more than renamed keys.
-    """
-    with torch.device("meta"):
-        model = model_class(config)
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-
-    def names_to_untie() -> list[str]:
-        stored = _stored_tensors(model, directory)
-        first_name = {parameter: name for name, parameter in model.named_parameters()}
-        differing = []
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            first = first_name[parameter]
-            if name != first and name in stored and first in stored:
-                one = _read(stored[first].path, stored[first].key)
-                other = _read(stored[name].path, stored[name].key)
-                if not torch.equal(one, other):
-                    differing.append(name)
-        return differing
-
-    for name in on_rank_zero(names_to_untie):
-        module, _, key = name.rpartition(".")
-        setattr(model.get_submodule(module), key, nn.Parameter(model.get_parameter(name).clone()))
-    return model
-
-
-def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A directory's tokenizer; raises ValueError if there is none, or it knows too many tokens."""
-    names = ("tokenizer*", "vocab.*", "*.model", "*.spm")
-    if not any(list(directory.glob(name)) for name in names):
-        raise ValueError(f"{directory} has no tokenizer, such as tokenizer.json")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer in {directory} has {len(tokenizer)} tokens, the model only {vocab_size}"
-        )
-    return tokenizer
-
-
-def streamed_init(
-    model: PreTrainedModel, directory: Path | None, device: torch.device
-) -> Callable[[nn.Module], None]:
-    """A `param_init_fn` that gives a module on meta its storage on `device`, and its weights.
-
-    FSDP calls it for the modules of a unit and then shards the unit, so no rank ever holds more
-    than its shard and one unit: rank 0 reads a tensor from the safetensors files in `directory`
-    and broadcasts it. Without a directory it only allocates, for a checkpoint loaded next. Under
-    DDP call it for every module before wrapping. Tied parameters stay one tensor, frozen ones stay
-    frozen. Persistent buffers are treated as parameters are, in their own dtype. What is in no
-    file, such as rotary frequencies, is computed anew, in fp32.
-
-    Raises ValueError on all ranks, before any weight is read, if the files do not fit the model.
-    """
-    found = on_rank_zero(_find_weights, model, directory) if directory else {}
-    names: dict[torch.Tensor, list[str]] = defaultdict(list)  # of what a state dict holds
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names[tensor].append(name)
-    tied: dict[torch.Tensor, torch.Tensor] = {}
-    bar = tqdm(total=len(found), desc="load", disable=dist.get_rank() != 0 or None)
-
-    def allocate(meta: torch.Tensor) -> torch.Tensor:
-        tensor = torch.empty_like(meta, device=device)
-        if isinstance(meta, nn.Parameter):
-            return nn.Parameter(tensor, requires_grad=meta.requires_grad)
-        return tensor
-
-    def load(tensor: torch.Tensor, stored: StoredTensor) -> None:
-        if dist.get_rank() == 0:
-            tensor.data.copy_(_read(stored.path, stored.key))
-        dist.broadcast(tensor.data, src=0)
-        bar.update()
-
-    def init(module: nn.Module) -> None:
-        parameters = list(module.named_parameters(recurse=False))
-        buffers = list(module.named_buffers(recurse=False))
-        to_compute = []
-        for key, meta in parameters + buffers:
-            if not meta.is_meta:
-                continue
-            if meta in tied:
-                setattr(module, key, tied[meta])
-                continue
-            tensor = allocate(meta)
-            setattr(module, key, tensor)
-            if len(names[meta]) > 1:
-                tied[meta] = tensor
-            if not names[meta]:  # in no checkpoint and no file
-                to_compute.append(tensor)
-            elif names[meta][0] in found:
-                load(tensor, found[names[meta][0]])
-                tensor._is_hf_initialized = True  # `_init_weights` leaves it alone then
-            elif directory:  # the files need not hold it; without them a checkpoint fills it
-                to_compute.append(tensor)
-        if to_compute:
-            model._init_weights(module)
-        for tensor in to_compute:  # random values would differ between ranks
-            dist.broadcast(tensor.data, src=0)
-
-    return init
-
-
 @contextlib.contextmanager
 def report_memory(device: torch.device) -> Iterator[None]:
     """Print what memory the block took, in 10^6 bytes: at its begin, at its end, and the process's
@@ -852,99 +601,3 @@ def report_memory(device: torch.device) -> Iterator[None]:
             others = sorted(ranks[1:], key=lambda rank: rank[2])[-1:]
             for who, held in zip(("rank 0", "largest other"), ranks[:1] + others, strict=False):
                 print(f"{name}, {who}: " + ", ".join(f"{x:,.0f}" for x in held), flush=True)
-
-
-def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each parameter and persistent buffer of a wrapped model, in its dtype.
-
-    FSDP gathers the parameters a unit at a time, whole on rank 0 only. Buffers are never sharded.
-    """
-    whole = {"recurse": False, "writeback": False, "rank0_only": True}
-    units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FSDP)]
-    for prefix, unit in units or [("", model)]:
-        with contextlib.ExitStack() as stack:
-            if units:  # not DDP
-                stack.enter_context(FSDP.summon_full_params(unit, **whole))
-            tensors = [*unit.module.named_parameters(), *_persistent_buffers(unit.module)]
-            for name, tensor in tensors:
-                if "_fsdp_wrapped_module." not in name:  # or it is a nested unit's
-                    yield WRAPPERS.sub("", f"{prefix}.{name}".removeprefix(".")), tensor
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each buffer that a state dict holds."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            if key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}".removeprefix("."), buffer
-
-
-def _keys_to_save(model: PreTrainedModel) -> dict[str, str]:
-    """The key of each parameter and persistent buffer in an exported file, by its name.
-
-    Renames made when the model was loaded are undone; a new model gets the keys that files of its
-    kind have. Where `save_pretrained` would reshape tensors besides, all keep the model's names,
-    which `from_pretrained` knows as well.
-    """
-    names = {WRAPPERS.sub("", name) for name, _ in model.named_parameters()}
-    names |= {WRAPPERS.sub("", name) for name, _ in _persistent_buffers(model)}
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # not loaded from files
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
-        # Whether files of this kind have that prefix is not known.
-        conversions = [step for step in conversions if not isinstance(step, PrefixChange)]
-    if any(isinstance(step, WeightConverter) for step in conversions):
-        return {name: name for name in names}
-    undo = [step.reverse_transform() for step in reversed(conversions)]
-    return {name: rename_source_key(name, undo, [], reverse=True)[0] for name in sorted(names)}
-
-
-def export_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
-) -> None:
-    """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
-
-    Rank 0 holds one file of --max-shard-size GB and one unit above its own shard. The directory
-    replaces the one before when it is complete. Floating-point tensors are written as
-    --export-dtype, under the keys that `save_pretrained` would give them.
-    """
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype, limit = dtypes[args.export_dtype], args.max_shard_size * 1e9
-    temporary, inner, pending, files = path.with_name(f"tmp-{path.name}"), model.module, {}, []
-    keys = _keys_to_save(inner) if dist.get_rank() == 0 else {}  # rank 0 looked at the files
-    not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
-
-    def write_file() -> None:
-        save_file(pending, temporary / str(len(files)), metadata={"format": "pt"})
-        files.append({name: tensor.nbytes for name, tensor in pending.items()})
-        pending.clear()
-
-    if dist.get_rank() == 0:
-        temporary.mkdir(parents=True)
-    for name, tensor in _whole_tensors(model):
-        if dist.get_rank() != 0 or name in not_saved:
-            continue
-        written_as = dtype if tensor.is_floating_point() else tensor.dtype
-        size = tensor.numel() * written_as.itemsize
-        if pending and sum(x.nbytes for x in pending.values()) + size > limit:
-            write_file()
-        pending[keys[name]] = tensor.detach().to("cpu", written_as, copy=True)
-    if dist.get_rank() == 0:
-        write_file()
-        index = {"metadata": {"total_size": 0}, "weight_map": {}}
-        for number, sizes in enumerate(files, start=1):
-            suffix = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-            (temporary / str(number - 1)).rename(temporary / f"model{suffix}.safetensors")
-            index["weight_map"].update(dict.fromkeys(sizes, f"model{suffix}.safetensors"))
-            index["metadata"]["total_size"] += sum(sizes.values())
-        if len(files) > 1:
-            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        config = copy.deepcopy(inner.config)
-        config.architectures, config.dtype = [type(inner).__name__], dtype
-        for part in (config, tokenizer):
-            part.save_pretrained(temporary)
-        generation = inner.generation_config.to_json_string()  # save_pretrained may refuse it
-        (temporary / "generation_config.json").write_text(generation)
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
-    dist.barrier(group=cpu_group())
