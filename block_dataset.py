@@ -95,6 +95,7 @@ def load_blocks(
 
     Raises ValueError if there is none.
     """
+    readers.show_progress(verbose)
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = [text or "" for text in batch["text"]]

@@ -25,6 +25,7 @@ TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.fi
 '<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 FEATURES |= {"cut": Value("int64"), "key": Value("int64")}
+EXAMPLE = [{"input_ids": range(17), "labels": range(17)}] * 2  # a pack of two documents
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -168,6 +169,7 @@ def load_documents(
     They come from the cache if they are there. `verbose` prints how many there are and what was
     cut. Raises ValueError, with a sentence for the user, if there are none.
     """
+    readers.show_progress(verbose)
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
     identity += (tokenizer.chat_template, *readers.tokenizer_identity(tokenizer))
     encoded = []
@@ -233,11 +235,14 @@ def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) 
 
 
 class Packs(torch.utils.data.Dataset):
-    """`documents` as packs, planned anew in each epoch of `sampler`. n tokens take n - 1 of all the
+    """`documents` as packs, planned anew in each epoch. n tokens take n - 1 of all the
     `positions`, which are the share `fill` of the room; `span` is the mean of n - 1 over them."""
 
     def __init__(self, documents: Dataset, args: Namespace):
-        self.documents, self.args, self.sampler, self.plans = documents, args, None, {}
+        self.documents = documents
+        self.args = args
+        self.epoch = 0
+        self.plans: dict[int, list[list[int]]] = {}  # of the epoch at hand
         parts = (x[0] for x in documents.with_format("arrow", ["input_ids"]).iter(10_000))
         self.lengths = [n - 1 for x in parts for n in x.combine_chunks().value_lengths().tolist()]
         self.positions = sum(self.lengths)
@@ -245,13 +250,16 @@ class Packs(torch.utils.data.Dataset):
         self.fill = self.positions / (len(self) * args.max_seq_length)
 
     def plan(self) -> list[list[int]]:
-        """The documents in each sequence of the sampler's epoch."""
-        epoch = getattr(self.sampler, "epoch", 0)
-        if epoch not in self.plans:
+        """The documents in each sequence of the epoch."""
+        if self.epoch not in self.plans:
             capacity = self.args.max_seq_length if self.args.packing else 0
-            generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + epoch)
-            self.plans = {epoch: pack(self.lengths, capacity, generator)}
-        return self.plans[epoch]
+            generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.epoch)
+            self.plans = {self.epoch: pack(self.lengths, capacity, generator)}
+        return self.plans[self.epoch]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pack the documents as in this epoch from now on."""
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.plan())

@@ -1,19 +1,12 @@
-"""What every script here selects by flag: precision, wrapping, sharding, data order.
+"""How a model is parallel: precision, wrapping, sharding, recomputation, compilation.
 
-Copy this file along with a script and the folder runtime/. Nothing in it
-names a model: the class of the transformer block and the device are arguments.
+Copy this file along with a script and the folder runtime/. It names no model: the classes of the
+transformer blocks and the device are arguments.
 """
 
-import argparse
 import contextlib
 import functools
-import math
 import os
-import re
-import resource
-import signal
-import threading
-import time
 import warnings
 from argparse import Namespace
 from collections import Counter
@@ -31,9 +24,6 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
-
-from runtime import ranks
 
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
@@ -49,186 +39,46 @@ fpSixteen = _policy(param_dtype=torch.float16, reduce_dtype=torch.float16)
 fp32_policy = _policy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 grad_bf16 = _policy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)  # for slow networks
 
-PRECISIONS = {"bf16": bfSixteen, "bf16-fp32-reduce": bfSixteen_fp32_reduce}
-PRECISIONS |= {"fp16": fpSixteen, "fp32": fp32_policy}
+PRECISIONS = {
+    "bf16": bfSixteen,
+    "bf16-fp32-reduce": bfSixteen_fp32_reduce,
+    "fp16": fpSixteen,
+    "fp32": fp32_policy,
+}
 STRATEGIES = {
-    name: ShardingStrategy[name.upper()]
-    for name in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
-} | {"ddp": None}  # DistributedDataParallel, the baseline
-
-WINDOW = 50  # global batches at most that are sorted by length together: more pad less, mix less
-PARENT, ELASTIC = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, if there is one
-STOPPED = 75  # exit code of a run that stopped on request, and goes on when it is started again
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Show the defaults, and the script's docstring as it is written."""
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
+    "no_shard": ShardingStrategy.NO_SHARD,
+    "ddp": None,  # DistributedDataParallel, the baseline
+}
+Classes = tuple[
+    type[nn.Module], ...
+]  # of a model's blocks: an encoder's and a decoder's may differ
 
 
-class StopRequest:
-    """While entered, tells whether this process was asked to stop: by SIGTERM, SIGINT or SIGUSR1,
-    or by the end of its torchrun, which leaves its workers running when it is killed.
+def wrap_policy(blocks: Classes) -> functools.partial:
+    """Each module of one of these classes becomes an FSDP unit.
 
-    Python runs a signal's handler between bytecodes, so not in a rank that waits in a collective
-    for another that is gone. A thread that reads the wakeup descriptor can: after SIGTERM in a step
-    it sets an alarm that ends the process, unless the step ends before.
+    Everything else stays in the root unit. Tied weights must: in a unit of its own, one use would
+    find them resharded.
     """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.asked = self.terminated = self.in_step = False
-        self.lock = threading.Lock()  # of `in_step` and the alarm, which belong together
-        self.slowest, self.began = 0.0, time.monotonic()  # seconds of a step
-
-    def __enter__(self) -> "StopRequest":
-        reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        self.before = [signal.signal(number, lambda *_: None) for number in self.SIGNALS]
-        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.alarm(0)
-        for number, handler in zip(self.SIGNALS, self.before, strict=True):
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(-1)
-        os.close(self.writer)
-
-    def _watch(self, reader: int) -> None:
-        while number := os.read(reader, 1):
-            self.asked = True
-            self.terminated |= number[0] == signal.SIGTERM
-            with self.lock:
-                self._set_alarm()
-        os.close(reader)
-
-    def _set_alarm(self) -> None:
-        hurry = self.terminated and self.in_step
-        signal.alarm(math.ceil(5 + 2 * self.slowest) if hurry else 0)
-
-    def __call__(self) -> bool:
-        """Whether this rank was asked to stop; call it where a step begins, on every rank."""
-        with self.lock:
-            self.in_step, self.began = True, time.monotonic()
-            self._set_alarm()
-        return self.asked or (ELASTIC and os.getppid() != PARENT)
-
-    def rest(self) -> None:
-        """The step is over: a save, a validation or an export may take its time."""
-        with self.lock:
-            self.in_step, self.slowest = False, max(self.slowest, time.monotonic() - self.began)
-            self._set_alarm()
-
-
-def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags that mean the same in every script; `set_defaults` changes a default."""
-    parser.formatter_class = HelpFormatter
-    parser.error = ranks.exit_with
-    parser.allow_abbrev = False
-    switch = {"action": argparse.BooleanOptionalAction, "default": False}
-
-    add = parser.add_argument_group("run").add_argument
-    add("--output-dir", default="output", help="checkpoints, metrics and the final model")
-    add("--resume", default="auto", help="auto (newest complete checkpoint), none, or a PATH")
-    add("--export-only", **switch, help="write the newest checkpoint to final/ and exit")
-    add("--log-every", type=int, default=10, help="steps between training metrics")
-    add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
-    add("--save-every", type=int, default=50, help="steps between checkpoints (0: epochs only)")
-    add("--checkpoint-type", choices=["sharded", "full"], default="sharded",
-        help="a file per rank, or one file, for which rank 0 holds the whole state")  # fmt: skip
-    add("--async-save", **switch, help="save while training goes on, from a copy in host memory")
-    add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
-    add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
-    add("--max-shard-size", type=float, default=5.0, help="largest exported file, in GB")
-    add("--track-memory", **switch, help="report peak memory: allocated and reserved, or RSS")
-    add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download")
-
-    add = parser.add_argument_group("optimization").add_argument
-    add("--batch-size", type=int, default=4, help="samples per rank and micro-batch")
-    add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
-    add("--accumulate-no-sync", **switch, help="communicate once per step, not per micro-batch; "
-        "costs every rank the memory of the whole unsharded gradient")  # fmt: skip
-    add("--epochs", type=int, default=2, help="passes over the training set")
-    add("--max-steps", type=int, default=0, help="train just so many steps (0: --epochs decides)")
-    add("--lr", type=float, default=3e-4, help="peak learning rate")
-    add("--lr-schedule", choices=["linear", "cosine", "constant", "step"], default="linear",
-        help="after the warm-up; step multiplies by --gamma after every epoch")  # fmt: skip
-    add("--gamma", type=float, default=0.85, help="factor of --lr-schedule step")
-    add("--warmup-ratio", type=float, default=0.03, help="share of the steps with rising rate")
-    add("--weight-decay", type=float, default=0.01, help="AdamW's, not for biases and norms")
-    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
-    add("--seed", type=int, default=0, help="of weights, data order and dropout")
-
-    add = parser.add_argument_group("sharding").add_argument
-    add("--strategy", choices=list(STRATEGIES), default="full_shard", help="what is sharded")
-    add("--shard-group-size", type=int, default=0, help="hybrid_shard's (0: the ranks of a node)")
-    add("--cpu-offload", **switch, help="keep parameters, gradients and optimizer state on the CPU")
-    add("--precision", choices=["auto", *PRECISIONS], default="auto",
-        help="auto: bf16 where the GPU has it, else fp32; weights stay fp32")  # fmt: skip
-    add("--activation-checkpointing", **switch, help="recompute blocks in the backward pass")
-    add("--compile", **switch, help="torch.compile of each block, on GPUs")
-
-
-def common_problems(args: Namespace) -> list[str]:
-    """What is wrong with the values of `common_arguments`, a sentence each."""
-    problems = []
-    for low, high, names in (
-        (1, 2**31, "batch_size gradient_accumulation_steps epochs log_every keep_checkpoints"),
-        (0, 2**31, "max_steps eval_every save_every weight_decay shard_group_size seed"),
-        (1e-12, 1e6, "lr gamma max_grad_norm max_shard_size timeout_minutes"),
-        (0, 1, "warmup_ratio"),
-    ):
-        for name in (name for name in names.split() if not low <= getattr(args, name) < high):
-            problems.append(f"--{name.replace('_', '-')} must be at least {low} and below {high}")
-    gpus = torch.cuda.device_count()
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    group = args.shard_group_size or local_size
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    uneven = group <= 1 or processes % group  # 1 would never synchronise
-    checks = {
-        f"--nproc_per_node {local_size} is above the {gpus} GPUs": 0 < gpus < local_size,
-        "--cpu-offload needs a GPU and a --strategy other than ddp": args.cpu_offload
-        and (args.strategy == "ddp" or not gpus),
-        "--compile needs a GPU": args.compile and not gpus,
-        "--cpu-offload accumulates gradients only with --accumulate-no-sync, on two processes or "
-        "more": args.cpu_offload and args.gradient_accumulation_steps > 1
-        and not (args.accumulate_no_sync and processes > 1),
-        "--accumulate-no-sync cannot be used with no_shard": args.accumulate_no_sync
-        and args.strategy == "no_shard",
-        "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes":
-        args.strategy == "hybrid_shard" and uneven,
-    }  # fmt: skip
-    return problems + [problem for problem, found in checks.items() if found]
-
-
-def resolve_precision(precision: str) -> str:
-    """`auto` is bf16 where the GPU computes it natively, and fp32 elsewhere."""
-    if precision == "auto":
-        if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16"
-        return "fp32"
-    if precision == "fp16" and not torch.cuda.is_available() and os.environ.get("RANK", "0") == "0":
-        print("--precision fp16 is slow on a CPU: use it for trials", flush=True)
-    return precision
-
-
-def wrap_policy(*classes: type[nn.Module]) -> functools.partial:
-    """Every module of `classes` becomes an FSDP unit; what is left is the root, as must be what is
-    tied: a unit of its own could not give its weight to the other use."""
-    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(classes))
+    return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(blocks))
 
 
 def size_policy(model: nn.Module, min_num_params: int) -> Callable[..., bool]:
-    """Modules of `min_num_params` become units; those that hold a tied parameter stay in the root,
-    where both its uses are, and so do those that contain one."""
-    names = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    root = {m for m in model.modules() if any(names[p] > 1 for p in m.parameters())}
+    """Each module of at least `min_num_params` parameters becomes an FSDP unit.
+
+    Modules that hold a tied parameter stay in the root unit, where both its uses are, and so do
+    those that contain one.
+    """
+    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    tied = {parameter for parameter, count in uses.items() if count > 1}
+    in_root = {module for module in model.modules() if tied & set(module.parameters())}
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, min_num_params)
-        return large and (recurse or module not in root)
+        return large and (recurse or module not in in_root)
 
     return policy
 
@@ -243,22 +93,27 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=names)
 
 
-def checkpoint_activations(model: nn.Module, block_class: type[nn.Module]) -> None:
+def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
     """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block_class))
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
 
 
-def compile_blocks(model: nn.Module, block_class: type[nn.Module]) -> None:
+def compile_blocks(model: nn.Module, blocks: Classes) -> None:
     """Compile each block by itself; call it before FSDP, which then stays outside."""
     # T5 needs more kinds than the 8 after which torch.compile gives up: encoder and decoder, the
     # first block and the others, training and validation, one length and any.
     torch.compiler.config.recompile_limit = 64
     for module in model.modules():
-        if isinstance(module, block_class):
+        if isinstance(module, blocks):
             module.compile()
 
 
-# The next three functions hold all that differs between FSDP and DistributedDataParallel.
+# The functions below hold all that differs between FSDP and DistributedDataParallel.
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside FSDP or DDP, with its own methods and config."""
+    return model.module
+
+
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
     """Mixed precision under DDP; FSDP casts by its MixedPrecision policy instead."""
     dtype = PRECISIONS[args.precision].param_dtype
@@ -289,117 +144,30 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def check_finite(
-    scaler: torch.amp.GradScaler, step: int, loss: torch.Tensor, norm: torch.Tensor, samples: list
-) -> None:
-    """End the run, on all ranks, if the gradient norm of `step` is not finite.
-
-    fp16 may overflow: the scaler then skips the step and halves its scale. A run whose scale would
-    fall below 1 ends. `loss` is this rank's share, `samples` are those of all ranks.
-    """
-    if norm.isfinite():
+@contextlib.contextmanager
+def gradient_sync(args: Namespace, model: nn.Module, last: bool) -> Iterator[None]:
+    """Around a micro-batch of a step: with --accumulate-no-sync only the `last` communicates."""
+    if last or not args.accumulate_no_sync or dist.get_world_size() == 1:
+        yield
         return
-    if scaler.is_enabled() and scaler.get_scale() * scaler.get_backoff_factor() >= 1:
-        return
-    reason = ", the loss scale of fp16 would fall below 1" if scaler.is_enabled() else ""
-    where = ranks.ranks_where(not loss.isfinite()) or "none"
-    ranks.exit_with(
-        f"step {step}: gradient norm {norm}, loss not finite on ranks {where}, samples {samples}"
-        f"{reason}"
-    )
+    with model.no_sync():
+        yield
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW groups: no decay for biases and norms, told by name as shards are one-dimensional."""
-    groups = [{"params": [], "weight_decay": decay} for decay in (weight_decay, 0.0)]
-    for name, parameter in model.named_parameters():
-        exempt = re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", name) is not None
-        groups[exempt]["params"].append(parameter)
-    return groups
+@contextlib.contextmanager
+def generation(args: Namespace, model: nn.Module, device: torch.device) -> Iterator[Callable]:
+    """The wrapped model's `generate`, greedy and in evaluation mode; all ranks.
 
-
-def lr_schedule(args: Namespace, optimizer: Optimizer, total: int, epoch_steps: int) -> LambdaLR:
-    """The learning rate by optimizer step: warm-up, then the shape of --lr-schedule."""
-    warmup = math.ceil(args.warmup_ratio * total)
-
-    def factor(step: int) -> float:
-        if args.lr_schedule == "step":
-            return args.gamma ** (step // epoch_steps)
-        if step < warmup:
-            return (step + 1) / (warmup + 1)  # no step is wasted on a rate of 0
-        progress = min(1.0, (step - warmup) / max(1, total - warmup))
-        shapes = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-        return shapes.get(args.lr_schedule, 1.0)
-
-    return LambdaLR(optimizer, factor)
-
-
-class GlobalBatchSampler:
-    """Batch sampler for a DataLoader, in an order that does not depend on the number of ranks.
-
-    The epoch's permutation, a function of (seed, epoch), is cut into global batches, one per
-    optimizer step; each is dealt out to the ranks in turn, then cut into micro-batches. No sample
-    is dropped or repeated: some micro-batches of the last step may be short or empty.
-
-    Given `lengths`, one of each sample, a global batch is of samples of about one length, so that
-    little is padding and no rank waits for another; the batches come in random order, but for the
-    longest, which comes first, so that one that does not fit in memory is seen at once.
+    Generation runs outside the root's forward, so FSDP's root is gathered around it. The blocks
+    gather themselves, and `synced_gpus` keeps the ranks at one number of forward passes.
     """
-
-    def __init__(
-        self,
-        num_samples: int,
-        batch_size: int,
-        accumulation: int,
-        seed: int | None,
-        lengths: list[int] | None = None,
-    ):
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.lengths = None if lengths is None else torch.tensor(lengths)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.global_batch = batch_size * accumulation * self.world_size
-        self.steps_per_epoch = math.ceil(num_samples / self.global_batch)
-        self.epoch = self.consumed = 0  # set these to continue anywhere, without loading anything
-
-    def steps(self) -> Iterator[list[int]]:
-        """The samples, of all ranks, in each remaining step of the epoch."""
-        order = torch.arange(self.num_samples)
-        if self.seed is not None:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-            order = torch.randperm(self.num_samples, generator=generator)
-            if self.lengths is not None:
-                order = self._grouped(order, generator)
-        for start in range(self.consumed, self.num_samples, self.global_batch):
-            yield order[start : start + self.global_batch].tolist()
-
-    def _grouped(self, order: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Sort each window of global batches by length, and shuffle all the batches; the last, if
-        it is short, stays as it is."""
-        whole = len(order) // self.global_batch
-        if not whole:
-            return order
-        order, short = order.tensor_split([whole * self.global_batch])
-        # Several windows in an epoch, or each epoch would have the same batches.
-        parts = order.split(max(1, min(WINDOW, whole // 8)) * self.global_batch)
-        order = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in parts])
-        batches = order.view(whole, self.global_batch)
-        batches = batches[torch.randperm(whole, generator=generator)]
-        longest = self.lengths[batches].sum(dim=1).argmax().item()
-        batches[[0, longest]] = batches[[longest, 0]]
-        return torch.cat((batches.flatten(), short))
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for samples in self.steps():
-            mine = samples[self.rank :: self.world_size]
-            for start in range(0, self.global_batch // self.world_size, self.batch_size):
-                yield mine[start : start + self.batch_size]
-
-
-def peak_memory(args: Namespace, device: torch.device) -> dict[str, float]:
-    """For --track-memory, this process's peak in 10^6 bytes: CUDA's two, or RSS (on Linux)."""
-    if not args.track_memory:
-        return {}
-    if device.type == "cpu":
-        return {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3}
-    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return {"peak_memory_mb": allocated / 1e6, "peak_reserved_mb": reserved / 1e6}
+    dtype = PRECISIONS[args.precision].param_dtype
+    root = contextlib.nullcontext()
+    if isinstance(model, FSDP):
+        root = FSDP.summon_full_params(model, recurse=False, writeback=False)
+    model.eval()
+    with root, torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        generate = unwrapped(model).generate
+        synced = dist.get_world_size() > 1
+        yield functools.partial(generate, do_sample=False, synced_gpus=synced)
+    model.train()

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
-import datasets
 import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -119,8 +117,7 @@ def load_summarization(
         raise ValueError("; ".join(problems))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token")
-    if not (verbose and sys.stderr.isatty()):
-        datasets.disable_progress_bars()
+    readers.show_progress(verbose)
     report = partial(print, flush=True) if verbose else lambda line: None
     found = {}
     for source in open_sources(args):
@@ -318,15 +315,14 @@ def collate(
 
 
 def rouge(triples: list[tuple[str, str, str]]) -> dict[str, float]:
-    """Mean F-measures of ROUGE-1, -2 and -L (Lin 2004, with stemming) in percent.
+    """Mean F-measures of ROUGE-1, -2 and -L (Lin 2004, with stemming) in percent; {} of none.
 
-    `triples` are source, reference and generated text; the first three are printed.
+    `triples` are source, reference and generated text.
     """
+    if not triples:
+        return {}
     from rouge_score.rouge_scorer import RougeScorer  # only who asks for ROUGE needs it
 
-    for triple in triples[:3]:
-        for label, text in zip(("source", "reference", "generated"), triple, strict=True):
-            print(f"{label:>9}: {text[:300]}")
     kinds = ["rouge1", "rouge2", "rougeL"]
     scorer = RougeScorer(kinds, use_stemmer=True)
     scores = [scorer.score(reference, generated) for _, reference, generated in triples]

@@ -1,6 +1,9 @@
-"""Save, load, check and prune what is trained.
+"""What is trained, and its checkpoints: save, check, load, prune.
 
-Copy this file along with a script and the folder runtime/. It names no model.
+A checkpoint is a directory `step-00000200`, complete or absent: shards written by
+`torch.distributed.checkpoint`, or one file, and train_state.json with the counters, and size and
+checksum of every file. Beside the checkpoints `best-00000150` holds the weights of the best step.
+
 All ranks call a function together unless its docstring says "rank 0 alone".
 """
 
@@ -11,10 +14,8 @@ import os
 import pickle
 import random
 import shutil
-import socket
-import threading
-import time
 import zlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,9 +33,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_s
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
-from transformers import (
-    set_seed,
-)
+from transformers import set_seed
 
 from .ranks import cpu_group, on_every_rank, on_rank_zero
 
@@ -45,32 +44,27 @@ RANDOM = [  # how the random states of a rank are read, and how they are restore
     *([(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] if torch.cuda.is_available() else []),
 ]
 FULL = "full.pt"  # --checkpoint-type full
-LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")
 
 
 @dataclass
 class TrainState:
-    """What is trained, saved and loaded: one object, the same in every script."""
+    """What is trained and saved: one object, the same in every script."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     scaler: torch.amp.GradScaler
     device: torch.device
-    identity: dict[str, Any]  # what must not differ between a run and its continuation
     total_steps: int
-    stop: Any  # policies.StopRequest: whether this rank was asked to stop
+    identity: dict[str, Any]  # what must not differ between a run and its continuation
+    flops_per_token: float | None = None  # None: not known
     step: int = 0  # optimizer steps done
     epoch: int = 0
     consumed: int = 0  # samples of this epoch, of all ranks
     tokens: int = 0  # of all steps and ranks, without padding
     best_loss: float = float("inf")
     best_step: int = 0
-    save_group: dist.ProcessGroup | None = None  # gloo, for saves in the background
-    saving: Future | None = None  # the one that is under way
-    saved_step: int = 0
-    failed_saves: int = 0  # in a row
 
     def optimizer_step(self) -> None:
         """Step the optimizer and the schedule; neither does where fp16 has overflowed."""
@@ -87,148 +81,198 @@ class SaveError(OSError):
     """Two saves in a row failed, or the last one."""
 
 
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold OUTPUT_DIR/lock, so that no other run writes there; made if need be.
+class Saver:
+    """Saves `state` below `directory`, at once or in the background, and counts what fails.
 
-    The lock of a run that is gone is taken over: of a dead process of this host, of the same job
-    (a restart), or one without a heartbeat while this start waited, for at most LOCK_SECONDS.
-    Raises ValueError if another run holds it, OSError if nothing can be written.
-    """
-    path, beaten, left = directory / "lock", directory / "lock-beat", threading.Event()
-    job = os.environ.get("SLURM_JOB_ID")  # not torchrun's run id, which is often the same
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "job": job}
-
-    def text() -> str:
-        return json.dumps(mine | {"heartbeat": time.time()})
-
-    def gone(holder: dict[str, Any]) -> bool:
-        if holder.get("host") != mine["host"]:
-            return job is not None and holder.get("job") == job
-        return holder["pid"] == mine["pid"] or not Path(f"/proc/{holder['pid']}").exists()
-
-    def held() -> tuple[dict[str, Any], tuple[str, int]]:
-        content, holder = path.read_text(), {}
-        with contextlib.suppress(ValueError):  # torn
-            holder = json.loads(content)
-        return holder, (content, path.stat().st_mtime_ns)
-
-    def acquire() -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        first, deadline = None, time.monotonic() + LOCK_SECONDS
-        while True:
-            with contextlib.suppress(FileExistsError):
-                with path.open("x") as file:
-                    try:
-                        file.write(text())
-                        file.flush()
-                    except OSError:
-                        path.unlink()
-                        raise
-                return
-            with contextlib.suppress(FileNotFoundError):
-                (holder, now), over = held(), time.monotonic() > deadline
-                who = f"process {holder.get('pid')} on {holder.get('host')}"
-                if gone(holder) or (over and now == first):
-                    path.unlink()
-                elif over:
-                    raise ValueError(f"--output-dir {directory} is in use by {who}")
-                elif first is None:
-                    print(f"waiting for {who}, which uses {directory}", flush=True)
-                    first = now
-            time.sleep(0.2)
-
-    def still_mine() -> bool:
-        with contextlib.suppress(OSError):
-            return held()[0].items() >= mine.items()
-        return False
-
-    def beat() -> None:
-        while not left.wait(LOCK_SECONDS / 6):
-            if still_mine():
-                try:
-                    beaten.write_text(text())
-                    beaten.replace(path)
-                except OSError:  # a full disk
-                    with contextlib.suppress(OSError):
-                        os.utime(path)
-
-    on_rank_zero(acquire)
-    heart = threading.Thread(target=beat if dist.get_rank() == 0 else left.wait, daemon=True)
-    heart.start()
-    try:
-        yield
-    finally:
-        left.set()
-        heart.join()
-        if dist.get_rank() == 0 and still_mine():
-            path.unlink()
-            beaten.unlink(missing_ok=True)
-
-
-def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None, str]:
-    """Clear what an interrupted save left in the output directory.
-
-    Returns the checkpoint that --resume means (auto: the newest whole one) and the last status.
-    Damaged ones are set aside. Raises ValueError, on all ranks, where going on would mix two runs
-    or lose one, OSError where nothing can be written.
+    A save that fails is told, and the next one tries again. The second failure in a row raises
+    SaveError. `group`, a gloo group of its own, makes saves go on in the background: a save then
+    returns when the state is copied to host memory, and waits before that for the save before.
     """
 
-    def look() -> tuple[list[Path], str]:
-        status, metrics = directory / "status", directory / "metrics.jsonl"
-        if not status.exists() and (
-            (directory / "final").exists() or (directory / "best").exists()
-        ):
-            raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else")
-        (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-        status.open("a").close()
-        with metrics.open("a+") as file:
-            file.seek(0)
-            owner = script
-            with contextlib.suppress(ValueError):  # torn, or not yet there
-                owner = json.loads(file.readline()).get("script", script)
-        if owner != script:
-            raise ValueError(f"--output-dir {directory} holds a run of {owner}, not of {script}")
-        rubbish = [directory / "tmp-final", directory / "tmp-best"]
-        for path in (*rubbish, *directory.glob("checkpoints/tmp-*")):
-            shutil.rmtree(path, ignore_errors=True)
-        found = sorted(directory.glob("checkpoints/step-*"), reverse=True)
-        newest = found[0] if found else None
-        if resume == "none" and newest:
-            raise ValueError(f"--resume none would start over {newest}: give another --output-dir")
-        if resume in ("auto", "none"):
-            return found, status.read_text().strip()
-        path = Path(resume).resolve()
-        if newest and path.parent != newest.parent.resolve():
-            print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
-            return found, status.read_text().strip()
-        if not (path.name.startswith("step-") and path.is_dir()):
-            raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
-        if newest and path.name < newest.name:
-            raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
-        return [path], status.read_text().strip()
+    def __init__(
+        self, directory: Path, state: TrainState, keep: int, full: bool,
+        group: dist.ProcessGroup | None = None,
+    ):  # fmt: skip
+        self.directory = directory / "checkpoints"
+        self.state = state
+        self.keep = keep
+        self.full = full
+        self.group = group
+        self.saved_step = state.step
+        self.failures = 0  # in a row
+        self.under_way: Future | None = None
 
-    def seen(path: Path) -> None:
-        if not path.is_dir():
-            raise OSError(f"rank {dist.get_rank()} does not see {path}: do all nodes share it?")
+    def save(self) -> bool:
+        """Save all of the state as step-N. Returns whether there was anything to save, and it went
+        well; in the background, whether it was begun."""
+        self.wait()
+        state = self.state
+        if self.saved_step == state.step:
+            return False
+        self.saved_step = state.step
+        model, optimizer = dcp_state.get_state_dict(
+            state.model, state.optimizer, options=_options(state.model)
+        )
+        random_states = pickle.dumps([read() for read, _ in RANDOM])
+        # Under one key for all ranks only rank 0's would be kept.
+        rng = {str(dist.get_rank()): random_states}
+        tensors = {"model": model, "optimizer": optimizer, "rng": rng}
+        path = self.directory / f"step-{state.step:08d}"
+        best = best_path(self.directory.parent, state)
 
-    found, word = on_rank_zero(look)
-    for path in found:
+        def prune() -> None:
+            _prune(self.directory, self.keep, best)
+
+        if self.group is None:
+            self._attempt(_write, path, tensors, _describe(state), self.full, None, prune)
+            return self.failures == 0
+        copy = BlockingAsyncStager().stage(tensors)
+        thread = ThreadPoolExecutor(max_workers=1)
+        if state.device.type == "cuda":  # or every rank's thread would open a context on GPU 0
+            thread.submit(torch.cuda.set_device, state.device)
+        self.under_way = thread.submit(
+            _write, path, copy, _describe(state), self.full, self.group, prune
+        )
+        thread.shutdown(wait=False)
+        return True
+
+    def save_best(self, loss: float) -> None:
+        """Save the weights alone, of the step that is now the best, with a validation loss `loss`.
+
+        If it fails, the best before it stays.
+        """
+        self.wait()  # when that save ends, it deletes other best weights than it knew
+        state = self.state
+        before = state.best_loss, state.best_step
+        failures_before = self.failures
+        state.best_loss = loss
+        state.best_step = state.step
+        tensors = {
+            "model": dcp_state.get_model_state_dict(state.model, options=_options(state.model))
+        }
+        self._attempt(_write, best_path(self.directory.parent, state), tensors, _describe(state))
+        if self.failures:
+            state.best_loss, state.best_step = before
+        self.failures = max(self.failures, failures_before)  # a checkpoint has yet to succeed
+
+    def wait(self) -> None:
+        """Wait for the save under way, if there is one; its error is raised, or told, here."""
+        if self.under_way is not None:
+            under_way = self.under_way
+            self.under_way = None
+            self._attempt(under_way.result)
+
+    def finish(self) -> None:
+        """Wait for the save under way; raises SaveError if the last save failed."""
+        self.wait()
+        if self.failures:
+            raise SaveError("the last save failed")
+
+    def _attempt(self, function: Callable[..., None], *args: Any) -> None:
         try:
-            on_every_rank(seen, path)
-            on_every_rank(check_files, path)
-            return path, word
-        except ValueError as error:
-            if path == Path(resume).resolve():
-                raise
+            function(*args)
+            self.failures = 0
+        except OSError as error:
+            self.failures += 1
+            self.saved_step = -1
+            if self.failures > 1:
+                raise SaveError(f"{error}, the second time in a row") from None
             if dist.get_rank() == 0:
-                aside = path.with_name(f"damaged-{path.name}")
-                print(f"{error}: it is set aside as {aside.name}, and the one before is used")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-    if on_rank_zero(lambda: found or any(directory.glob("checkpoints/damaged-*"))):
-        raise ValueError(f"no checkpoint in {directory} is whole: give another --output-dir")
-    return None, word
+                tqdm.write(f"{error}: the next save tries again")
+
+
+def best_path(output: Path, state: TrainState) -> Path:
+    """Where `Saver.save_best` put the weights of the best step."""
+    return output / "checkpoints" / f"best-{state.best_step:08d}"
+
+
+def _prune(directory: Path, keep: int, best: Path) -> None:
+    """Delete all but the newest `keep` checkpoints; rank 0 alone.
+
+    Pruning keeps `best`, and each best-N that a kept checkpoint names: a run continued from that
+    checkpoint finds the weights, whatever was trained and lost after it.
+    """
+    checkpoints = sorted(directory.glob("step-*"))
+    wanted = {best}
+    for path in checkpoints[-keep:]:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # damaged
+            number = json.loads((path / "train_state.json").read_text())["best_step"]
+            wanted.add(directory / f"best-{number:08d}")
+    for path in (*checkpoints[:-keep], *set(directory.glob("best-*")) - wanted):
+        shutil.rmtree(path, ignore_errors=True)  # in use on NFS: then the next time
+
+
+def _write(
+    path: Path,
+    tensors: dict[str, Any],
+    saved: dict[str, Any],
+    full: bool = False,
+    group: dist.ProcessGroup | None = None,
+    when_done: Callable[[], None] = lambda: None,
+) -> None:
+    """Write under a temporary name, which becomes `path` once all ranks are done.
+
+    `full` makes the shards one file afterwards, for which rank 0 alone holds the whole state. Sizes
+    and checksums of the files go into train_state.json, with `saved`. Rank 0 calls `when_done` at
+    the end. Raises OSError on all ranks, with nothing left of `path`.
+    """
+    temporary = path.with_name(f"tmp-{path.name}")
+    rank = dist.get_rank()
+    group = group or cpu_group()
+
+    def sums_of_own_shards() -> dict[str, list[int]]:
+        return {file.name: file_sum(file) for file in temporary.glob(f"__{rank}_*.distcp")}
+
+    def complete() -> None:
+        if rank != 0:
+            return
+        if full:
+            saved["files"] = _make_full(temporary)
+        else:
+            saved["files"][".metadata"] = file_sum(temporary / ".metadata")
+        with (temporary / "train_state.json").open("w") as file:
+            json.dump(saved | {"crc": json_sum(saved)}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
+        when_done()
+
+    try:
+        writer = dcp.FileSystemWriter(temporary, overwrite=True)
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+        saved["files"] = {}
+        for sums in on_every_rank(sums_of_own_shards, group=group):
+            saved["files"] |= sums
+        on_every_rank(complete, group=group)
+    except (OSError, CheckpointException) as error:
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, CheckpointException):
+            error = next(iter(error.failures.values()))[0]
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise OSError(f"{path} could not be saved, is the disk full? ({reason})") from None
+
+
+def _make_full(directory: Path) -> dict[str, list[int]]:
+    """Make one file of the shards in `directory`; rank 0 alone. Returns its name and `file_sum`."""
+    shards = [*directory.glob("*.distcp"), directory / ".metadata"]
+    try:
+        dcp_to_torch_save(directory, directory / FULL)
+    except RuntimeError as error:  # what torch.save makes of a full disk
+        raise OSError(str(error)) from None
+    for file in shards:
+        file.unlink()
+    return {FULL: file_sum(directory / FULL)}
+
+
+def _describe(state: TrainState) -> dict[str, Any]:
+    """What train_state.json holds besides the files' sums."""
+    saved = {name: getattr(state, name) for name in COUNTERS}
+    saved["schedule"] = state.scheduler.last_epoch
+    saved["scaler"] = state.scaler.state_dict()
+    saved["world_size"] = dist.get_world_size()
+    return saved
 
 
 def check_files(path: Path) -> None:
@@ -265,207 +309,10 @@ def file_sum(path: Path) -> list[int]:
     return [path.stat().st_size, crc]
 
 
-@contextlib.contextmanager
-def status(directory: Path, state: TrainState) -> Iterator[None]:
-    """Leave in `directory`/status how it goes: running, then finished, stopped or failed.
-
-    `stopped` is for a run that leaves by KeyboardInterrupt, its way of stopping on request. A save
-    in flight is waited for; raises SaveError if the last save failed.
-    """
-
-    def write(word: str) -> None:
-        if dist.get_rank() == 0:
-            try:  # not cut before it is written: the disk may be full
-                with (directory / "status").open("r+") as file:
-                    file.write(word + "\n")
-                    file.truncate()
-            except OSError as error:
-                print(f"status could not become {word} ({error.strerror})", flush=True)
-
-    def settle() -> None:
-        wait_for_save(state)
-        if state.failed_saves:
-            raise SaveError("the last save failed")
-
-    write("running")
-    try:
-        try:
-            yield
-            settle()
-        except KeyboardInterrupt:
-            settle()
-            write("stopped")
-            dist.barrier(group=cpu_group())  # the launcher may end all as soon as one has left
-            raise
-        except SystemExit:  # of all ranks: what was under way before is still good
-            with contextlib.suppress(OSError):
-                wait_for_save(state)
-            raise
-    except KeyboardInterrupt:
-        raise
-    except BaseException:
-        write("failed")
-        raise
-    write("finished")
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drop the lines after `step` (0: all lines), and torn ones; rank 0 alone."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if step and path.exists() else []:
-        with contextlib.suppress(ValueError):
-            kept += [line] if line.endswith("\n") and json.loads(line)["step"] <= step else []
-    temporary = path.with_name("metrics.tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
-
-
-def _write(
-    path: Path,
-    tensors: dict[str, Any],
-    saved: dict[str, Any],
-    full: bool = False,
-    group: dist.ProcessGroup | None = None,
-    then: Callable[[], None] = lambda: None,
-) -> None:
-    """Write under a temporary name, which becomes `path` once all ranks are done; `then` on rank 0.
-
-    `full` makes the shards one file afterwards, for which rank 0 alone holds the whole state. Sizes
-    and checksums of the files go into train_state.json, with `saved`. Raises OSError on all ranks,
-    with nothing left of `path`.
-    """
-    temporary, rank = path.with_name(f"tmp-{path.name}"), dist.get_rank()
-    group = group or cpu_group()
-
-    def finish() -> None:
-        if full:
-            shards = [*temporary.glob("*.distcp"), temporary / ".metadata"]
-            try:
-                dcp_to_torch_save(temporary, temporary / FULL)
-            except RuntimeError as error:  # what torch.save makes of a full disk
-                raise OSError(str(error)) from None
-            for file in shards:
-                file.unlink()
-            saved["files"] = {FULL: file_sum(temporary / FULL)}
-        else:
-            saved["files"][".metadata"] = file_sum(temporary / ".metadata")
-        with (temporary / "train_state.json").open("w") as file:
-            json.dump(saved | {"crc": json_sum(saved)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
-        then()
-
-    try:
-        writer = dcp.FileSystemWriter(temporary, overwrite=True)
-        dcp.save(tensors, storage_writer=writer, process_group=group)
-        mine = temporary.glob(f"__{rank}_*.distcp")
-        sums = on_every_rank(lambda: {file.name: file_sum(file) for file in mine}, group=group)
-        saved["files"] = {name: item for part in sums for name, item in part.items()}
-        on_every_rank(finish if rank == 0 else lambda: None, group=group)
-    except (OSError, CheckpointException) as error:
-        if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, CheckpointException):
-            error = next(iter(error.failures.values()))[0]
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise OSError(f"{path} could not be saved, is the disk full? ({reason})") from None
-
-
 def _options(model: nn.Module) -> dcp_state.StateDictOptions:
-    """FSDP's state dict is made of copies, which go to the host one by one: on the GPU they would
-    take as much again as the model and its optimizer. DDP's is made of the tensors themselves."""
+    """FSDP1 copies what it puts into a state dict. The copies go to the host one by one: on the
+    GPU they would take as much again as the model and its optimizer. DDP copies nothing."""
     return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP))
-
-
-def _describe(state: TrainState) -> dict[str, Any]:
-    """What train_state.json holds besides the files' sums."""
-    saved = {name: getattr(state, name) for name in COUNTERS}
-    saved |= {"schedule": state.scheduler.last_epoch, "scaler": state.scaler.state_dict()}
-    return saved | {"world_size": dist.get_world_size()}
-
-
-def best_path(output: Path, state: TrainState) -> Path:
-    """Where `save_best` put the weights of the best step."""
-    return output / "checkpoints" / f"best-{state.best_step:08d}"
-
-
-def save_best(output: Path, state: TrainState, loss: float) -> None:
-    """Save the weights alone, of the step that is now the best, with a validation loss of `loss`.
-
-    If it fails, the best before it stays.
-    """
-    wait_for_save(state)  # which, when it ends, deletes other best weights than it knew
-    before, failed = (state.best_loss, state.best_step), state.failed_saves
-    state.best_loss, state.best_step = loss, state.step
-    tensors = {"model": dcp_state.get_model_state_dict(state.model, options=_options(state.model))}
-    _attempt(state, _write, best_path(output, state), tensors, _describe(state))
-    if state.failed_saves:
-        state.best_loss, state.best_step = before
-    state.failed_saves = max(state.failed_saves, failed)  # a checkpoint has yet to succeed
-
-
-def _attempt(state: TrainState, function: Callable[..., None], *args: Any) -> None:
-    """A save that may fail once: the next one tries again. Raises SaveError the second time."""
-    try:
-        function(*args)
-        state.failed_saves = 0
-    except OSError as error:
-        state.failed_saves, state.saved_step = state.failed_saves + 1, -1
-        if state.failed_saves > 1:
-            raise SaveError(f"{error}, the second time in a row") from None
-        if dist.get_rank() == 0:
-            tqdm.write(f"{error}: the next save tries again")
-
-
-def wait_for_save(state: TrainState) -> None:
-    """Wait for the save in flight, if there is one; its error is raised, or told, here."""
-    if state.saving is not None:
-        saving, state.saving = state.saving, None
-        _attempt(state, saving.result)
-
-
-def save_checkpoint(output: Path, state: TrainState, keep: int, full: bool) -> bool:
-    """Save all of the state as `output`/checkpoints/step-N, sharded or as one `full` file; then
-    only the newest `keep` stay. Returns whether there was anything to save, and it went well.
-
-    Of the best weights those stay that one of them counts as the best: a run continued from there
-    finds them, whatever was trained and lost after it. With a `save_group` it returns when the
-    state is copied to host memory, and before that waits for the save before. A save that fails is
-    told, and the second in a row raises SaveError.
-    """
-    wait_for_save(state)
-    if state.saved_step == state.step:
-        return False
-    state.saved_step = state.step
-    model, optimizer = dcp_state.get_state_dict(
-        state.model, state.optimizer, options=_options(state.model)
-    )
-    states = pickle.dumps([read() for read, _ in RANDOM])
-    rng = {str(dist.get_rank()): states}  # under one key for all, only rank 0's would be kept
-    tensors = {"model": model, "optimizer": optimizer, "rng": rng}
-    path, best = output / "checkpoints" / f"step-{state.step:08d}", best_path(output, state)
-
-    def prune() -> None:
-        checkpoints, wanted = sorted(path.parent.glob("step-*")), {best}
-        for one in checkpoints[-keep:]:
-            with contextlib.suppress(OSError, ValueError, KeyError):  # damaged
-                number = json.loads((one / "train_state.json").read_text())["best_step"]
-                wanted.add(path.with_name(f"best-{number:08d}"))
-        for directory in (*checkpoints[:-keep], *set(path.parent.glob("best-*")) - wanted):
-            shutil.rmtree(directory, ignore_errors=True)  # in use on NFS: the next time, then
-
-    if state.save_group is None:
-        _attempt(state, _write, path, tensors, _describe(state), full, None, prune)
-        return state.failed_saves == 0
-    copy, group = BlockingAsyncStager().stage(tensors), state.save_group
-    thread = ThreadPoolExecutor(max_workers=1)
-    if state.device.type == "cuda":  # or every rank's thread would open a context on GPU 0
-        thread.submit(torch.cuda.set_device, state.device)
-    state.saving = thread.submit(_write, path, copy, _describe(state), full, group, prune)
-    thread.shutdown(wait=False)
-    return True
 
 
 @contextlib.contextmanager
@@ -516,11 +363,11 @@ def load_weights(path: Path, model: nn.Module) -> None:
         _read_weights(shards, model)
 
 
-def load_checkpoint(path: Path, state: TrainState, seed: int, output: Path) -> None:
+def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     """Restore `state`, random states included; at another world size those are seeded anew.
 
     Weights come first, then the optimizer, so that a state dict of both is never held.
-    The best weights so far are those in `output`; of another run's checkpoint they stay behind.
+    The best weights so far are those in --output-dir; those of another run's checkpoint stay there.
 
     Raises ValueError on all ranks, naming what differs, if it is the state of another run.
     """
@@ -539,15 +386,14 @@ def load_checkpoint(path: Path, state: TrainState, seed: int, output: Path) -> N
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
         setattr(state, name, saved[name])
-    state.saved_step = state.step
     try:
-        on_every_rank(check_files, best_path(output, state))
+        on_every_rank(check_files, best_path(Path(args.output_dir), state))
     except ValueError as error:
         if state.best_step and rank == 0:
             print(f"{error}: the best weights so far are lost")
         state.best_loss, state.best_step = float("inf"), 0
     if random_states is None:
-        set_seed(seed + state.step * world_size + rank)
+        set_seed(args.seed + state.step * world_size + rank)
         if rank == 0:
             there = saved["world_size"]
             print(f"{there} processes saved this, {world_size} go on: dropout reseeded")
@@ -574,30 +420,12 @@ def check_identity(path: Path, here: dict[str, Any]) -> None:
     raise ValueError(f"{path} was saved by a run that differs in {what}: {remedy}")
 
 
+def shapes_sum(model: nn.Module) -> str:
+    """A checksum of the names and shapes of a model's parameters; call it before wrapping."""
+    named = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+    return checksum(named)
+
+
 def checksum(items: list[Any]) -> str:
     """Their number and the CRC-32 of what they print as: tells data, or shapes, from others."""
     return f"{len(items)} items, crc {zlib.crc32(repr(items).encode()):08x}"
-
-
-@contextlib.contextmanager
-def report_memory(device: torch.device) -> Iterator[None]:
-    """Print what memory the block took, in 10^6 bytes: at its begin, at its end, and the process's
-    peak, of rank 0 and of the other rank that held most."""
-
-    def now() -> list[float]:
-        lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-        held = [int(lines[key].split()[0]) * 1.024e-3 for key in ("VmRSS", "VmHWM")]
-        if device.type == "cuda":
-            held += [torch.cuda.memory_allocated() / 1e6, torch.cuda.max_memory_allocated() / 1e6]
-        return held
-
-    start, begin, gathered = time.perf_counter(), now(), [None] * dist.get_world_size()
-    yield
-    dist.all_gather_object(gathered, (begin, now()), group=cpu_group())
-    if dist.get_rank() == 0:
-        print(f"loaded in {time.perf_counter() - start:.1f} s; memory in MB at begin, end, peak")
-        for place, name in enumerate(("CPU", "GPU")[: len(begin) // 2]):
-            ranks = [(b[2 * place], *e[2 * place : 2 * place + 2]) for b, e in gathered]
-            others = sorted(ranks[1:], key=lambda rank: rank[2])[-1:]
-            for who, held in zip(("rank 0", "largest other"), ranks[:1] + others, strict=False):
-                print(f"{name}, {who}: " + ", ".join(f"{x:,.0f}" for x in held), flush=True)

@@ -199,6 +199,28 @@ def meta_model(
     return model
 
 
+def check_type(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
+    """Raise ValueError unless the configuration of the model `name` is one of `model_class`."""
+    wanted = model_class.config_class.model_type
+    if config.model_type != wanted:
+        raise ValueError(f"--model-name {name} is a {config.model_type}, not a {wanted}")
+
+
+def say_size(name: str, model: nn.Module) -> None:
+    """Print, on rank 0, how many parameters a model has, and how many of them are trained."""
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    if dist.get_rank() == 0:
+        print(f"{name}: {sum(sizes):,} parameters, {sum(trained):,} trained", flush=True)
+
+
+def materialize(model: nn.Module, init: Init | None) -> None:
+    """Give all modules of a model on meta their weights, as FSDP does unit by unit."""
+    if init is not None:
+        for module in list(model.modules()):
+            init(module)
+
+
 def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """A directory's tokenizer; raises ValueError if there is none, or it knows too many tokens."""
     names = ("tokenizer*", "vocab.*", "*.model", "*.spm")
@@ -212,9 +234,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def streamed_init(
-    model: PreTrainedModel, directory: Path | None, device: torch.device
-) -> Callable[[nn.Module], None]:
+def streamed_init(model: PreTrainedModel, directory: Path | None, device: torch.device) -> Init:
     """A `param_init_fn` that gives a module on meta its storage on `device`, and its weights.
 
     FSDP calls it for the modules of a unit and then shards the unit, so no rank ever holds more

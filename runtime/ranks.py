@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 GRACE_SECONDS = 20  # that a rank leaves to another to say what went wrong
 
@@ -81,6 +82,32 @@ def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
     for turn_of_first in (True, False):
         on_every_rank(run if turn_of_first == is_first else lambda: None)
     return result
+
+
+def gather_in_turn(mine: list[Any]) -> list[Any]:
+    """The items of all ranks, in the order in which they were dealt out: one to each in turn."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=cpu_group())
+    rounds = max(len(items) for items in everyone)
+    return [items[turn] for turn in range(rounds) for items in everyone if turn < len(items)]
+
+
+def progress(items: Any, text: str) -> tqdm:
+    """`items` with a bar, on rank 0 and on a terminal; it goes when they are done."""
+    hidden = True
+    if dist.get_rank() == 0:
+        hidden = None  # shown, but only on a terminal
+    return tqdm(items, desc=text, leave=False, disable=hidden)
+
+
+def rendezvous(timeout: timedelta) -> dict[str, Any]:
+    """Store, rank and world size for `init_process_group`: torchrun's, or those of one process."""
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    # When torchrun restarts its workers, the addresses of those before are still in the store.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def ranks_where(condition: bool) -> list[int]:

@@ -87,6 +87,12 @@ def docstrings() -> Iterator[dict[str, str]]:
                 yield {"text": body, "headline": headline, "module": module}
 
 
+def show_progress(verbose: bool) -> None:
+    """Have `datasets` show its progress bars or not: on a terminal, if `verbose`."""
+    if not (verbose and sys.stderr.isatty()):
+        datasets.disable_progress_bars()
+
+
 def read_file(path: Path) -> Dataset:
     """Read a file by its suffix, one of KINDS, memory-mapped.
 

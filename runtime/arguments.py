@@ -1,0 +1,195 @@
+"""The flags that mean the same in every script, and the check of all values at once."""
+
+import argparse
+import os
+from argparse import Namespace
+
+import torch
+from transformers import PretrainedConfig
+
+from . import ranks
+
+MODEL_NAME = "hub id, local directory, or tiny (random weights, bytes as tokens, no download)"
+OFF = {"action": argparse.BooleanOptionalAction, "default": False}
+ON = {"action": argparse.BooleanOptionalAction, "default": True}
+STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard", "ddp"]
+PRECISIONS = ["bf16", "bf16-fp32-reduce", "fp16", "fp32"]
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows the defaults, and the program's docstring as it is written."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence, said by rank 0, and which takes no abbreviations."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+
+    def error(self, message: str) -> None:
+        """End with exit code 1."""
+        ranks.exit_with(message)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of every script; `set_defaults` changes a default."""
+    add = parser.add_argument_group("run").add_argument
+    add("--output-dir", default="output", help="checkpoints, metrics and the final model")
+    add("--resume", default="auto", help="auto (newest complete checkpoint), none, or a PATH")
+    add("--export-only", **OFF, help="write the newest checkpoint to final/ and exit")
+    add("--log-every", type=int, default=10, help="steps between training metrics")
+    add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
+    add("--save-every", type=int, default=50, help="steps between checkpoints (0: epochs only)")
+    add(
+        "--checkpoint-type",
+        choices=["sharded", "full"],
+        default="sharded",
+        help="a file per rank, or one file, for which rank 0 holds the whole state",
+    )
+    add("--async-save", **OFF, help="save while training goes on, from a copy in host memory")
+    add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
+    add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
+    add("--max-shard-size", type=float, default=5.0, help="largest exported file, in GB")
+    add("--track-memory", **OFF, help="report peak memory: allocated and reserved, or RSS")
+    add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download")
+
+    add = parser.add_argument_group("optimization").add_argument
+    add("--batch-size", type=int, default=4, help="samples per rank and micro-batch")
+    add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
+    add(
+        "--accumulate-no-sync",
+        **OFF,
+        help="communicate once per step, not per micro-batch; costs every rank the memory of the "
+        "whole unsharded gradient",
+    )
+    add("--epochs", type=int, default=2, help="passes over the training set")
+    add("--max-steps", type=int, default=0, help="train just so many steps (0: --epochs decides)")
+    add("--lr", type=float, default=3e-4, help="peak learning rate")
+    add(
+        "--lr-schedule",
+        choices=["linear", "cosine", "constant", "step"],
+        default="linear",
+        help="after the warm-up; step multiplies by --gamma after every epoch",
+    )
+    add("--gamma", type=float, default=0.85, help="factor of --lr-schedule step")
+    add("--warmup-ratio", type=float, default=0.03, help="share of the steps with rising rate")
+    add("--weight-decay", type=float, default=0.01, help="AdamW's, not for biases and norms")
+    add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
+    add("--seed", type=int, default=0, help="of weights, data order and dropout")
+
+    add = parser.add_argument_group("sharding").add_argument
+    add("--strategy", choices=STRATEGIES, default="full_shard", help="what is sharded")
+    add("--shard-group-size", type=int, default=0, help="hybrid_shard's (0: the ranks of a node)")
+    add("--cpu-offload", **OFF, help="keep parameters, gradients and optimizer state on the CPU")
+    add(
+        "--precision",
+        choices=["auto", *PRECISIONS],
+        default="auto",
+        help="auto: bf16 where the GPU has it, else fp32; weights stay fp32",
+    )
+    add("--activation-checkpointing", **OFF, help="recompute blocks in the backward pass")
+    add("--compile", **OFF, help="torch.compile of each block; on a CPU with a C++ compiler")
+
+
+def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> list[str]:
+    """One sentence for each value below its lower limit, or not below its upper one."""
+    problems = []
+    for name, (low, high) in limits.items():
+        value = getattr(args, name)
+        if not low <= value < high:
+            flag = f"--{name.replace('_', '-')}"
+            below = f" and below {high:g}" if high < 2**31 else ""
+            problems.append(f"{flag} {value} is out of range: it must be at least {low:g}{below}")
+    return problems
+
+
+ANY = 2**31  # no upper limit that a user would meet
+LIMITS = {
+    **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
+    **dict.fromkeys(("log_every", "keep_checkpoints"), (1, ANY)),
+    **dict.fromkeys(("max_steps", "eval_every", "save_every", "seed"), (0, ANY)),
+    **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
+    **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (1e-12, 1e6)),
+    **dict.fromkeys(("max_shard_size", "timeout_minutes"), (1e-12, 1e6)),
+    "warmup_ratio": (0, 1),
+}
+
+
+def common_problems(args: Namespace) -> list[str]:
+    """What is wrong with the values of `add_common`, a sentence each."""
+    problems = out_of_range(args, LIMITS)
+    gpus = torch.cuda.device_count()
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    accumulates = args.gradient_accumulation_steps > 1
+    syncs_once = args.accumulate_no_sync and processes > 1
+    if 0 < gpus < local_size:
+        problems.append(f"--nproc_per_node {local_size} is above the {gpus} GPUs")
+    if args.cpu_offload and (args.strategy == "ddp" or not gpus):
+        problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
+    if args.cpu_offload and accumulates and not syncs_once:
+        problems.append(
+            "--cpu-offload accumulates gradients only with --accumulate-no-sync, on two processes "
+            "or more"
+        )
+    if args.compile and not gpus and not has_cpp_compiler():
+        problems.append("--compile on a CPU needs a C++ compiler: install g++, or name one in CXX")
+    # FSDP keeps a shard, or fp32, as the gradient of what is whole, or bf16, in the next forward
+    # pass. A new shape is traced there, and torch.compile does not take the two.
+    if args.compile and accumulates and args.strategy != "ddp" and not syncs_once:
+        problems.append(
+            "--compile accumulates gradients only with --strategy ddp, or with "
+            "--accumulate-no-sync on two processes or more"
+        )
+    if args.accumulate_no_sync and args.strategy == "no_shard":
+        problems.append("--accumulate-no-sync cannot be used with no_shard")
+    if args.strategy == "hybrid_shard":
+        group = args.shard_group_size or local_size
+        if group <= 1 or processes % group:  # a group of 1 would never synchronise
+            problems.append(
+                "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
+                "processes"
+            )
+    return problems
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch.compile finds the C++ compiler that it needs on a CPU, but not on a GPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
+
+    try:
+        get_cpp_compiler()
+    except (RuntimeError, OSError):
+        return False
+    return True
+
+
+def resolve_precision(precision: str) -> str:
+    """`auto` is bf16 where the GPU computes it natively, and fp32 elsewhere."""
+    if precision == "auto":
+        if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16"
+        return "fp32"
+    if precision == "fp16" and not torch.cuda.is_available() and os.environ.get("RANK", "0") == "0":
+        print("--precision fp16 is slow on a CPU: use it for trials", flush=True)
+    return precision
+
+
+def checked(args: Namespace, problems: list[str]) -> Namespace:
+    """The arguments with their precision resolved.
+
+    Ends with all that is wrong in one line: the `problems` of the script's own flags, and those of
+    the common ones.
+    """
+    problems = common_problems(args) + problems
+    if problems:
+        ranks.exit_with("; ".join(problems))
+    args.precision = resolve_precision(args.precision)
+    return args
+
+
+def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
+    """Raise ValueError if a model of this configuration has fewer positions than `length`."""
+    positions = config.max_position_embeddings
+    if length > positions:
+        raise ValueError(f"{flag} {length} is above the model's {positions} positions")

@@ -1,0 +1,132 @@
+"""Attention for packed documents: flash-attn's kernel or torch's own, given to Transformers.
+
+Names no model. A layer that asks for what a kernel does not compute is refused.
+"""
+
+import contextlib
+import importlib
+import inspect
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+
+CHOICES = ["auto", "flash", "varlen", "sdpa", "eager"]
+
+
+def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
+    """The attention kernel for packed documents that `name` (flash or varlen) means.
+
+    It takes queries, keys and values [positions, heads, head size] in bf16 or fp16 with fewer
+    heads in the latter two (GQA), cumulative document lengths (int32), the largest of the lengths
+    and the scale. Raises ValueError with the reason if it cannot run here.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        raise ValueError(f"--attention {name} needs a GPU of compute capability 8.0 or newer")
+    if precision == "fp32":
+        raise ValueError(f"--attention {name} needs --precision bf16 or fp16")
+    if name == "varlen":
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            raise ValueError("--attention varlen needs torch 2.11 or newer") from None
+        known = inspect.signature(varlen_attn).parameters
+        if "window_size" not in known:
+            raise ValueError("--attention varlen needs torch 2.11 or newer")
+        gqa = "enable_gqa" in known
+
+        def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float):
+            groups = q.size(1) // k.size(1)
+            if not gqa:
+                k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+            options = {"enable_gqa": groups > 1} if gqa else {}
+            limits = (ends, ends, longest, longest)
+            return varlen_attn(q, k, v, *limits, scale=scale, window_size=(-1, 0), **options)
+
+        return varlen
+    major, _ = torch.cuda.get_device_capability()
+    for module, runs in (
+        ("flash_attn_interface", major == 9),  # version 3
+        ("flash_attn.cute", major >= 9),  # version 4
+        ("flash_attn", True),  # version 2
+    ):
+        if not runs:
+            continue
+        try:
+            function = importlib.import_module(module).flash_attn_varlen_func
+            break
+        except (ImportError, AttributeError):
+            continue
+    else:
+        raise ValueError("--attention flash needs a package flash-attn that runs on this GPU")
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float):
+        limits = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+        limits |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        output = function(q, k, v, **limits, softmax_scale=scale, causal=True)
+        return output[0] if isinstance(output, tuple) else output
+
+    return flash
+
+
+def resolve(name: str, precision: str) -> str:
+    """`auto` is the first that runs here; raises ValueError if `name` cannot."""
+    for candidate in ("flash", "varlen") if name == "auto" else ():
+        with contextlib.suppress(ValueError):
+            varlen_kernel(candidate, precision)
+            return candidate
+    if name in ("flash", "varlen"):
+        varlen_kernel(name, precision)
+    return "sdpa" if name == "auto" else name
+
+
+def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
+    """Give Transformers an attention called "packed", with no mask: `cu_seq_lens` says it all.
+
+    The cumulative lengths are made once a batch, by `collate`, and reach every layer as a keyword.
+    A layer that asks for what the kernel does not compute raises ValueError: a mask or bias, a soft
+    cap, sinks, dropout, or a window shorter than the sequences, which have up to `longest` tokens.
+    """
+
+    def packed(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float,
+        cu_seq_lens: Tensor, sliding_window: int | None = None, is_causal: bool | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """From [batch, heads, length, head size] to [batch, length, heads, head size]."""
+        batch, _, length, _ = query.shape
+        features = {"attention_mask": mask} | options
+        for name in ("position_ids", "cache_position", "use_cache"):  # these change nothing here
+            features.pop(name, None)
+        if sliding_window is not None and sliding_window < (longest or length):
+            features["sliding_window"] = sliding_window
+        if is_causal is False or not getattr(module, "is_causal", True):
+            features["is_causal=False"] = True
+        missing = [name for name, x in features.items() if isinstance(x, Tensor) or x]
+        if missing:
+            raise ValueError(
+                f"--attention flash and varlen have no {', '.join(missing)}, for which "
+                f"{type(module).__name__} asks: use --attention eager, or sdpa for a window or "
+                "dropout"
+            )
+        # Under autocast the rotary embedding leaves queries and keys in fp32.
+        parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
+        return kernel(*parts, cu_seq_lens, length, scaling).unflatten(0, (batch, length)), None
+
+    AttentionInterface.register("packed", packed)
+    AttentionMaskInterface.register("packed", lambda **_: None)
+
+
+def choose(args: Namespace, config: PretrainedConfig) -> None:
+    """Have the model of `config` use --attention; raises ValueError if it cannot."""
+    config._attn_implementation = args.attention
+    if args.attention in ("flash", "varlen"):
+        if config.attention_dropout:
+            raise ValueError(
+                f"--attention {args.attention} has no dropout: use sdpa for this model"
+            )
+        register(varlen_kernel(args.attention, args.precision), args.max_seq_length)
+        config._attn_implementation = "packed"

@@ -1,0 +1,168 @@
+"""The order of samples, the loaders, and the steps of an epoch.
+
+Sample order is a function of the seed, the epoch and the global batch, and of the lengths where
+batches are grouped by length. It does not depend on the number of ranks.
+"""
+
+import itertools
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from .checkpoints import TrainState, checksum
+
+WINDOW = 50  # global batches at most that are sorted by length together: more pad less, mix less
+PROBES = 256  # samples at most of each data set that tell it from another
+
+
+class GlobalBatchSampler:
+    """A batch sampler for a DataLoader: this rank's micro-batches of each global batch.
+
+    The epoch's permutation is cut into global batches, one per optimizer step. Each is dealt out to
+    the ranks in turn, then cut into micro-batches. No sample is dropped or repeated: some
+    micro-batches of the last step may be short or empty. With a `seed` of None the order is that of
+    the data set.
+
+    Given `lengths`, one of each sample, a global batch has samples of about one length, so that
+    little is padding and no rank waits for another. The global batches come in random order. Only
+    the longest comes first: if it does not fit in memory, that is seen at once.
+
+    Set `epoch` and `consumed` (samples, of all ranks) to continue anywhere; nothing is loaded then.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        accumulation: int,
+        seed: int | None,
+        lengths: list[int] | None = None,
+    ):
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.accumulation = accumulation
+        self.seed = seed
+        self.lengths = None if lengths is None else torch.tensor(lengths)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.global_batch = batch_size * accumulation * self.world_size
+        self.steps_per_epoch = math.ceil(num_samples / self.global_batch)
+        self.epoch = 0
+        self.consumed = 0
+
+    def steps(self) -> Iterator[list[int]]:
+        """The samples, of all ranks, in each remaining step of the epoch."""
+        order = torch.arange(self.num_samples)
+        if self.seed is not None:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+            if self.lengths is not None:
+                order = self._grouped(order, generator)
+        for start in range(self.consumed, self.num_samples, self.global_batch):
+            yield order[start : start + self.global_batch].tolist()
+
+    def _grouped(self, order: Tensor, generator: torch.Generator) -> Tensor:
+        """Sort each window by length, then shuffle all the global batches but a short last one."""
+        whole = len(order) // self.global_batch
+        if not whole:
+            return order
+        order, short = order.tensor_split([whole * self.global_batch])
+        # Several windows in an epoch, or each epoch would have the same batches.
+        window = max(1, min(WINDOW, whole // 8)) * self.global_batch
+        parts = [part[self.lengths[part].argsort(stable=True)] for part in order.split(window)]
+        batches = torch.cat(parts).view(whole, self.global_batch)
+        batches = batches[torch.randperm(whole, generator=generator)]
+        longest = self.lengths[batches].sum(dim=1).argmax().item()
+        batches[[0, longest]] = batches[[longest, 0]]
+        return torch.cat((batches.flatten(), short))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for samples in self.steps():
+            mine = samples[self.rank :: self.world_size]
+            for start in range(0, self.batch_size * self.accumulation, self.batch_size):
+                yield mine[start : start + self.batch_size]
+
+
+def train_loader(
+    args: Namespace, dataset: Any, collate: Callable, lengths: list[int] | None = None
+) -> DataLoader:
+    """The loader of this rank's micro-batches of `dataset`, which has len() and [i].
+
+    Raises ValueError if it has fewer samples than there are processes.
+    """
+    if len(dataset) < dist.get_world_size():
+        raise ValueError(
+            f"there are {len(dataset)} training samples, fewer than the {dist.get_world_size()} "
+            "processes: use fewer processes, or more data"
+        )
+    sampler = GlobalBatchSampler(
+        len(dataset), args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
+    )
+    return _loader(dataset, sampler, collate)
+
+
+def val_loader(args: Namespace, dataset: Any, collate: Callable) -> DataLoader:
+    """The same for validation: in the order of the data set, a micro-batch at a time."""
+    sampler = GlobalBatchSampler(len(dataset), args.batch_size, 1, seed=None)
+    return _loader(dataset, sampler, collate)
+
+
+def _loader(dataset: Any, sampler: GlobalBatchSampler, collate: Callable) -> DataLoader:
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        pin_memory=torch.cuda.is_available(),
+        generator=torch.Generator(),  # or each epoch would draw from dropout's
+    )
+
+
+def steps(
+    loader: DataLoader, state: TrainState
+) -> Iterator[tuple[Iterator[dict[str, Tensor]], list[int]]]:
+    """Each remaining step of the run: this rank's micro-batches, and the samples of all ranks.
+
+    Begins where `state` is. The caller advances `state.step` and `state.consumed` in each step. A
+    data set whose samples differ between epochs has a method `set_epoch`.
+    """
+    sampler = loader.batch_sampler
+    while state.step < state.total_steps:
+        sampler.epoch = state.epoch
+        sampler.consumed = state.consumed
+        if hasattr(loader.dataset, "set_epoch"):
+            loader.dataset.set_epoch(state.epoch)
+        micro_batches = iter(loader)
+        for samples in sampler.steps():
+            yield itertools.islice(micro_batches, sampler.accumulation), samples
+            if state.step == state.total_steps:
+                return
+        state.epoch += 1
+        state.consumed = 0
+
+
+def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The batch on `device`, copied while the host goes on."""
+    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+
+
+def identity(
+    args: Namespace, loader: DataLoader, val_loaders: dict[str, DataLoader]
+) -> dict[str, Any]:
+    """What must not differ between a run and its continuation: data, global batch and seed."""
+    contents = []
+    samples = []
+    for dataset in (loader.dataset, *(other.dataset for other in val_loaders.values())):
+        contents.append(len(dataset))
+        stride = len(dataset) // PROBES + 1
+        samples += [dataset[i] for i in range(0, len(dataset), stride)]
+    return {
+        "data": checksum(contents + samples),
+        "global batch": loader.batch_sampler.global_batch,
+        "seed": args.seed,
+    }
