@@ -21,8 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import torch
-from conftest import ROOT, losses, metrics, weights
+from conftest import ROOT, check_equal_weights, logged, losses
 
 TINY = {
     "T5_training.py": ["--rouge-samples", "0", "--target-length", "16", "--source-length", "64"],
@@ -66,9 +65,7 @@ def steps_saved(output: Path) -> int:
 
 def steps_logged(output: Path) -> int:
     """The last step that was logged."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return metrics(output, "train")[-1]["step"]
-    return 0
+    return max((line["step"] for line in logged(output, "train")), default=0)
 
 
 def attempt(
@@ -112,8 +109,7 @@ def chaos(script: str, flags: list[str], directory: Path, kills: int, seed: int)
     assert start(script, flags, torn).wait(timeout=600) == 0, torn.with_suffix(".log").read_text()
     for event in ("train", "val"):
         assert losses(torn, event) == losses(whole, event)
-    there = weights(whole / "final")
-    assert all(torch.equal(tensor, there[name]) for name, tensor in weights(torn / "final").items())
+    check_equal_weights(torn / "final", whole / "final")
     assert not [*torn.glob("checkpoints/tmp-*"), *torn.glob("lock*")]
     return {
         "kills": len(killed),

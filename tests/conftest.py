@@ -1,5 +1,6 @@
 """What the tests share: launching scripts on several CPU processes, small models and data."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -50,18 +51,37 @@ def metrics(output: Path, event: str) -> list[dict]:
     return [line for line in lines if line["event"] == event]
 
 
+def logged(output: Path, event: str) -> list[dict]:
+    """As `metrics`, of a run that goes on: without a file yet, or with a line half written."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (output / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return [line for line in found if line["event"] == event]
+
+
 def losses(output: Path, event: str = "train") -> dict[int, float]:
-    """Loss by step; fails if a step is logged twice."""
+    """Loss by step; fails if there is none, or a step is logged twice."""
     lines = metrics(output, event)
     found = {line["step"]: line["loss"] for line in lines}
-    assert len(found) == len(lines)
+    assert found and len(found) == len(lines)
     return found
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an exported model."""
+    """All tensors of an exported model; fails if there is none."""
     files = sorted(directory.glob("*.safetensors"))
+    assert files, directory
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def check_equal_weights(one: Path, other: Path) -> None:
+    """Two exported models have the same tensors, to the last bit."""
+    ours, theirs = weights(one), weights(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def test_flags_of_the_presets_exist(
     """Of the program, or of the script whose flags it passes on."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     commands = importlib.import_module("run_all").programs(preset, processes, Path("data"))
+    assert commands
     for command in commands.values():
         name, *flags = command.split()
         text = (ROOT / "benchmarks" / name).read_text()

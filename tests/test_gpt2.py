@@ -145,6 +145,7 @@ def test_prompts_are_continued_as_by_plain_generate(two_ranks: dict, gpt2_direct
     """The model as it was loaded, under FULL_SHARD on two ranks, in fp32."""
     tokenizer = ByT5Tokenizer()
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
+    assert len(two_ranks["untrained"]["texts"]) == 3
     for prompt, continued in two_ranks["untrained"]["texts"]:
         ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
         output = model.generate(**ids, max_new_tokens=32, do_sample=False, pad_token_id=1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import launch, losses, metrics, weights
+from conftest import check_equal_weights, launch, losses, metrics, weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import llama_fsdp
@@ -111,8 +111,7 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
     assert losses(tmp_path) == losses(uninterrupted)
     assert losses(tmp_path, "val") == losses(uninterrupted, "val")
-    there = weights(uninterrupted / "final")
-    assert all(torch.equal(t, there[name]) for name, t in weights(tmp_path / "final").items())
+    check_equal_weights(tmp_path / "final", uninterrupted / "final")
     assert not list(tmp_path.glob("checkpoints/tmp-*"))
 
 
@@ -159,4 +158,5 @@ def test_export_only_in_bf16(flags: list[str], uninterrupted: Path, tmp_path: Pa
     args = ["--output-dir", str(tmp_path / "run"), "--export-only", "--export-dtype", "bf16"]
     llama_fsdp.fsdp_main(llama_fsdp.parse_args([*flags, *args]))
     before, after = weights(uninterrupted / "final"), weights(tmp_path / "run/final")
+    assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor.bfloat16()) for name, tensor in before.items())

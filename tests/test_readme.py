@@ -68,16 +68,19 @@ def test_flags_in_the_readme_exist(
             runpy.run_path(str(program), run_name="__main__")
         known |= set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
     ours, compared = README.split("## Coming from")[0], README.split("**Why FSDP1?**")[1]
-    assert set(re.findall(r"--[a-z][a-z-]+", ours + compared)) <= known
+    named = set(re.findall(r"--[a-z][a-z-]+", ours + compared))
+    assert named and named <= known
     table = README.split("## Coming from")[1].split("**Why FSDP1?**")[0]
     here = "".join(row.split("|")[4] for row in table.splitlines() if row.startswith("|"))
-    assert set(re.findall(r"--[a-z][a-z-]+", here)) <= known
+    named = set(re.findall(r"--[a-z][a-z-]+", here))
+    assert named and named <= known
 
 
 def test_every_command_is_marked_or_run_by_a_test() -> None:
     """Those that need GPUs or a hub say so; each other kind has its test."""
     blocks = "".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-    lines = blocks.replace("\\\n", " ").splitlines()
+    lines = list(filter(None, blocks.replace("\\\n", " ").splitlines()))
+    assert lines
     run = (
         "make demo",  # test_demo_command, and as test_readme_cpu_command with torchrun
         "python3 -m venv", "pip install -r",  # make test
@@ -88,7 +91,7 @@ def test_every_command_is_marked_or_run_by_a_test() -> None:
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
         "python benchmarks/compare_strategies.py", "python benchmarks/plot_runs.py",
     )  # fmt: skip
-    for line in filter(None, lines):
+    for line in lines:
         assert re.search(r"# (GPUs|hub)", line) or line.startswith(run), line
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, losses, metrics
+from conftest import ROOT, logged, losses, metrics
 from slurm_cluster import slurm, slurm_cluster, wait_until
 
 LAUNCH = ROOT / "launch.slurm"
@@ -68,9 +68,16 @@ class Job:
 
     def wait(self, *states: str) -> None:
         """Until the job has ended, or is in one of `states`, which it must be then."""
-        end = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
-        wait_until(lambda: self["JobState"] in end | {*states}, 240, self.report)
-        assert self["JobState"] in states, self.report()
+        awaited = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", *states}
+        found = ""
+
+        def settled() -> bool:
+            nonlocal found
+            found = self["JobState"]  # once, as the next moment it may be another
+            return found in awaited
+
+        wait_until(settled, 240, self.report)
+        assert found in states, self.report()
 
     def wait_for(self, path: Path, text: str) -> None:
         """Until the file holds the text."""
@@ -112,7 +119,7 @@ def test_stopped_before_the_time_is_up_and_requeued(
     output = tmp_path / "output"
     command = ["tests/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
     job = Job(output, TWO_BY_TWO, *command)
-    job.wait_for(output / "metrics.jsonl", '"train"')
+    wait_until(lambda: logged(output, "train"), 120, job.report)
     # Five minutes are left, when the signal is due; Slurm looks twice a minute.
     slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
     job.wait("PENDING")

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from chaos import chaos, workers
-from conftest import ROOT, launch, losses, metrics, weights
+from conftest import ROOT, check_equal_weights, launch, logged, losses, metrics
+from slurm_cluster import wait_until
 
 import gpt2_fsdp
 from runtime import checkpoints
@@ -45,8 +45,7 @@ def check_equal(output: Path, uninterrupted: Path) -> None:
     """To the last bit, each step logged once; finished, with nothing left lying about."""
     for event in ("train", "val"):
         assert losses(output, event) == losses(uninterrupted, event)
-    there = weights(uninterrupted / "final")
-    assert all(torch.equal(t, there[name]) for name, t in weights(output / "final").items())
+    check_equal_weights(output / "final", uninterrupted / "final")
     assert (output / "status").read_text() == "finished\n"
     assert not [*output.rglob("tmp-*"), *output.glob("lock*")]
 
@@ -61,17 +60,9 @@ def begin(*command: object, torchrun: tuple = ("--nproc-per-node", "2")) -> subp
 def wait_for_step(output: Path, step: int) -> None:
     """Until that step is logged."""
     deadline = time.monotonic() + 100
-    while step not in [line["step"] for line in logged(output)]:
+    while step not in [line["step"] for line in logged(output, "train")]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def logged(output: Path) -> list[dict]:
-    """The training metrics so far."""
-    try:
-        return metrics(output, "train")
-    except (OSError, ValueError):
-        return []
 
 
 @pytest.mark.parametrize("script, kills", [
@@ -92,6 +83,7 @@ def test_stopped_by_a_signal_to_torchrun(
     process = begin("tests/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
     wait_for_step(tmp_path, 2)
     pids = workers(process.pid)
+    assert len(pids) == 2
     process.send_signal(signal.SIGUSR1)
     for pid in pids:
         os.kill(pid, signal.SIGUSR1)
@@ -124,6 +116,7 @@ def test_orphans_stop(flags: list[str], tmp_path: Path) -> None:
     process = begin("gpt2_fsdp.py", *flags, "--output-dir", tmp_path, "--max-steps", "1000")
     wait_for_step(tmp_path, 2)
     pids = workers(process.pid)
+    assert len(pids) == 2
     process.kill()
     deadline = time.monotonic() + 100
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -139,13 +132,14 @@ def test_a_rank_that_waits_for_another_ends_soon(
     """SIGTERM, when one rank hangs and the other waits for it: torchrun need not kill them."""
     command = ["tests/faulty.py", "gpt2_fsdp", "hang", 1, 3, *flags, "--output-dir", tmp_path]
     process = begin(*command)
-    wait_for_step(tmp_path, 2)
-    time.sleep(2)
+    saved = tmp_path / "checkpoints/step-00000002"
+    wait_until(saved.is_dir, 100, str)
+    time.sleep(2)  # for the step after it, in which one rank hangs
     process.terminate()
     start = time.monotonic()
     assert process.wait(timeout=100) != 0
     assert time.monotonic() - start < 60
-    assert (tmp_path / "checkpoints/step-00000002").is_dir()
+    assert saved.is_dir() and max(losses(tmp_path)) == 2
 
 
 def test_an_error_on_one_rank(flags: list[str], tmp_path: Path, patient: None) -> None:
@@ -327,8 +321,7 @@ def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             "with checkpoints.locked(pathlib.Path(sys.argv[1])): time.sleep(100)\n")  # fmt: skip
     holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT)
     try:
-        while not lock.exists():
-            time.sleep(0.1)
+        wait_until(lock.exists, 60, str)
         who = f"process {holder.pid} on {socket.gethostname()}"
         with pytest.raises(ValueError, match=f"is in use by {who}"), checkpoints.locked(tmp_path):
             pass
@@ -339,12 +332,12 @@ def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     start = time.monotonic()
     with checkpoints.locked(tmp_path):  # its process is dead
         assert json.loads(lock.read_text())["pid"] == os.getpid()
-    assert time.monotonic() - start < 1 and not lock.exists()
+    assert time.monotonic() - start < 2 and not lock.exists()
     lock.write_bytes(b"\0\0")  # as a power failure may leave it
     with checkpoints.locked(tmp_path):
         pass
     other = {"host": "elsewhere", "pid": 1, "heartbeat": 0.0}
-    for job, least, most in (("7", 0, 1), ("8", 2, 4)):  # our job again; no heartbeat
+    for job, least, most in (("7", 0, 2), ("8", 2, 20)):  # our job again; no heartbeat
         lock.write_text(json.dumps(other | {"job": job}))
         start = time.monotonic()
         with checkpoints.locked(tmp_path):
