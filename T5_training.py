@@ -15,7 +15,6 @@ Left out on purpose: parameter-efficient tuning, beam search, evaluation on the 
 """
 
 import functools
-import importlib.util
 import itertools
 import math
 import os
@@ -92,10 +91,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     arguments.add_common(parser)
     args = parser.parse_args(argv)
     problems = summarization_dataset.check_arguments(args)
-    problems += arguments.out_of_range(args, {"rouge_samples": (0, arguments.ANY)})
-    if args.rouge_samples > 0 and not importlib.util.find_spec("rouge_score"):
-        problems.append("--rouge-samples needs `pip install rouge-score`, or 0")
-    return arguments.checked(args, problems)
+    return arguments.checked(args, problems + summarization_dataset.check_rouge(args))
 
 
 def setup(args: Namespace) -> torch.device:

@@ -22,6 +22,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime import readers
 
+EXAMPLE = {"input_ids": list(range(33))}  # a block
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""

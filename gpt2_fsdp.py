@@ -153,11 +153,7 @@ class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
     """Hugging Face's, under its name for the export, with a forward that may end in the loss."""
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        targets: Tensor | None = None,
-        **options: Any,
+        self, input_ids: Tensor | None = None, targets: Tensor | None = None, **options: Any
     ) -> Any:
         """As ever without `targets`; with them the summed loss in nats of the next tokens.
 
@@ -165,8 +161,8 @@ class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
         `input_ids[i, j]` and is -100 where nothing does.
         """
         if targets is None:
-            return super().forward(input_ids, attention_mask=attention_mask, **options)
-        hidden = self.transformer(input_ids, use_cache=False).last_hidden_state
+            return super().forward(input_ids, **options)
+        hidden = self.transformer(input_ids, use_cache=False, **options).last_hidden_state
         return chunked_loss(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
 
 
@@ -179,7 +175,7 @@ def load_model(
     """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
 
     Without `pretrained` the weights are only allocated, for a checkpoint to fill. Raises ValueError
-    if the model cannot be had, is of another type, or is too short for --block-size.
+    if the model cannot be had, is of another type, or too short.
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
@@ -271,15 +267,20 @@ def prepare(
     set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)
-    few_tokens = {"input_ids": torch.arange(32)[None]}
+    few_tokens = model_inputs(block_dataset.collate([block_dataset.EXAMPLE]))
     with policies.autocast(args, device):
         check_head(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
     return state, tokenizer, loader, val_loaders
 
 
+def model_inputs(batch: Batch) -> Batch:
+    """What the model is given of a batch besides the targets."""
+    return {"input_ids": batch["input_ids"]}
+
+
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
-    return model(input_ids=batch["input_ids"], targets=batch["labels"])
+    return model(**model_inputs(batch), targets=batch["labels"])
 
 
 def count_tokens(batch: Batch) -> tuple[int, int]:

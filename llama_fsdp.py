@@ -9,9 +9,8 @@
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes sequences of
 --max-seq-length tokens, each packed with documents that do not see each other. Run the same command
 again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging Face model. To make a
-script of your own, copy this file with policies.py,
-chat_dataset.py and the folder runtime/, and change, in this order: MODEL, BLOCKS and TINY,
-`load_model`, `setup_data`, the model's `forward`.
+script of your own, copy this one with policies.py, chat_dataset.py and the folder runtime/, and
+change, in this order: MODEL, BLOCKS and TINY, `load_model`, `setup_data`, the model's `forward`.
 
 Left out on purpose: adapters and quantisation, which other libraries do well.
 """
@@ -105,9 +104,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help=arguments.MODEL_NAME)
-    add("--attention", choices=attention.CHOICES, default="auto",
-        help="flash-attn's kernel, torch's own, or one with a mask; auto: the first that runs",
-    )  # fmt: skip
+    add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
     chat_dataset.add_arguments(parser)
     arguments.add_common(parser)
     parser.set_defaults(**RECIPE)
@@ -177,11 +174,9 @@ class LossHead(nn.Linear):
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """As `chunked_loss`, in this module's own forward: it is an FSDP unit if it is not tied."""
-        return (
-            super().forward(hidden)
-            if targets is None
-            else chunked_loss(hidden, self.weight, targets)
-        )
+        if targets is None:
+            return super().forward(hidden)
+        return chunked_loss(hidden, self.weight, targets)
 
 
 class LlamaForCausalLM(transformers.LlamaForCausalLM):
@@ -218,7 +213,7 @@ def load_model(
     """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
 
     Without `pretrained` the weights are only allocated, for a checkpoint to fill. Raises ValueError
-    if the model cannot be had, is of another type, or is too short for --max-seq-length.
+    if the model cannot be had, is of another type, or too short.
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
@@ -245,9 +240,9 @@ def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: hf_weights.Init | None
 ) -> nn.Module:
     """The model under FSDP, or DDP, on `device` with fp32 weights; all ranks."""
-    units = BLOCKS
+    policy = policies.wrap_policy(BLOCKS)
     if model.lm_head.weight is not model.model.embed_tokens.weight:  # or both stay in the root
-        units += (nn.Embedding, LossHead)
+        policy = policies.wrap_policy((*BLOCKS, nn.Embedding, LossHead))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
@@ -256,7 +251,7 @@ def wrap_model(
     else:
         model = FSDP(
             model,
-            auto_wrap_policy=policies.wrap_policy(units),
+            auto_wrap_policy=policy,
             mixed_precision=policies.PRECISIONS[args.precision],
             sharding_strategy=policies.STRATEGIES[args.strategy],
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),

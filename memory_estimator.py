@@ -38,7 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
 import policies
-from runtime import ranks
+from runtime import arguments, ranks
 
 FAMILIES = {  # script, its classes of the model and of the block, its default length in tokens
     "llama": ("llama_fsdp", "LlamaForCausalLM", "LlamaDecoderLayer", 2048),
@@ -98,7 +98,7 @@ TRAFFIC = {"train": "cpu_bytes_per_node", "load": "load_cpu_bytes_per_node",
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once."""
-    parser = ArgumentParser(description=__doc__, formatter_class=policies.HelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=arguments.HelpFormatter)
     parser.error = ranks.exit_with
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help="hub id, directory, config.json, "

@@ -12,6 +12,7 @@ own, return one more `Source` from `open_sources`.
 
 import argparse
 import hashlib
+import importlib.util
 import random
 import re
 from collections import Counter
@@ -312,6 +313,15 @@ def collate(
         "labels": labels,
         "decoder_input_ids": shifted.masked_fill(shifted == -100, pad_token_id),
     }
+
+
+def check_rouge(args: argparse.Namespace) -> list[str]:
+    """One sentence if --rouge-samples is out of range, or cannot be scored here."""
+    if args.rouge_samples < 0:
+        return [f"--rouge-samples must be 0 or more, not {args.rouge_samples}"]
+    if args.rouge_samples > 0 and not importlib.util.find_spec("rouge_score"):
+        return ["--rouge-samples needs `pip install rouge-score`, or 0"]
+    return []
 
 
 def rouge(triples: list[tuple[str, str, str]]) -> dict[str, float]:

@@ -87,18 +87,20 @@ class Saver:
     A save that fails is told, and the next one tries again. The second failure in a row raises
     SaveError. `group`, a gloo group of its own, makes saves go on in the background: a save then
     returns when the state is copied to host memory, and waits before that for the save before.
+    `saved_step` is the step of the checkpoint that `state` came from.
     """
 
     def __init__(
         self, directory: Path, state: TrainState, keep: int, full: bool,
         group: dist.ProcessGroup | None = None,
+        saved_step: int = 0,
     ):  # fmt: skip
         self.directory = directory / "checkpoints"
         self.state = state
         self.keep = keep
         self.full = full
         self.group = group
-        self.saved_step = state.step
+        self.saved_step = saved_step
         self.failures = 0  # in a row
         self.under_way: Future | None = None
 

@@ -17,7 +17,8 @@ from ten_steps import ten_steps
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
-from runtime import checkpoints, hf_weights
+from runtime import hf_weights
+from runtime.run import open_output
 
 
 def rotary(model: torch.nn.Module) -> torch.nn.Module:
@@ -62,7 +63,7 @@ def main() -> None:
     llama_fsdp.setup_model = watched
     for name, flags in json.loads(variants).items():
         args = llama_fsdp.parse_args([*named, *flags])
-        checkpoints.open_output(Path(args.output_dir), "auto", "llama_fsdp")
+        open_output(Path(args.output_dir), "auto", "llama_fsdp")
         results[name], trained = ten_steps(llama_fsdp, args, device)
         results[name]["frequencies"] = frequencies[-1]
         results[name]["units"] = sum(isinstance(m, FSDP) for m in trained.model.modules())

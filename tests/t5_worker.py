@@ -15,6 +15,7 @@ from ten_steps import SHARED_VARIANTS, ten_steps
 
 import T5_training
 from runtime import checkpoints
+from runtime.run import Run, open_output
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
               "0.5", "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
     args = T5_training.parse_args(common)
     device = T5_training.setup(args)
-    checkpoints.open_output(Path(args.output_dir), "auto", "T5_training")
+    open_output(Path(args.output_dir), "auto", "T5_training")
     results = {}
     for name, flags in SHARED_VARIANTS.items():
         args = T5_training.parse_args([*common, *flags])
@@ -37,14 +38,15 @@ def main() -> None:
     args = T5_training.parse_args([*common, *flags])
     state, _, loader, _ = T5_training.prepare(args, device, None)
     batch = [next(iter(loader))]
+    run = Run(args, device, "T5_training")
     for _ in range(400):
-        loss, _ = T5_training.train_step(args, state, batch, [0])
+        loss, _ = T5_training.train_step(args, state, batch, [0], run)
         dist.all_reduce(loss)
         if loss < 0.05:
             break
     results["overfitted"] = loss.item()
     state.best_step = state.step
-    checkpoints.save_best(Path(args.output_dir), state, loss.item())
+    checkpoints.Saver(Path(args.output_dir), state, keep=1, full=False).save_best(loss.item())
     best = checkpoints.best_path(Path(args.output_dir), state)
 
     # Generation by that model, of seven examples in batches of 2: one rank has none in the last.

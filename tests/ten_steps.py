@@ -10,7 +10,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 import policies
+from runtime import batches
 from runtime.checkpoints import TrainState
+from runtime.run import Run
 
 SHARED_VARIANTS = {
     "full_shard": [],
@@ -52,6 +54,7 @@ def ten_steps(
     """Losses and rows of ten steps, the first gradient before clipping, and bytes held; and the
     state after them."""
     state, _, loader, val_loaders = script.prepare(args, device, None)
+    run = Run(args, device, script.__name__)
     result: dict = {"losses": [], "rows": [], "samples": [], "norms": []}
     clip = policies.clip_gradients
 
@@ -62,22 +65,15 @@ def ten_steps(
         return clip(model, max_norm)
 
     policies.clip_gradients = keep_gradient
-    while state.step < 10:
-        loader.batch_sampler.epoch, loader.batch_sampler.consumed = state.epoch, 0
-        micro_batches = iter(loader)
-        for samples in loader.batch_sampler.steps():
-            batches = [next(micro_batches) for _ in range(args.gradient_accumulation_steps)]
-            loss, norm = script.train_step(args, state, batches, samples)
-            dist.all_reduce(loss)
-            result["losses"].append(loss.item())
-            result["norms"].append(norm.item())
-            result["samples"].append((state.epoch, samples))
-            result["rows"].append([loader.dataset[i] for i in samples])
-            if state.step == 10:
-                break
-        state.epoch += 1
+    for micro_batches, samples in batches.steps(loader, state):
+        loss, norm = script.train_step(args, state, list(micro_batches), samples, run)
+        dist.all_reduce(loss)
+        result["losses"].append(loss.item())
+        result["norms"].append(norm.item())
+        result["samples"].append((state.epoch, samples))
+        result["rows"].append([loader.dataset[i] for i in samples])
     policies.clip_gradients = clip
     moments = [v for s in state.optimizer.state.values() for k, v in s.items() if k != "step"]
     result["optimizer_bytes"] = held(moments)
-    result["validation"] = script.validation(args, state, val_loaders)
+    result["validation"] = script.validation(args, state, val_loaders)["loss"]
     return result, state

@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, GPT2Config
 
 import block_dataset
 import gpt2_fsdp
-import policies
+from runtime import arguments
 
 TWO_RANKS = SHARED_VARIANTS | {
     "size": ["--wrap", "size", "--min-num-params", "3000"],
@@ -188,8 +188,8 @@ def test_functions_meant_to_be_identical_are() -> None:
     """So that copies cannot drift."""
     t5, gpt2 = functions(ROOT / "T5_training.py"), functions(ROOT / "gpt2_fsdp.py")
     llama = functions(ROOT / "llama_fsdp.py")
-    for name in ("setup", "cleanup", "train_step", "train", "validation", "save", "log",
-                 "log_start", "export_only"):  # fmt: skip
+    for name in ("fsdp_main", "setup", "cleanup", "setup_model", "train", "train_step",
+                 "validation"):  # fmt: skip
         assert t5[name] == gpt2[name] == llama[name], name
     assert gpt2["chunked_loss"] == llama["chunked_loss"]
 
@@ -278,7 +278,7 @@ def test_accumulation_that_offload_would_lose(monkeypatch: pytest.MonkeyPatch) -
     process never enters no_sync."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     parser = argparse.ArgumentParser()
-    policies.common_arguments(parser)
+    arguments.add_common(parser)
     flags = ["--cpu-offload", "--gradient-accumulation-steps", "2"]
     for processes, more, refused in (
         ("1", ["--accumulate-no-sync"], True),
@@ -286,7 +286,7 @@ def test_accumulation_that_offload_would_lose(monkeypatch: pytest.MonkeyPatch) -
         ("2", ["--accumulate-no-sync"], False),
     ):
         monkeypatch.setenv("WORLD_SIZE", processes)
-        problems = policies.common_problems(parser.parse_args([*flags, *more]))
+        problems = arguments.common_problems(parser.parse_args([*flags, *more]))
         assert refused == any("--cpu-offload accumulates" in problem for problem in problems)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig
 
 import chat_dataset
 import llama_fsdp
+from runtime.attention import register
 
 TWO_RANKS = SHARED_VARIANTS | {
     "padded": ["--no-packing"],
@@ -245,7 +246,7 @@ def logits(model: torch.nn.Module, batch: dict) -> torch.Tensor:
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "packed"])
 def test_documents_do_not_see_each_other(attention: str, llama_directory: Path) -> None:
     """Packed logits are those of each document alone, whatever stands in the others."""
-    llama_fsdp.register_attention(per_document)
+    register(per_document)
     model = llama_fsdp.LlamaForCausalLM.from_pretrained(
         llama_directory, attn_implementation=attention
     ).train()

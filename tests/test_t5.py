@@ -8,8 +8,8 @@ from conftest import launch
 from ten_steps import SHARED_VARIANTS
 from transformers import ByT5Tokenizer, T5ForConditionalGeneration
 
-import policies
 import T5_training
+from runtime import batches, optimization
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +97,10 @@ def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     step first, the rest in no order, and little padding."""
     lengths = torch.randint(8, 512, (1003,)).tolist()
 
-    def sampler(world_size: int, rank: int = 0) -> policies.GlobalBatchSampler:
-        monkeypatch.setattr(policies.dist, "get_world_size", lambda: world_size)
-        monkeypatch.setattr(policies.dist, "get_rank", lambda: rank)
-        return policies.GlobalBatchSampler(len(lengths), 16 // world_size, 1, 7, lengths)
+    def sampler(world_size: int, rank: int = 0) -> batches.GlobalBatchSampler:
+        monkeypatch.setattr(batches.dist, "get_world_size", lambda: world_size)
+        monkeypatch.setattr(batches.dist, "get_rank", lambda: rank)
+        return batches.GlobalBatchSampler(len(lengths), 16 // world_size, 1, 7, lengths)
 
     whole = sampler(1)
     steps = list(whole.steps())
@@ -127,7 +127,7 @@ def test_schedules() -> None:
         flags = ["--lr-schedule", name, "--warmup-ratio", "0.2", "--gamma", "0.5", "--lr", "1"]
         args = T5_training.parse_args(["--dataset", "docstrings", *flags])
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.lr)
-        scheduler = policies.lr_schedule(args, optimizer, 10, 4)
+        scheduler = optimization.lr_schedule(args, optimizer, 10, 4)
         rates[name] = []
         for _ in range(10):
             rates[name].append(optimizer.param_groups[0]["lr"])
