@@ -4,9 +4,10 @@
     python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to see that it runs
 
 Random weights in fp32 with AdamW, activation checkpointing, sequences of one document. MFU is the
-FLOPs that the model needs (runtime/model_checks.py's `flops_per_token`) against the datasheet's peak, and against
-a matrix product of bf16 measured in the same process. Each runs in a launch of its own, because the
-two do not fit together; they take turns, and the launch of the median step is shown.
+FLOPs that the model needs (`flops_per_token` in runtime/model_checks.py) against the datasheet's
+peak, and against a matrix product of bf16 measured in the same process. Each runs in a launch of
+its own, because the two do not fit together; they take turns, and the launch of the median step is
+shown.
 """
 
 import argparse
