@@ -49,6 +49,7 @@ import summarization_dataset
 from checkpointing import TrainState
 
 Batch = dict[str, Tensor]
+BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -123,7 +124,7 @@ def setup_model(
         init = checkpointing.streamed_init(model, directory if pretrained else None, device)
     shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
     if args.compile:
-        policies.compile_blocks(model, T5Block)
+        policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         for module in list(model.modules()) if init else ():
             init(module)
@@ -131,7 +132,7 @@ def setup_model(
     else:
         model = FSDP(
             model,
-            auto_wrap_policy=policies.wrap_policy(T5Block),
+            auto_wrap_policy=policies.wrap_policy(BLOCKS),
             mixed_precision=policies.PRECISIONS[args.precision],
             sharding_strategy=policies.STRATEGIES[args.strategy],
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),
@@ -144,7 +145,7 @@ def setup_model(
         )
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if args.activation_checkpointing:
-        policies.checkpoint_activations(model, T5Block)
+        policies.checkpoint_activations(model, BLOCKS)
     return model, tokenizer, shapes
 
 

@@ -55,6 +55,7 @@ import summarization_dataset
 from checkpointing import TrainState
 
 Batch = dict[str, Tensor]
+BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
 PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "L40S": 362}  # bf16, dense
 CHUNK = 1024  # tokens whose logits are held at a time
 
@@ -189,11 +190,11 @@ def setup_model(
         model = checkpointing.meta_model(GPT2LMHeadModel, config, directory)
         init = checkpointing.streamed_init(model, directory if pretrained else None, device)
     shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
-    policy = policies.wrap_policy(GPT2Block)
+    policy = policies.wrap_policy(BLOCKS)
     if args.wrap == "size":
         policy = policies.size_policy(model, args.min_num_params)
     if args.compile:
-        policies.compile_blocks(model, GPT2Block)
+        policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         for module in list(model.modules()) if init else ():
             init(module)
@@ -214,7 +215,7 @@ def setup_model(
         )
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if args.activation_checkpointing:
-        policies.checkpoint_activations(model, GPT2Block)
+        policies.checkpoint_activations(model, BLOCKS)
     return model, tokenizer, shapes
 
 

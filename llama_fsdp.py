@@ -60,6 +60,7 @@ import summarization_dataset
 from checkpointing import TrainState
 
 Batch = dict[str, Tensor]
+BLOCKS = (LlamaDecoderLayer,)  # FSDP units, compiled and recomputed one by one
 PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "L40S": 362}  # bf16, dense
 CHUNK = 1024  # tokens whose logits are held at a time
 RECIPE = {"lr": 5e-5, "lr_schedule": "cosine", "batch_size": 1, "epochs": 1, "seed": 100}
@@ -303,11 +304,11 @@ def setup_model(
         model = checkpointing.meta_model(LlamaForCausalLM, config, directory)
         init = checkpointing.streamed_init(model, directory if pretrained else None, device)
     shapes = checkpointing.checksum([(n, list(p.shape)) for n, p in model.named_parameters()])
-    units = [LlamaDecoderLayer]
+    units = BLOCKS
     if model.lm_head.weight is not model.model.embed_tokens.weight:
-        units += [nn.Embedding, LossHead]
+        units += (nn.Embedding, LossHead)
     if args.compile:
-        policies.compile_blocks(model, LlamaDecoderLayer)
+        policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         for module in list(model.modules()) if init else ():
             init(module)
@@ -315,7 +316,7 @@ def setup_model(
     else:
         model = FSDP(
             model,
-            auto_wrap_policy=policies.wrap_policy(*units),
+            auto_wrap_policy=policies.wrap_policy(units),
             mixed_precision=policies.PRECISIONS[args.precision],
             sharding_strategy=policies.STRATEGIES[args.strategy],
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),
@@ -328,7 +329,7 @@ def setup_model(
         )
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if args.activation_checkpointing:
-        policies.checkpoint_activations(model, LlamaDecoderLayer)
+        policies.checkpoint_activations(model, BLOCKS)
     return model, tokenizer, shapes
 
 

@@ -1,7 +1,7 @@
 """What every script here selects by flag: precision, wrapping, sharding, data order.
 
 Copy this file along with a script; it imports nothing else of this repository. Nothing in it
-names a model: the class of the transformer block and the device are arguments.
+names a model: the classes of its transformer blocks and the device are arguments.
 """
 
 import argparse
@@ -55,6 +55,8 @@ STRATEGIES = {
     name: ShardingStrategy[name.upper()]
     for name in ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 } | {"ddp": None}  # DistributedDataParallel, the baseline
+
+Classes = tuple[type[nn.Module], ...]  # all of a model's blocks: an encoder's, a decoder's
 
 WINDOW = 50  # global batches at most that are sorted by length together: more pad less, mix less
 PARENT, ELASTIC = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ  # torchrun, if there is one
@@ -236,7 +238,7 @@ def resolve_precision(precision: str) -> str:
     return precision if precision != "auto" else "bf16" if native else "fp32"
 
 
-def wrap_policy(*classes: type[nn.Module]) -> functools.partial:
+def wrap_policy(classes: Classes) -> functools.partial:
     """Every module of `classes` becomes an FSDP unit; what is left is the root, as must be what is
     tied: a unit of its own could not give its weight to the other use."""
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(classes))
@@ -265,18 +267,18 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=names)
 
 
-def checkpoint_activations(model: nn.Module, block_class: type[nn.Module]) -> None:
+def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
     """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block_class))
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
 
 
-def compile_blocks(model: nn.Module, block_class: type[nn.Module]) -> None:
+def compile_blocks(model: nn.Module, blocks: Classes) -> None:
     """Compile each block by itself; call it before FSDP, which then stays outside."""
     # T5 needs more kinds than the 8 after which torch.compile gives up: encoder and decoder, the
     # first block and the others, training and validation, one length and any.
     torch.compiler.config.recompile_limit = 64
     for module in model.modules():
-        if isinstance(module, block_class):
+        if isinstance(module, blocks):
             module.compile()
 
 
