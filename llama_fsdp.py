@@ -185,18 +185,35 @@ def resolve_attention(name: str, precision: str) -> str:
     return "sdpa" if name == "auto" else name
 
 
-def register_attention(kernel: Callable[..., Tensor]) -> None:
+def register_attention(kernel: Callable[..., Tensor], longest: int = 0) -> None:
     """Give Transformers an attention called "packed", with no mask: `cu_seq_lens` says it all.
 
     The cumulative lengths are made once a batch, by `collate`, and reach every layer as a keyword.
+    A layer that asks for what the kernel does not compute raises ValueError: a mask or bias, a soft
+    cap, sinks, dropout, or a window shorter than the sequences, which have up to `longest` tokens.
     """
 
     def packed(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float,
-        cu_seq_lens: Tensor, **_: Any,
+        cu_seq_lens: Tensor, sliding_window: int | None = None, is_causal: bool | None = None,
+        **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """From [batch, heads, length, head size] to [batch, length, heads, head size]."""
         batch, _, length, _ = query.shape
+        features = {"attention_mask": mask} | options
+        for name in ("position_ids", "cache_position", "use_cache"):  # these change nothing here
+            features.pop(name, None)
+        if sliding_window is not None and sliding_window < (longest or length):
+            features["sliding_window"] = sliding_window
+        if is_causal is False or not getattr(module, "is_causal", True):
+            features["is_causal=False"] = True
+        missing = [name for name, x in features.items() if isinstance(x, Tensor) or x]
+        if missing:
+            raise ValueError(
+                f"--attention flash and varlen have no {', '.join(missing)}, for which "
+                f"{type(module).__name__} asks: use --attention eager, or sdpa for a window or "
+                "dropout"
+            )
         # Under autocast the rotary embedding leaves queries and keys in fp32.
         parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
         return kernel(*parts, cu_seq_lens, length, scaling).unflatten(0, (batch, length)), None
@@ -296,7 +313,7 @@ def setup_model(
     if kernel and config.attention_dropout:
         raise ValueError(f"--attention {args.attention} has no dropout: use sdpa for this model")
     if kernel:
-        register_attention(varlen_kernel(args.attention, args.precision))
+        register_attention(varlen_kernel(args.attention, args.precision), args.max_seq_length)
     config._attn_implementation = "packed" if kernel else args.attention
     if args.model_name == "tiny":
         model = LlamaForCausalLM(config)  # the seed is the same on all ranks
