@@ -81,6 +81,7 @@ class TrainState:
     saving: Future | None = None  # the one that is under way
     saved_step: int = 0
     failed_saves: int = 0  # in a row
+    flops_per_token: float | None = None  # of a forward and a backward pass
 
 
 class SaveError(OSError):

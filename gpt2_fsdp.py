@@ -379,12 +379,9 @@ def throughput(args: Namespace, state: TrainState, tokens: int, seconds: float) 
         "tokens_per_second": speed,
         "tokens_per_second_per_rank": speed / dist.get_world_size(),
     }
-    if state.device.type == "cuda":
-        config = state.model.module.config
-        width, layers = config.n_embd, config.n_layer
-        weights = 12 * layers * width**2 + config.vocab_size * width
-        flops = 6 * weights + 12 * layers * width * args.block_size
-        rates["tflops_per_gpu"] = rates["tokens_per_second_per_rank"] * flops / 1e12
+    if state.device.type == "cuda" and state.flops_per_token:
+        flops = rates["tokens_per_second_per_rank"] * state.flops_per_token
+        rates["tflops_per_gpu"] = flops / 1e12
         name = torch.cuda.get_device_name()
         for peak in (peak for part, peak in PEAK_TFLOPS.items() if part in name):
             rates |= {"mfu": rates["tflops_per_gpu"] / peak, "assumed_peak_tflops": peak}
@@ -612,6 +609,7 @@ def prepare(
     }
     stop = policies.StopRequest()
     state = TrainState(model, optimizer, scheduler, scaler, device, identity, total_steps, stop)
+    state.flops_per_token = policies.flops_per_token(model.module, args.block_size)
     if args.async_save:
         limit = timedelta(minutes=args.timeout_minutes)
         state.save_group = dist.new_group(backend="gloo", timeout=limit)

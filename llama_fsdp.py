@@ -455,15 +455,9 @@ def throughput(args: Namespace, state: TrainState, tokens: int, seconds: float) 
         "tokens_per_second": speed,
         "tokens_per_second_per_rank": speed / dist.get_world_size(),
     }
-    if state.device.type == "cuda":
-        config = state.model.module.config
-        width, layers = config.hidden_size, config.num_hidden_layers
-        heads = config.head_dim * config.num_attention_heads
-        attention = 2 * width * (heads + config.head_dim * config.num_key_value_heads)
-        weights = layers * (attention + 3 * width * config.intermediate_size)
-        weights += config.vocab_size * width
-        flops = 6 * weights + 12 * layers * heads * args.mean_document
-        rates["tflops_per_gpu"] = rates["tokens_per_second_per_rank"] * flops / 1e12
+    if state.device.type == "cuda" and state.flops_per_token:
+        flops = rates["tokens_per_second_per_rank"] * state.flops_per_token
+        rates["tflops_per_gpu"] = flops / 1e12
         name = torch.cuda.get_device_name()
         for peak in (peak for part, peak in PEAK_TFLOPS.items() if part in name):
             rates |= {"mfu": rates["tflops_per_gpu"] / peak, "assumed_peak_tflops": peak}
@@ -640,6 +634,7 @@ def prepare(
     }
     stop = policies.StopRequest()
     state = TrainState(model, optimizer, scheduler, scaler, device, identity, total_steps, stop)
+    state.flops_per_token = policies.flops_per_token(model.module, args.mean_document)
     if args.async_save:
         limit = timedelta(minutes=args.timeout_minutes)
         state.save_group = dist.new_group(backend="gloo", timeout=limit)

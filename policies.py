@@ -6,6 +6,7 @@ names a model: the classes of its transformer blocks and the device are argument
 
 import argparse
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -34,6 +35,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.flop_counter import FlopCounterMode
 
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
@@ -280,6 +282,35 @@ def compile_blocks(model: nn.Module, blocks: Classes) -> None:
     for module in model.modules():
         if isinstance(module, blocks):
             module.compile()
+
+
+def flops_per_token(model: nn.Module, length: float) -> float | None:
+    """FLOP that a token costs in a forward and a backward pass, in a document of `length` tokens.
+
+    They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N parameters stand in matrix
+    products, the head's among them, L layers have heads of d in all, and T is the length, masked or
+    not. Recomputed activations do not count. Both terms are read off two forward passes of a copy
+    of the unwrapped Transformers `model` on meta: a pass over n tokens costs a n + b n^2. None
+    where the model looks at values in its forward pass, for on meta there are none.
+    """
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"  # other kernels are not counted, or do not run on meta
+    with torch.device("meta"):
+        twin = type(model)(config)
+
+    def cost(tokens: int) -> int:
+        ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            twin(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        return counter.get_total_flops()
+
+    try:
+        short, long = cost(8), cost(16)
+    except RuntimeError:
+        return None
+    quadratic = (long - 2 * short) / (2 * 8**2)
+    linear = (short - quadratic * 8**2) / 8
+    return 3 * linear + 3 * quadratic * length
 
 
 # The next three functions hold all that differs between FSDP and DistributedDataParallel.

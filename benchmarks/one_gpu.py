@@ -4,7 +4,7 @@
     python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to see that it runs
 
 Random weights in fp32 with AdamW, activation checkpointing, sequences of one document. MFU is the
-FLOPs that the model needs (llama_fsdp.py's `throughput`) against the datasheet's peak, and against
+FLOPs that the model needs (`policies.flops_per_token`) against the datasheet's peak, and against
 a matrix product of bf16 measured in the same process. Each runs in a launch of its own, because the
 two do not fit together; they take turns, and the launch of the median step is shown.
 """
@@ -25,6 +25,7 @@ from transformers import ByT5Tokenizer
 
 import llama_fsdp
 import memory_estimator
+import policies
 
 
 def matmul_tflops(size: int) -> float:
@@ -52,11 +53,12 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
          "--max-seq-length", str(options.length), "--batch-size", str(options.batch_size),
          *(["--compile"] if options.compile else [])]
     )  # fmt: skip
-    device, seconds, args.mean_document = llama_fsdp.setup(args), [], options.length
+    device, seconds = llama_fsdp.setup(args), []
     gpu = device.type == "cuda"
     found = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
     without_files()
     state = random_state(llama_fsdp, args, device)
+    state.flops_per_token = policies.flops_per_token(state.model.module, options.length)
     for _ in range(options.steps + 2):
         start = time.perf_counter()
         batch = random_batch(llama_fsdp, args)  # the Trainer's loader counts too
