@@ -125,10 +125,14 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     `hidden` is [positions, width], `weight` [vocabulary, width], `targets` int64 [positions], -100
     where nothing is predicted. Call it in the forward of the FSDP unit that owns the weight, which
     is whole nowhere else. Before torch 2.13 all the logits are held.
+
+    Empty `targets` give the logits [positions, vocabulary], for `policies.check_head`.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if targets.numel() == 0:
+        return F.linear(hidden, weight)
     if not hasattr(F, "linear_cross_entropy"):
         return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, chunking_method=None)
@@ -368,12 +372,7 @@ def count_tokens(batch: Batch) -> tuple[int, int]:
 
 
 def throughput(args: Namespace, state: TrainState, tokens: int, seconds: float) -> dict[str, float]:
-    """Tokens/s, of one rank too; on GPUs the model's TFLOP/s of one and what share of its peak.
-
-    A token costs 6 N + 12 L d T FLOP in a forward and a backward pass, where N is the number of
-    parameters in matrix products (12 L d^2 and the head's V d), L layers of width d, length T:
-    Chowdhery et al. 2022 (PaLM), appendix B. Recomputed activations do not count.
-    """
+    """Tokens/s, of one rank too; on GPUs the model's TFLOP/s of one and what share of its peak."""
     speed = tokens / seconds
     rates = {
         "tokens_per_second": speed,
@@ -616,6 +615,7 @@ def prepare(
     transformers.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpointing.load_checkpoint(checkpoint, state, args.seed, Path(args.output_dir))
+    policies.check_head(args, device, model, {"input_ids": torch.arange(32)[None]})
     return state, tokenizer, loader, val_loaders
 
 

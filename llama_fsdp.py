@@ -228,10 +228,14 @@ def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     `hidden` is [positions, width], `weight` [vocabulary, width], `targets` int64 [positions], -100
     where nothing is predicted. Call it in the forward of the FSDP unit that owns the weight, which
     is whole nowhere else. Before torch 2.13 all the logits are held.
+
+    Empty `targets` give the logits [positions, vocabulary], for `policies.check_head`.
     """
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
+    if targets.numel() == 0:
+        return F.linear(hidden, weight)
     if not hasattr(F, "linear_cross_entropy"):
         return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, chunking_method=None)
@@ -431,10 +435,14 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, dict[
     return train_loader, {name: loader(val_set, 1, None) for name, val_set in val_sets.items()}
 
 
+def model_inputs(batch: Batch) -> Batch:
+    """What the model is given of a batch besides the targets."""
+    return {key: batch[key] for key in ("input_ids", "position_ids", "cu_seq_lens")}
+
+
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
-    options = {key: batch[key] for key in ("position_ids", "cu_seq_lens")}
-    return model(input_ids=batch["input_ids"], targets=batch["labels"], **options)
+    return model(**model_inputs(batch), targets=batch["labels"])
 
 
 def count_tokens(batch: Batch) -> tuple[int, int]:
@@ -443,13 +451,7 @@ def count_tokens(batch: Batch) -> tuple[int, int]:
 
 
 def throughput(args: Namespace, state: TrainState, tokens: int, seconds: float) -> dict[str, float]:
-    """Tokens/s, of one rank too; on GPUs the model's TFLOP/s of one and what share of its peak.
-
-    A token costs 6 N + 12 L d T FLOP in a forward and a backward pass, where N is the number of
-    parameters in matrix products, the head's among them, L layers have heads of d in all, and T is
-    the length of its document: Chowdhery et al. 2022 (PaLM), appendix B, with T a mean over tokens.
-    Recomputed activations do not count.
-    """
+    """Tokens/s, of one rank too; on GPUs the model's TFLOP/s of one and what share of its peak."""
     speed = tokens / seconds
     rates = {
         "tokens_per_second": speed,
@@ -641,6 +643,8 @@ def prepare(
     transformers.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpointing.load_checkpoint(checkpoint, state, args.seed, Path(args.output_dir))
+    document = {"input_ids": range(17), "labels": range(17)}
+    policies.check_head(args, device, model, model_inputs(chat_dataset.collate([[document] * 2])))
     return state, tokenizer, loader, val_loaders
 
 

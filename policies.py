@@ -313,6 +313,45 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     return 3 * linear + 3 * quadratic * length
 
 
+@torch.no_grad()
+def check_head(
+    args: Namespace, device: torch.device, model: nn.Module, inputs: dict[str, torch.Tensor]
+) -> None:
+    """Raise ValueError, on all ranks, if the loss is not computed from the model's own logits.
+
+    `inputs` are keywords of the wrapped `model`, alike on all ranks, of a few tokens. With empty
+    `targets` besides, the model returns the logits of its loss, [positions, vocabulary]; without,
+    its own, [batch, length, vocabulary], as `logits`. The model runs as in evaluation, without
+    torch.compile, and the random states stay as they are.
+    """
+    inputs = {key: value.to(device) for key, value in inputs.items()}
+    gpus = [device] if device.type == "cuda" else []
+    training = model.training
+    model.eval()
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.random.fork_rng(gpus),
+        autocast(args, device),
+    ):
+        # The first pass sets FSDP's order of prefetching: it is the one that training makes.
+        found = model(**inputs, targets=inputs["input_ids"].new_empty(0)).float()
+        own = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
+    model.train(training)
+    # A scale before the head rounds otherwise than one behind it.
+    rounding = max(1e-5, 4 * torch.finfo(PRECISIONS[args.precision].param_dtype).eps)
+    largest = own.abs().nan_to_num(0, 0).max().item()
+    # Values that are not finite in both are left to the first step, which names the samples.
+    same = torch.allclose(found, own, rtol=0, atol=rounding * largest, equal_nan=True)
+    if ranks_where(not same):
+        difference = (found - own).abs().max().item()
+        raise ValueError(
+            f"the logits behind the loss differ by {difference:.3g} from the model's own, which "
+            f"reach {largest:.3g}: have forward and chunked_loss scale or cap them as the model's "
+            "own forward does; or take the loss from the model's own logits, as T5_training.py "
+            "does, and leave out check_head"
+        )
+
+
 # The next three functions hold all that differs between FSDP and DistributedDataParallel.
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
     """Mixed precision under DDP; FSDP casts by its MixedPrecision policy instead."""
