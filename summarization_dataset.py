@@ -26,7 +26,7 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from runtime import readers
+from runtime import arguments, readers
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 # Validation last: a title that stands in two lists is not trained on.
@@ -72,12 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> list[str]:
     """One sentence for each problem that shows without reading data, [] when there is none."""
-    problems = []
-    least = {"source_length": 2, "target_length": 2, "num_train_samples": 0, "num_val_samples": 0}
-    for name, number in least.items():
-        if getattr(args, name) < number:
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            problems.append(f"{flag} is out of range: it must be at least {number}")
+    limits = dict.fromkeys(("source_length", "target_length"), (2, arguments.ANY))
+    limits |= dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
+    problems = arguments.out_of_range(args, limits)
     path = local_path(args)
     if path is None or path.is_file() and path.suffix.lower() in readers.KINDS:
         return problems
@@ -132,8 +129,13 @@ def load_summarization(
         if 0 < number < len(indices):
             random.Random(0).shuffle(indices)
             indices = sorted(indices[:number])  # reads faster than in random order
-        report(f"{split}: {len(indices):,} examples used")
-        sets.append(encode(rows.select(indices), args, tokenizer))
+        examples = encode(rows.select(indices), args, tokenizer)
+        targets = readers.count_targets(examples)
+        report(f"{split}: {len(examples):,} examples used, with {targets:,} target tokens")
+        sets.append(examples)
+    first = sets[0][0]
+    text, summary = (tokenizer.decode(first[column]) for column in ("input_ids", "labels"))
+    report(f"an example: {readers.shortened(text)} -> «{readers.shortened(summary)}», learned")
     return sets[0], sets[1]
 
 

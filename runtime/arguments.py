@@ -96,21 +96,25 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> lis
     problems = []
     for name, (low, high) in limits.items():
         value = getattr(args, name)
-        if not low <= value < high:
-            flag = f"--{name.replace('_', '-')}"
-            below = f" and below {high:g}" if high < 2**31 else ""
-            problems.append(f"{flag} {value} is out of range: it must be at least {low:g}{below}")
+        if low <= value < high:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        bounds = "above 0" if low == TINY else f"at least {low}"
+        if high < ANY:
+            bounds += f" and below {high:,}"
+        problems.append(f"{flag} {value} is out of range: it must be {bounds}")
     return problems
 
 
-ANY = 2**31  # no upper limit that a user would meet
+TINY = 1e-12  # the lower limit of what must be above 0
+ANY = 2**31  # an upper limit that no user meets
 LIMITS = {
     **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
     **dict.fromkeys(("log_every", "keep_checkpoints"), (1, ANY)),
     **dict.fromkeys(("max_steps", "eval_every", "save_every", "seed"), (0, ANY)),
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
-    **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (1e-12, 1e6)),
-    **dict.fromkeys(("max_shard_size", "timeout_minutes"), (1e-12, 1e6)),
+    **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (TINY, 1_000_000)),
+    **dict.fromkeys(("max_shard_size", "timeout_minutes"), (TINY, 1_000_000)),
     "warmup_ratio": (0, 1),
 }
 

@@ -248,7 +248,7 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     (b"", ["--wrap", "size"], "--min-num-params"),
     (b"", ["--cpu-offload", "--strategy", "ddp"], "--cpu-offload needs a GPU"),
     (b"", ["--cpu-offload"], "--cpu-offload needs a GPU"),
-    (b"", ["--block-size", "1"], "--block-size must be 2 or more"),
+    (b"", ["--block-size", "1"], "--block-size 1 is out of range: it must be at least 2"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(
