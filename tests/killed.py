@@ -12,11 +12,11 @@ if __name__ == "__main__":
     script, rank, step = importlib.import_module(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     train_step = script.train_step
 
-    def killed_step(args, state, batches, samples):
+    def killed_step(args, state, *others):
         """Die where the real one would begin."""
         if state.step + 1 == step and int(os.environ.get("RANK", 0)) == rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(args, state, batches, samples)
+        return train_step(args, state, *others)
 
     script.train_step = killed_step
     script.fsdp_main(script.parse_args(sys.argv[4:]))
