@@ -12,13 +12,22 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch, metrics
-from transformers import ByT5Tokenizer, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 import block_dataset
 import chat_dataset
 import summarization_dataset
+from runtime import hf_weights
 from runtime.optimization import parameter_groups
 
 # The changes: what stands in the script, and what takes its place.
@@ -179,6 +188,13 @@ SHAPES = {  # of the models in files; no dropout
 }
 
 
+SHORT = {  # texts as long as these models take
+    "T5_training": ["--source-length", "128", "--target-length", "32"],
+    "gpt2_fsdp": ["--block-size", "64"],
+    "llama_fsdp": ["--max-seq-length", "128"],
+}
+
+
 def copy_script(script: str, changes: list[tuple[str, str]], name: str, folder: Path) -> Path:
     """A changed copy of a script in `folder`, with the files that its docstring names."""
     text = (ROOT / f"{script}.py").read_text()
@@ -233,11 +249,23 @@ def test_changes(name: str, tmp_path: Path) -> None:
     assert all(parameter.dim() == 1 for parameter in others["params"])
 
 
+def byte_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Bytes as tokens, padding 0 and EOS 1."""
+    if name != "mistral":
+        return ByT5Tokenizer()
+    # Transformers reads Mistral's tokenizer from a tokenizer.json only, which ByT5 does not have.
+    tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+
+
 @pytest.fixture
 def directory(name: str, tmp_path: Path) -> Path:
     """A small model with a byte tokenizer as a Hugging Face directory; none of it is 0 or 1."""
     torch.manual_seed(0)
-    tokenizer = ByT5Tokenizer()
+    tokenizer = byte_tokenizer(name)
     model_class = CASES[name][2]
     config = model_class.config_class(
         vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **SHAPES[name]
@@ -252,27 +280,41 @@ def directory(name: str, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_load(name: str, directory: Path, alone: None, tmp_path: Path) -> None:
+    """From its files the copy's class has the tensors that Transformers' own has."""
+    script, changes, model_class = CASES[name]
+    (tmp_path / "copy").mkdir()
+    copy = import_copy(copy_script(script, changes, name, tmp_path / "copy"))
+    flags = ["--dataset", "docstrings", "--model-name", str(directory), *SHORT[script]]
+    model, _, init = copy.load_model(copy.parse_args(flags), torch.device("cpu"), pretrained=True)
+    hf_weights.materialize(model, init)
+    own = model_class.from_pretrained(directory).state_dict()
+    assert model.state_dict().keys() == own.keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, own[key]), key
+
+
 @pytest.fixture
 def flags(name: str, directory: Path, request: pytest.FixtureRequest) -> list[str]:
     """Four steps on the data of the script's kind; the model has no position to spare."""
     script = CASES[name][0]
     if script == "T5_training":
         data = ["--dataset", request.getfixturevalue("pairs"), "--rouge-samples", "2"]
-        data += ["--source-length", "128", "--target-length", "32"]
     elif script == "gpt2_fsdp":
         train, val = request.getfixturevalue("texts")
-        data = ["--train-file", train, "--val-file", val, "--block-size", "64"]
+        data = ["--train-file", train, "--val-file", val]
     else:
-        data = ["--dataset", request.getfixturevalue("chats"), "--max-seq-length", "128"]
-        data += ["--export-dtype", "fp32"]
-    flags = ["--model-name", directory, *data, "--max-steps", "4", "--save-every", "2"]
-    return [*map(str, flags), "--batch-size", "2", "--lr", "1e-2", "--log-every", "1"]
+        data = ["--dataset", request.getfixturevalue("chats"), "--export-dtype", "fp32"]
+    flags = ["--model-name", directory, *data, *SHORT[script], "--max-steps", "4"]
+    flags += ["--save-every", "2", "--batch-size", "2", "--lr", "1e-2", "--log-every", "1"]
+    return [*map(str, flags)]
 
 
 def validation_samples(script: str, flags: list[str]) -> Iterator[dict[str, torch.Tensor]]:
     """What the validation set holds, a sample at a time, as Transformers takes it."""
     args = importlib.import_module(script).parse_args(flags)
-    tokenizer = ByT5Tokenizer()
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if script == "T5_training":
         _, rows = summarization_dataset.load_summarization(args, tokenizer, verbose=False)
     elif script == "gpt2_fsdp":
@@ -287,17 +329,19 @@ def validation_samples(script: str, flags: list[str]) -> Iterator[dict[str, torc
 
 @torch.no_grad()
 def plain_loss(model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]) -> float:
-    """Mean of Transformers' own loss over the target tokens, each sample by itself."""
+    """Mean over the target tokens of the loss of Transformers' logits, each sample by itself."""
     model.eval()
     total = 0.0
     count = 0
     for sample in samples:
-        labels = sample["labels"]
-        if not model.config.is_encoder_decoder:
-            labels = labels[:, 1:]  # the first token is never predicted
-        targets = int((labels != -100).sum())
-        total += model(**sample).loss.item() * targets
-        count += targets
+        if model.config.is_encoder_decoder:
+            targets = sample["labels"]
+            logits = model(**sample).logits
+        else:
+            targets = sample["labels"][:, 1:]
+            logits = model(sample["input_ids"][:, :-1]).logits
+        total += F.cross_entropy(logits[0].double(), targets[0], reduction="sum").item()
+        count += int((targets != -100).sum())
     return total / count
 
 
