@@ -8,10 +8,8 @@
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes samples.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
 Face model. To make a script of your own, copy this one with policies.py, summarization_dataset.py
-and the folder runtime/, and change, in this order: MODEL, BLOCKS and TINY, `load_model`,
-`setup_data`, `summed_loss`.
-
-Left out on purpose: parameter-efficient tuning, beam search, evaluation on the test split.
+and the folder runtime/, and change, in this order: MODEL, BLOCKS and TINY, which is all for another
+model of this kind, such as BART; `load_model`, `setup_data`, `summed_loss`.
 """
 
 import functools
@@ -26,15 +24,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer, T5Config, set_seed
+from transformers import AutoConfig, ByT5Tokenizer, set_seed
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.models.t5.modeling_t5 import T5Block, T5ForConditionalGeneration
+from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset
@@ -42,7 +41,7 @@ from runtime import arguments, batches, checkpoints, hf_weights, optimization, r
 from runtime.checkpoints import TrainState
 from runtime.run import Run, launch
 
-MODEL = T5ForConditionalGeneration
+MODEL = transformers.T5ForConditionalGeneration
 BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
 SCRIPT = Path(__file__).stem
@@ -126,15 +125,18 @@ def load_model(
     """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
 
     Without `pretrained` the weights are only allocated, for a checkpoint to fill. Raises ValueError
-    if the model cannot be had or is of another type.
+    if the model cannot be had, is of another type, or is too short for the texts.
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
-        config = T5Config(vocab_size=len(tokenizer), decoder_start_token_id=0, **TINY)
+        ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # the tokenizer's
+        config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
         return MODEL(config), tokenizer, None  # the seed is the same on all ranks
     directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
     config = AutoConfig.from_pretrained(directory)
     hf_weights.check_type(config, MODEL, args.model_name)
+    arguments.check_length("--source-length", args.source_length, config)
+    arguments.check_length("--target-length", args.target_length, config)
     tokenizer = hf_weights.load_tokenizer(directory, config.vocab_size)
     if getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id
@@ -183,7 +185,7 @@ def setup_model(
 
 
 def setup_data(
-    args: Namespace, tokenizer: Tokenizer, config: T5Config
+    args: Namespace, tokenizer: Tokenizer, config: transformers.PretrainedConfig
 ) -> tuple[DataLoader, Loaders]:
     """The loader of this rank's micro-batches, and one of each validation set, by its name.
 

@@ -9,8 +9,8 @@
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
 Face model. To make a script of your own, copy this one with policies.py, block_dataset.py and the
-folder runtime/, and change, in this order: MODEL, BLOCKS and TINY, `load_model`, `setup_data`, the
-model's `forward`.
+folder runtime/, and change, in this order: BLOCKS, TINY, MODEL and its class's name and base, which
+is all for another model of this kind, such as OPT; `load_model`, `setup_data`, `forward`.
 
 Left out on purpose: attention that stops at document boundaries (see llama_fsdp.py).
 """
@@ -34,7 +34,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer, GPT2Config, set_seed
+from transformers import AutoConfig, ByT5Tokenizer, set_seed
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -162,8 +162,9 @@ class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
         """
         if targets is None:
             return super().forward(input_ids, **options)
-        hidden = self.transformer(input_ids, use_cache=False, **options).last_hidden_state
-        return chunked_loss(hidden.flatten(0, 1), self.lm_head.weight, targets.flatten())
+        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
+        weight = self.get_output_embeddings().weight
+        return chunked_loss(hidden.flatten(0, 1), weight, targets.flatten())
 
 
 MODEL = GPT2LMHeadModel
@@ -179,8 +180,9 @@ def load_model(
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
-        ids = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
-        config = GPT2Config(vocab_size=len(tokenizer), **ids, **TINY)
+        eos = tokenizer.eos_token_id
+        ids = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
+        config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
     else:
         directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
         config = AutoConfig.from_pretrained(directory)

@@ -10,7 +10,8 @@ One optimizer step trains on --batch-size x --gradient-accumulation-steps x proc
 --max-seq-length tokens, each packed with documents that do not see each other. Run the same command
 again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging Face model. To make a
 script of your own, copy this one with policies.py, chat_dataset.py and the folder runtime/, and
-change, in this order: MODEL, BLOCKS and TINY, `load_model`, `setup_data`, the model's `forward`.
+change, in this order: BLOCKS, TINY, MODEL and its class's name and base, which is all for another
+model of this kind, such as Qwen 3; `load_model`, `setup_data`, `forward`.
 
 Left out on purpose: adapters and quantisation, which other libraries do well.
 """
@@ -34,7 +35,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer, LlamaConfig, set_seed
+from transformers import AutoConfig, ByT5Tokenizer, set_seed
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -182,7 +183,7 @@ class LossHead(nn.Linear):
 class LlamaForCausalLM(transformers.LlamaForCausalLM):
     """Hugging Face's, under its name for the export, with a forward that may end in the loss."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: transformers.PretrainedConfig):
         super().__init__(config)
         self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # ties the new head, or initialises it
@@ -200,7 +201,7 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
         if self.config._attn_implementation == "packed":
             # Without any mask Transformers would look for documents itself, and wait for the GPU.
             options["attention_mask"] = torch.ones_like(input_ids)
-        hidden = self.model(input_ids, use_cache=False, **options).last_hidden_state
+        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
         return self.lm_head(hidden.flatten(0, 1), targets.flatten())
 
 
@@ -218,7 +219,7 @@ def load_model(
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-        config = LlamaConfig(vocab_size=len(tokenizer), **ids, **TINY)
+        config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
     else:
         directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
         config = AutoConfig.from_pretrained(directory)
@@ -241,7 +242,8 @@ def wrap_model(
 ) -> nn.Module:
     """The model under FSDP, or DDP, on `device` with fp32 weights; all ranks."""
     policy = policies.wrap_policy(BLOCKS)
-    if model.lm_head.weight is not model.model.embed_tokens.weight:  # or both stay in the root
+    # Tied, both stay in the root.
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         policy = policies.wrap_policy((*BLOCKS, nn.Embedding, LossHead))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)

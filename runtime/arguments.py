@@ -193,7 +193,10 @@ def checked(args: Namespace, problems: list[str]) -> Namespace:
 
 
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
-    """Raise ValueError if a model of this configuration has fewer positions than `length`."""
-    positions = config.max_position_embeddings
-    if length > positions:
+    """Raise ValueError if a model of this configuration has fewer positions than `length`.
+
+    A configuration that names no number, such as one with relative positions, has no limit.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
         raise ValueError(f"{flag} {length} is above the model's {positions} positions")

@@ -34,6 +34,7 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     rename_source_key,
 )
 
@@ -99,6 +100,15 @@ def _read(path: Path, key: str) -> torch.Tensor:
         return file.get_tensor(key)
 
 
+def _conversions(model: PreTrainedModel, add_legacy: bool) -> list[WeightTransform]:
+    """What Transformers does to the keys, and some of the tensors, in files of the model's type.
+
+    A class that extends one of Transformers' is given the same: its files are of the same type.
+    """
+    model.is_custom_code = lambda: False  # or a class defined elsewhere would get nothing
+    return get_model_conversion_mapping(model, add_legacy=add_legacy)
+
+
 def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
     """What a directory's files hold, by the names that `from_pretrained` would give it.
 
@@ -107,7 +117,7 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
 
     Raises ValueError if a tensor needs more than another name, such as experts to be stacked.
     """
-    conversions = get_model_conversion_mapping(model)
+    conversions = _conversions(model, add_legacy=True)
     renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
     converters = [step for step in conversions if isinstance(step, WeightConverter)]
     prefix = model.base_model_prefix
@@ -330,7 +340,7 @@ def _keys_to_save(model: PreTrainedModel) -> dict[str, str]:
     names |= {WRAPPERS.sub("", name) for name, _ in _persistent_buffers(model)}
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is None:  # not loaded from files
-        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = _conversions(model, add_legacy=False)
         # Whether files of this kind have that prefix is not known.
         conversions = [step for step in conversions if not isinstance(step, PrefixChange)]
     if any(isinstance(step, WeightConverter) for step in conversions):
