@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from ten_steps import ten_steps
+from ten_steps import compile_without_compiler, ten_steps
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
@@ -28,6 +28,7 @@ def rotary(model: torch.nn.Module) -> torch.nn.Module:
 
 def main() -> None:
     """Write what each variant gave, rank 0's view of it, to the first argument."""
+    compile_without_compiler()
     output, model, chats, batch, variants, wrong = sys.argv[1:]
     common = ["--dataset", chats, "--max-seq-length", "64", "--precision", "fp32", "--lr", "1e-3",
               "--batch-size", batch, "--max-steps", "10", "--max-grad-norm", "0.5",

@@ -1,16 +1,18 @@
 """What the parity tests run on every rank: ten steps of a script, watched closely."""
 
 import argparse
+import functools
 import types
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 import policies
-from runtime import batches
+from runtime import arguments, batches
 from runtime.checkpoints import TrainState
 from runtime.run import Run
 
@@ -27,6 +29,14 @@ SHARED_VARIANTS = {
     "activation_checkpointing": ["--activation-checkpointing"],
     "ddp_activation_checkpointing": ["--activation-checkpointing", "--strategy", "ddp"],
 }  # fmt: skip
+# Micro-batches of 2, and a short last one: several lengths and sizes of a batch.
+COMPILED = ["--compile", "--activation-checkpointing", *SHARED_VARIANTS["accumulate_no_sync"]]
+
+
+def compile_without_compiler() -> None:
+    """Have --compile trace its graphs but run each operation as it stands: seconds, no minutes."""
+    arguments.has_cpp_compiler = lambda: True
+    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -55,7 +65,7 @@ def ten_steps(
     state after them."""
     state, _, loader, val_loaders = script.prepare(args, device, None)
     run = Run(args, device, script.__name__)
-    result: dict = {"losses": [], "rows": [], "samples": [], "norms": []}
+    result: dict = {"losses": [], "rows": [], "samples": [], "norms": [], "shapes": set()}
     clip = policies.clip_gradients
 
     def keep_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
@@ -65,8 +75,11 @@ def ten_steps(
         return clip(model, max_norm)
 
     policies.clip_gradients = keep_gradient
+    counters.clear()
     for micro_batches, samples in batches.steps(loader, state):
-        loss, norm = script.train_step(args, state, list(micro_batches), samples, run)
+        micro_batches = list(micro_batches)
+        result["shapes"] |= {tuple(batch["input_ids"].shape) for batch in micro_batches}
+        loss, norm = script.train_step(args, state, micro_batches, samples, run)
         dist.all_reduce(loss)
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())
@@ -75,5 +88,7 @@ def ten_steps(
     policies.clip_gradients = clip
     moments = [v for s in state.optimizer.state.values() for k, v in s.items() if k != "step"]
     result["optimizer_bytes"] = held(moments)
+    result["graphs"] = counters["stats"]["unique_graphs"]
+    result["graph_breaks"] = list(counters["graph_break"])
     result["validation"] = script.validation(args, state, val_loaders)["loss"]
     return result, state

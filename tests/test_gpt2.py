@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch
-from ten_steps import SHARED_VARIANTS
+from ten_steps import COMPILED, SHARED_VARIANTS
 from transformers import ByT5Tokenizer, GPT2Config
 
 import block_dataset
@@ -18,6 +18,7 @@ import gpt2_fsdp
 from runtime import arguments
 
 TWO_RANKS = SHARED_VARIANTS | {
+    "compile": COMPILED,
     "size": ["--wrap", "size", "--min-num-params", "3000"],
     "bf16": ["--precision", "bf16"],
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
@@ -96,6 +97,14 @@ def check_parity(result: dict, reference: dict) -> None:
 def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, reference: dict) -> None:
     """With the short last block, and steps that the ranks cannot share out evenly."""
     check_parity(two_ranks[variant], reference)
+
+
+def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
+    """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
+    compiled = two_ranks["compile"]
+    assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
+    assert len({length for _, length in compiled["shapes"]}) > 1
+    assert not two_ranks["full_shard"]["graphs"]
 
 
 @pytest.mark.parametrize("variant", FOUR_RANKS)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import launch
 from safetensors.torch import load_file, save_file
-from ten_steps import SHARED_VARIANTS
+from ten_steps import COMPILED, SHARED_VARIANTS
 from transformers import AutoTokenizer, LlamaConfig
 
 import chat_dataset
@@ -18,6 +18,7 @@ import llama_fsdp
 from runtime.attention import register
 
 TWO_RANKS = SHARED_VARIANTS | {
+    "compile": COMPILED,
     "padded": ["--no-packing"],
     "eager": ["--attention", "eager"],
     "bf16": ["--precision", "bf16"],
@@ -145,6 +146,14 @@ def check_parity(result: dict, expected: dict) -> None:
 def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, plain: dict) -> None:
     """Packed, against separate documents; with steps that the ranks cannot share out evenly."""
     check_parity(two_ranks[variant], plain)
+
+
+def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
+    """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
+    compiled = two_ranks["compile"]
+    assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
+    assert len({length for _, length in compiled["shapes"]}) > 1
+    assert not two_ranks["full_shard"]["graphs"]
 
 
 def test_ten_steps_padded(two_ranks: dict, llama_directory: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import launch
 from ten_steps import SHARED_VARIANTS
-from transformers import ByT5Tokenizer, T5ForConditionalGeneration
+from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 import T5_training
 from runtime import batches, optimization
@@ -15,8 +15,12 @@ from runtime import batches, optimization
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs: Path) -> dict:
     """What two ranks computed, see t5_worker.py."""
-    path = tmp_path_factory.mktemp("results") / "results.pt"
-    launch(2, "tests/t5_worker.py", path, t5_directory, pairs)
+    directory = tmp_path_factory.mktemp("results")
+    path, shallow = directory / "results.pt", directory / "shallow"
+    config = T5Config.from_pretrained(t5_directory, num_layers=1, num_decoder_layers=1)
+    T5ForConditionalGeneration(config).save_pretrained(shallow)
+    ByT5Tokenizer().save_pretrained(shallow)
+    launch(2, "tests/t5_worker.py", path, t5_directory, shallow, pairs)
     return torch.load(path, weights_only=False)
 
 
@@ -61,6 +65,18 @@ def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: d
     whole = torch.cat([grad.flatten() for grad in reference["gradient"].values()])
     ours = torch.cat([result["gradient"][name].flatten() for name in reference["gradient"]])
     assert (ours - whole).norm() <= 1e-5 * whole.norm()
+
+
+def test_compiled_blocks_train_alike(results: dict) -> None:
+    """In whole graphs, for sources of two lengths; under FSDP, recomputed in the backward pass."""
+    eager, compiled = results["--no-compile"], results["--compile"]
+    assert compiled["graphs"] >= 4 and not compiled["graph_breaks"] and not eager["graphs"]
+    assert {length for _, length in compiled["shapes"]} == {32, 40}
+    assert compiled["losses"] == pytest.approx(eager["losses"], abs=1e-5)
+    assert compiled["validation"] == pytest.approx(eager["validation"], abs=1e-5)
+    assert compiled["gradient"].keys() == eager["gradient"].keys()
+    for name, gradient in eager["gradient"].items():
+        torch.testing.assert_close(compiled["gradient"][name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_every_sample_once_an_epoch(results: dict) -> None:
