@@ -17,7 +17,6 @@ Left out on purpose: adapters and quantisation, which other libraries do well.
 """
 
 import functools
-import os
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -122,17 +121,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 def setup(args: Namespace) -> torch.device:
     """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
-    device = torch.device("cpu")
-    device_id = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        device_id = device
-        torch.cuda.set_device(device)
+    device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         timeout=timeout,
-        device_id=device_id,
+        device_id=None if device.type == "cpu" else device,
         **ranks.rendezvous(timeout),  # store, rank and world_size, of torchrun or of one process
     )
     ranks.join_cpu_group(timeout)
@@ -142,7 +136,7 @@ def setup(args: Namespace) -> torch.device:
 
 def cleanup() -> None:
     """Leave the process group; not after an error with nccl, which would wait for absent ranks."""
-    if sys.exc_info()[0] is None or not torch.cuda.is_available():
+    if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
@@ -249,7 +243,7 @@ def wrap_model(
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         hf_weights.materialize(model, init)
-        model = DDP(model.to(device), device_ids=[device] if device.type == "cuda" else None)
+        model = DDP(model.to(device), device_ids=None if device.type == "cpu" else [device])
     else:
         model = FSDP(
             model,

@@ -4,7 +4,6 @@ import argparse
 import os
 from argparse import Namespace
 
-import torch
 from transformers import PretrainedConfig
 
 from . import ranks
@@ -122,7 +121,7 @@ LIMITS = {
 def common_problems(args: Namespace) -> list[str]:
     """What is wrong with the values of `add_common`, a sentence each."""
     problems = out_of_range(args, LIMITS)
-    gpus = torch.cuda.device_count()
+    gpus = ranks.device_count()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     accumulates = args.gradient_accumulation_steps > 1
@@ -171,10 +170,9 @@ def has_cpp_compiler() -> bool:
 def resolve_precision(precision: str) -> str:
     """`auto` is bf16 where the GPU computes it natively, and fp32 elsewhere."""
     if precision == "auto":
-        if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16"
-        return "fp32"
-    if precision == "fp16" and not torch.cuda.is_available() and os.environ.get("RANK", "0") == "0":
+        return "bf16" if ranks.has_bf16() else "fp32"
+    on_cpu = ranks.accelerator() is None
+    if precision == "fp16" and on_cpu and os.environ.get("RANK", "0") == "0":
         print("--precision fp16 is slow on a CPU: use it for trials", flush=True)
     return precision
 

@@ -313,8 +313,8 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3}
     return {
-        "peak_memory_mb": torch.cuda.max_memory_allocated() / 1e6,
-        "peak_reserved_mb": torch.cuda.max_memory_reserved() / 1e6,
+        "peak_memory_mb": torch.accelerator.max_memory_allocated() / 1e6,
+        "peak_reserved_mb": torch.accelerator.max_memory_reserved() / 1e6,
     }
 
 
@@ -325,9 +325,9 @@ def speed(state: TrainState, tokens: int, seconds: float) -> dict[str, float]:
     """
     per_rank = tokens / seconds / dist.get_world_size()
     values = {"tokens_per_second": tokens / seconds, "tokens_per_second_per_rank": per_rank}
-    if state.device.type == "cuda" and state.flops_per_token:
+    if state.device.type != "cpu" and state.flops_per_token:
         values["tflops_per_gpu"] = per_rank * state.flops_per_token / 1e12
-        name = torch.cuda.get_device_name()
+        name = ranks.device_name(state.device)
         for part, peak in PEAK_TFLOPS.items():
             if part in name:
                 values["mfu"] = values["tflops_per_gpu"] / peak
@@ -578,8 +578,8 @@ class Run:
         """With --track-memory log the peak of a phase; on a GPU the next one counts anew."""
         if self.args.track_memory:
             self.log("memory", phase=phase, **peak_memory(self.device))
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            if self.device.type != "cpu":
+                torch.accelerator.reset_peak_memory_stats()
 
     def _after_first_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():  # not in validation
@@ -604,9 +604,7 @@ class Run:
         args = self.args
         state = self.state
         truncate_metrics(self.directory / "metrics.jsonl", state.step)
-        device = "cpu"
-        if self.device.type == "cuda":
-            device = torch.cuda.get_device_name()
+        device = ranks.device_name(self.device)
         git = subprocess.run(
             "git rev-parse HEAD",
             shell=True,

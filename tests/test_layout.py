@@ -33,6 +33,22 @@ def test_runtime_needs_nothing_else() -> None:
     assert not any(name.startswith(".") for name in imported(ROOT / "runtime/ranks.py"))
 
 
+def test_cuda_is_named_where_something_is_its_own() -> None:
+    """Everything else goes through torch.accelerator, so that any accelerator can be used."""
+    found = set()
+    for path in (*ROOT.glob("*.py"), *(ROOT / "runtime").glob("*.py")):
+        for line in path.read_text().splitlines():
+            if "torch.cuda" in line or '"cuda"' in line:
+                found.add((path.name, line.strip()))
+    assert found == {
+        (
+            "attention.py",
+            "if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):",
+        ),
+        ("attention.py", "major, _ = torch.cuda.get_device_capability()"),
+    }
+
+
 def test_choices_of_the_flags_are_those_of_policies() -> None:
     """runtime/arguments.py lists them by name."""
     assert list(policies.STRATEGIES) == arguments.STRATEGIES
