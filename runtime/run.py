@@ -424,12 +424,9 @@ class Run:
         self.saver.finish()
         self._write_status("stopped")
         self.exit_code = STOPPED
+        step, total_steps = self.state.step, self.state.total_steps
+        self.say(f"saved at step {step} of {total_steps}: the same command goes on")
         dist.barrier(group=ranks.cpu_group())  # a launcher may end all once one has left
-        state = self.state
-        self.say(
-            f"stopped on request, saved at step {state.step} of {state.total_steps}: the same "
-            "command goes on"
-        )
 
     def begin(self, state: TrainState, loader: DataLoader) -> bool:
         """Start training `state`. Returns False if the run was finished, and no steps are left."""
@@ -446,7 +443,8 @@ class Run:
         self._show_bar()
         self._stack.callback(self._bar.close)
         self._log_memory("load")
-        self._first_forward = state.model.register_forward_hook(self._after_first_forward)
+        if self.args.track_memory:
+            self._first_forward = state.model.register_forward_hook(self._after_first_forward)
         return True
 
     def new_saver(self, state: TrainState) -> Saver:
