@@ -4,12 +4,14 @@ Imports nothing else of this repository. All ranks call a function together unle
 otherwise.
 """
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -170,7 +172,17 @@ def exit_with(error: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE_SECONDS)
     print(f"error: {error}", file=sys.stderr, flush=True)
+    _tell_torchrun(f"error: {error}")
     raise SystemExit(1)
+
+
+def _tell_torchrun(text: str) -> None:
+    """Have torchrun's report of the failure, which is the last on the screen, end with `text`."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        report = {"message": {"message": text, "extraInfo": details}}
+        Path(path).write_text(json.dumps(report))
 
 
 def exit_if_peer_lost(error: RuntimeError) -> None:

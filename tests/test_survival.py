@@ -162,6 +162,7 @@ def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     (error,) = errors
     assert "step 5: gradient norm nan" in error and "samples [" in error and "ranks [" in error
+    assert error in result.stderr.split("Root Cause")[1]  # the last on the screen
     names = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
     assert names == ["step-00000002", "step-00000004"]
 
