@@ -10,15 +10,11 @@ Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/fi
 Face model. To make a script of your own, copy this one with policies.py, summarization_dataset.py
 and the folder runtime/, and change, in this order: MODEL, BLOCKS and TINY, which is all for another
 model of this kind, such as BART; `load_model`, `setup_data`, `summed_loss`.
-
-Left out on purpose: parameter-efficient tuning, beam search, evaluation on the test split.
 """
 
 import functools
-import importlib.util
 import itertools
 import math
-import os
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -34,7 +30,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer, PretrainedConfig, set_seed
+from transformers import AutoConfig, ByT5Tokenizer, set_seed
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.t5.modeling_t5 import T5Block
 
@@ -93,25 +89,17 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     arguments.add_common(parser)
     args = parser.parse_args(argv)
     problems = summarization_dataset.check_arguments(args)
-    problems += arguments.out_of_range(args, {"rouge_samples": (0, arguments.ANY)})
-    if args.rouge_samples > 0 and not importlib.util.find_spec("rouge_score"):
-        problems.append("--rouge-samples needs `pip install rouge-score`, or 0")
-    return arguments.checked(args, problems)
+    return arguments.checked(args, problems + summarization_dataset.check_rouge(args))
 
 
 def setup(args: Namespace) -> torch.device:
     """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
-    device = torch.device("cpu")
-    device_id = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        device_id = device
-        torch.cuda.set_device(device)
+    device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         timeout=timeout,
-        device_id=device_id,
+        device_id=None if device.type == "cpu" else device,
         **ranks.rendezvous(timeout),  # store, rank and world_size, of torchrun or of one process
     )
     ranks.join_cpu_group(timeout)
@@ -121,7 +109,7 @@ def setup(args: Namespace) -> torch.device:
 
 def cleanup() -> None:
     """Leave the process group; not after an error with nccl, which would wait for absent ranks."""
-    if sys.exc_info()[0] is None or not torch.cuda.is_available():
+    if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
@@ -159,7 +147,7 @@ def wrap_model(
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         hf_weights.materialize(model, init)
-        model = DDP(model.to(device), device_ids=[device] if device.type == "cuda" else None)
+        model = DDP(model.to(device), device_ids=None if device.type == "cpu" else [device])
     else:
         model = FSDP(
             model,
@@ -191,7 +179,7 @@ def setup_model(
 
 
 def setup_data(
-    args: Namespace, tokenizer: Tokenizer, config: PretrainedConfig
+    args: Namespace, tokenizer: Tokenizer, config: transformers.PretrainedConfig
 ) -> tuple[DataLoader, Loaders]:
     """The loader of this rank's micro-batches, and one of each validation set, by its name.
 

@@ -20,7 +20,9 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import readers
+from runtime import arguments, readers
+
+EXAMPLE = {"input_ids": list(range(33))}  # a block
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,10 +42,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def check_arguments(args: Namespace) -> list[str]:
     """One sentence for each value that is out of range."""
-    problems = []
-    for name, low in {"block_size": 2, "num_train_samples": 0, "num_val_samples": 0}.items():
-        if getattr(args, name) < low:
-            problems.append(f"--{name.replace('_', '-')} must be {low} or more")
+    limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
+    problems = arguments.out_of_range(args, {"block_size": (2, arguments.ANY)} | limits)
     if bool(args.train_file) != bool(args.val_file):
         problems.append("--train-file and --val-file need each other")
     return problems

@@ -16,7 +16,7 @@ from datasets import Dataset, List, Value
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import readers
+from runtime import arguments, readers
 
 ROLES = ("system", "user", "assistant")
 # Spaces stand before turns, not after: the text of a longer chat begins with that of a shorter one.
@@ -46,9 +46,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def check_arguments(args: Namespace) -> list[str]:
     """One sentence for each value that is out of range."""
-    least = {"max_seq_length": 8, "num_train_samples": 0, "num_val_samples": 0}
-    wrong = [(name, low) for name, low in least.items() if getattr(args, name) < low]
-    return [f"--{name.replace('_', '-')} must be {low} or more" for name, low in wrong]
+    limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
+    return arguments.out_of_range(args, {"max_seq_length": (8, arguments.ANY)} | limits)
 
 
 def find_kind(name: str, columns: list[str], text_column: str) -> str:
@@ -188,6 +187,8 @@ def load_documents(
         train_set, val_set = encoded
     train_set = choose(train_set, args.num_train_samples, f"{name}, training", verbose)
     val_set = choose(val_set, args.num_val_samples, f"{name}, validation", verbose)
+    if verbose:
+        print(f"an example, «learned»: {readers.marked(train_set[0], tokenizer)}", flush=True)
     return train_set, val_set
 
 
@@ -205,9 +206,11 @@ def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
         if all(label == -100 for label in labels):
             empty.add(i)
     if verbose:
+        print(f"{name}: {limit:,} documents with {readers.count_targets(rows):,} target tokens")
+    if verbose and cut:
         print(
-            f"{name}: {limit:,} documents; {len(cut):,} cut to --max-seq-length, losing "
-            f"{sum(cut.values()):,} tokens; {len(empty):,} left out, whose answers begin after it",
+            f"{name}: {len(cut):,} cut to --max-seq-length, losing {sum(cut.values()):,} tokens; "
+            f"{len(empty):,} left out, whose answers begin after it",
             flush=True,
         )
     if len(empty) == limit:

@@ -16,7 +16,6 @@ Left out on purpose: attention that stops at document boundaries (see llama_fsdp
 """
 
 import functools
-import os
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -101,17 +100,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 def setup(args: Namespace) -> torch.device:
     """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
-    device = torch.device("cpu")
-    device_id = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        device_id = device
-        torch.cuda.set_device(device)
+    device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         timeout=timeout,
-        device_id=device_id,
+        device_id=None if device.type == "cpu" else device,
         **ranks.rendezvous(timeout),  # store, rank and world_size, of torchrun or of one process
     )
     ranks.join_cpu_group(timeout)
@@ -121,7 +115,7 @@ def setup(args: Namespace) -> torch.device:
 
 def cleanup() -> None:
     """Leave the process group; not after an error with nccl, which would wait for absent ranks."""
-    if sys.exc_info()[0] is None or not torch.cuda.is_available():
+    if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
@@ -153,11 +147,7 @@ class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
     """Hugging Face's, under its name for the export, with a forward that may end in the loss."""
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        targets: Tensor | None = None,
-        **options: Any,
+        self, input_ids: Tensor | None = None, targets: Tensor | None = None, **options: Any
     ) -> Any:
         """As ever without `targets`; with them the summed loss in nats of the next tokens.
 
@@ -165,8 +155,8 @@ class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
         `input_ids[i, j]` and is -100 where nothing does.
         """
         if targets is None:
-            return super().forward(input_ids, attention_mask=attention_mask, **options)
-        hidden = self.base_model(input_ids, use_cache=False).last_hidden_state
+            return super().forward(input_ids, **options)
+        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
         weight = self.get_output_embeddings().weight
         return chunked_loss(hidden.flatten(0, 1), weight, targets.flatten())
 
@@ -180,7 +170,7 @@ def load_model(
     """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
 
     Without `pretrained` the weights are only allocated, for a checkpoint to fill. Raises ValueError
-    if the model cannot be had, is of another type, or is too short for --block-size.
+    if the model cannot be had, is of another type, or too short.
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
@@ -211,7 +201,7 @@ def wrap_model(
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         hf_weights.materialize(model, init)
-        model = DDP(model.to(device), device_ids=[device] if device.type == "cuda" else None)
+        model = DDP(model.to(device), device_ids=None if device.type == "cpu" else [device])
     else:
         model = FSDP(
             model,
@@ -273,15 +263,20 @@ def prepare(
     set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)
-    few_tokens = {"input_ids": torch.arange(32)[None]}
+    few_tokens = model_inputs(block_dataset.collate([block_dataset.EXAMPLE]))
     with policies.autocast(args, device):
         check_head(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
     return state, tokenizer, loader, val_loaders
 
 
+def model_inputs(batch: Batch) -> Batch:
+    """What the model is given of a batch besides the targets."""
+    return {"input_ids": batch["input_ids"]}
+
+
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
-    return model(input_ids=batch["input_ids"], targets=batch["labels"])
+    return model(**model_inputs(batch), targets=batch["labels"])
 
 
 def count_tokens(batch: Batch) -> tuple[int, int]:

@@ -17,7 +17,6 @@ Left out on purpose: adapters and quantisation, which other libraries do well.
 """
 
 import functools
-import os
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -35,7 +34,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer, PretrainedConfig, set_seed
+from transformers import AutoConfig, ByT5Tokenizer, set_seed
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -105,9 +104,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help=arguments.MODEL_NAME)
-    add("--attention", choices=attention.CHOICES, default="auto",
-        help="flash-attn's kernel, torch's own, or one with a mask; auto: the first that runs",
-    )  # fmt: skip
+    add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
     chat_dataset.add_arguments(parser)
     arguments.add_common(parser)
     parser.set_defaults(**RECIPE)
@@ -124,17 +121,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 def setup(args: Namespace) -> torch.device:
     """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
-    device = torch.device("cpu")
-    device_id = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        device_id = device
-        torch.cuda.set_device(device)
+    device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         timeout=timeout,
-        device_id=device_id,
+        device_id=None if device.type == "cpu" else device,
         **ranks.rendezvous(timeout),  # store, rank and world_size, of torchrun or of one process
     )
     ranks.join_cpu_group(timeout)
@@ -144,7 +136,7 @@ def setup(args: Namespace) -> torch.device:
 
 def cleanup() -> None:
     """Leave the process group; not after an error with nccl, which would wait for absent ranks."""
-    if sys.exc_info()[0] is None or not torch.cuda.is_available():
+    if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
 
@@ -177,17 +169,15 @@ class LossHead(nn.Linear):
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """As `chunked_loss`, in this module's own forward: it is an FSDP unit if it is not tied."""
-        return (
-            super().forward(hidden)
-            if targets is None
-            else chunked_loss(hidden, self.weight, targets)
-        )
+        if targets is None:
+            return super().forward(hidden)
+        return chunked_loss(hidden, self.weight, targets)
 
 
 class LlamaForCausalLM(transformers.LlamaForCausalLM):
     """Hugging Face's, under its name for the export, with a forward that may end in the loss."""
 
-    def __init__(self, config: PretrainedConfig):
+    def __init__(self, config: transformers.PretrainedConfig):
         super().__init__(config)
         self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # ties the new head, or initialises it
@@ -218,7 +208,7 @@ def load_model(
     """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
 
     Without `pretrained` the weights are only allocated, for a checkpoint to fill. Raises ValueError
-    if the model cannot be had, is of another type, or is too short for --max-seq-length.
+    if the model cannot be had, is of another type, or too short.
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
@@ -245,19 +235,19 @@ def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: hf_weights.Init | None
 ) -> nn.Module:
     """The model under FSDP, or DDP, on `device` with fp32 weights; all ranks."""
-    units = BLOCKS
+    policy = policies.wrap_policy(BLOCKS)
     # Tied, both stay in the root.
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        units += (nn.Embedding, LossHead)
+        policy = policies.wrap_policy((*BLOCKS, nn.Embedding, LossHead))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         hf_weights.materialize(model, init)
-        model = DDP(model.to(device), device_ids=[device] if device.type == "cuda" else None)
+        model = DDP(model.to(device), device_ids=None if device.type == "cpu" else [device])
     else:
         model = FSDP(
             model,
-            auto_wrap_policy=policies.wrap_policy(units),
+            auto_wrap_policy=policy,
             mixed_precision=policies.PRECISIONS[args.precision],
             sharding_strategy=policies.STRATEGIES[args.strategy],
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),

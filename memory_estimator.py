@@ -38,12 +38,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
 import policies
-from runtime import ranks
+from runtime import arguments, ranks
 
-FAMILIES = {  # script, its classes of the model and of the block, its default length in tokens
-    "llama": ("llama_fsdp", "LlamaForCausalLM", "LlamaDecoderLayer", 2048),
-    "gpt2": ("gpt2_fsdp", "GPT2LMHeadModel", "GPT2Block", 1024),
-    "t5": ("T5_training", "T5ForConditionalGeneration", "T5Block", 512),
+FAMILIES = {  # script, its class of the model, its default length in tokens
+    "llama": ("llama_fsdp", "LlamaForCausalLM", 2048),
+    "gpt2": ("gpt2_fsdp", "GPT2LMHeadModel", 1024),
+    "t5": ("T5_training", "T5ForConditionalGeneration", 512),
 }
 LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
 FLAN = functools.partial(T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
@@ -98,7 +98,7 @@ TRAFFIC = {"train": "cpu_bytes_per_node", "load": "load_cpu_bytes_per_node",
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once."""
-    parser = ArgumentParser(description=__doc__, formatter_class=policies.HelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=arguments.HelpFormatter)
     parser.error = ranks.exit_with
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help="hub id, directory, config.json, "
@@ -220,7 +220,7 @@ def read_model(args: Namespace) -> Model:
     Raises ValueError if there is no such model, or it is too short for the sequences.
     """
     config = load_config(args.model_name)
-    name, model_class, block_class, length = FAMILIES[config.model_type]
+    name, model_class, length = FAMILIES[config.model_type]
     args.seq_length = args.seq_length or length
     most = getattr(config, "max_position_embeddings", math.inf)
     if args.seq_length > most:
@@ -233,10 +233,10 @@ def read_model(args: Namespace) -> Model:
         model = getattr(script, model_class)(config)
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5, whose head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    classes = [getattr(script, block_class)]
+    classes = script.BLOCKS
     if name == "llama_fsdp" and model.lm_head.weight is not model.model.embed_tokens.weight:
-        classes += [nn.Embedding, script.LossHead]
-    policy = policies.wrap_policy(*classes)
+        classes += (nn.Embedding, script.LossHead)
+    policy = policies.wrap_policy(classes)
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
     inner = {p for module in wrapped for p in module.parameters()}
     root = tuple(p.numel() for p in model.parameters() if p not in inner)
@@ -249,11 +249,11 @@ def read_model(args: Namespace) -> Model:
         checkpointing=getattr(script, "RECIPE", {}).get("activation_checkpointing", False),
         chunked=chunked,
         logits=tokens * config.vocab_size * (each + compute.itemsize % 4),
-        **forward_pass(model.to(compute).train(), classes[0], args),
+        **forward_pass(model.to(compute).train(), script.BLOCKS, args),
     )
 
 
-def forward_pass(model: nn.Module, block_class: type, args: Namespace) -> dict[str, int]:
+def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, int]:
     """What autograd keeps of a forward pass, and its FLOPs, seen on meta.
 
     Each tensor is counted once, and no weights. For a GPT-2 block of width h, b sequences of s
@@ -299,7 +299,7 @@ def forward_pass(model: nn.Module, block_class: type, args: Namespace) -> dict[s
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p:  # with a mask of bytes, as on a GPU
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
-        if isinstance(module, block_class):
+        if isinstance(module, classes):
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)

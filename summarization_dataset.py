@@ -12,6 +12,7 @@ own, return one more `Source` from `open_sources`.
 
 import argparse
 import hashlib
+import importlib.util
 import random
 import re
 from collections import Counter
@@ -25,7 +26,7 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from runtime import readers
+from runtime import arguments, readers
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 # Validation last: a title that stands in two lists is not trained on.
@@ -71,12 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(args: argparse.Namespace) -> list[str]:
     """One sentence for each problem that shows without reading data, [] when there is none."""
-    problems = []
-    least = {"source_length": 2, "target_length": 2, "num_train_samples": 0, "num_val_samples": 0}
-    for name, number in least.items():
-        if getattr(args, name) < number:
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
-            problems.append(f"{flag} is out of range: it must be at least {number}")
+    limits = dict.fromkeys(("source_length", "target_length"), (2, arguments.ANY))
+    limits |= dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
+    problems = arguments.out_of_range(args, limits)
     path = local_path(args)
     if path is None or path.is_file() and path.suffix.lower() in readers.KINDS:
         return problems
@@ -131,8 +129,13 @@ def load_summarization(
         if 0 < number < len(indices):
             random.Random(0).shuffle(indices)
             indices = sorted(indices[:number])  # reads faster than in random order
-        report(f"{split}: {len(indices):,} examples used")
-        sets.append(encode(rows.select(indices), args, tokenizer))
+        examples = encode(rows.select(indices), args, tokenizer)
+        targets = readers.count_targets(examples)
+        report(f"{split}: {len(examples):,} examples used, with {targets:,} target tokens")
+        sets.append(examples)
+    first = sets[0][0]
+    text, summary = (tokenizer.decode(first[column]) for column in ("input_ids", "labels"))
+    report(f"an example: {readers.shortened(text)} -> «{readers.shortened(summary)}», learned")
     return sets[0], sets[1]
 
 
@@ -312,6 +315,15 @@ def collate(
         "labels": labels,
         "decoder_input_ids": shifted.masked_fill(shifted == -100, pad_token_id),
     }
+
+
+def check_rouge(args: argparse.Namespace) -> list[str]:
+    """One sentence if --rouge-samples is out of range, or cannot be scored here."""
+    if args.rouge_samples < 0:
+        return [f"--rouge-samples must be 0 or more, not {args.rouge_samples}"]
+    if args.rouge_samples > 0 and not importlib.util.find_spec("rouge_score"):
+        return ["--rouge-samples needs `pip install rouge-score`, or 0"]
+    return []
 
 
 def rouge(triples: list[tuple[str, str, str]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """What several of these programs need: shapes, random models, launches that print JSON, turns."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -7,7 +8,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +22,8 @@ import block_dataset
 import chat_dataset
 import policies
 import summarization_dataset
-from runtime import checkpoints, hf_weights
+from runtime import checkpoints, hf_weights, optimization, ranks
+from runtime.run import Run
 
 Loop = Callable[[Callable[[], None]], None]  # calls its argument where a step ends
 GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and small ones
@@ -71,11 +73,37 @@ def random_state(
 ) -> checkpoints.TrainState:
     """What a script trains, without its data."""
     model, _, _ = script.setup_model(args, device, pretrained=True)
-    groups = policies.parameter_groups(model, args.weight_decay)
+    groups = optimization.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
-    schedule = policies.lr_schedule(args, optimizer, 1000, 1000)
-    scaler, stop = policies.gradient_scaler(args, device), policies.StopRequest()
-    return checkpoints.TrainState(model, optimizer, schedule, scaler, device, {}, 1000, stop)
+    schedule = optimization.lr_schedule(args, optimizer, 1000, 1000)
+    scaler = policies.gradient_scaler(args, device, optimizer)
+    return checkpoints.TrainState(model, optimizer, schedule, scaler, device, 1000, {})
+
+
+class TimedRun(Run):
+    """A run that holds no lock and saves nothing, and calls `end_of_step` after each step."""
+
+    def __init__(
+        self, args: Namespace, state: checkpoints.TrainState, end_of_step: Callable[[], None]
+    ):
+        super().__init__(args, state.device, "")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.state = state
+        self.end_of_step = end_of_step
+        self._show_bar()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """As ever, and then a call."""
+        with super().step():
+            yield
+        self.end_of_step()
+
+    def save(self) -> None:
+        """Not here."""
+
+    def save_if_best(self, loss: float) -> None:
+        """Not here."""
 
 
 def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]:
@@ -111,7 +139,7 @@ def step_and_weigh(
         return clip(model, max_norm)
 
     policies.clip_gradients = clip_and_weigh
-    script.train_step(args, state, [batch], [0])
+    script.train_step(args, state, [batch], [0], Run(args, state.device, ""))
     policies.clip_gradients = clip
     moments = [x for values in state.optimizer.state.values() for x in values.values()]
     found["parameter_bytes"] = held(state.model.parameters())
@@ -156,7 +184,7 @@ def relay(
             batons[name].acquire()
             if failed or len(seconds[name]) == turns + 1:
                 raise Enough
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1), group=ranks.cpu_group())
             starts[name], left[name] = time.perf_counter(), steps
 
         def end_of_step() -> None:

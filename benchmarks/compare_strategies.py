@@ -30,7 +30,8 @@ from common import (
 )
 
 import gpt2_fsdp
-import policies
+from runtime import ranks
+from runtime.run import Run, peak_memory
 
 OUT_OF_MEMORY = 3  # exit code of a trial
 
@@ -65,16 +66,17 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
         without_files()
         state, batch = random_state(gpt2_fsdp, args, device), random_batch(gpt2_fsdp, args)
         sizes, seconds = step_and_weigh(gpt2_fsdp, args, state, batch), []
+        run = Run(args, device, "")
         for _ in range(options.steps + 1):
             start = time.perf_counter()
-            gpt2_fsdp.train_step(args, state, [batch], [0] * args.batch_size)
+            gpt2_fsdp.train_step(args, state, [batch], [0] * args.batch_size, run)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
     except torch.OutOfMemoryError:
         os._exit(OUT_OF_MEMORY)  # at once: the others wait for this rank, torchrun ends them
-    peak = torch.tensor(max(policies.peak_memory(args, device).values()))
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    peak = torch.tensor(max(peak_memory(device).values()))
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
     if dist.get_rank() == 0:
         median = statistics.median(seconds[1:])
         samples = args.batch_size * dist.get_world_size() / median

@@ -23,6 +23,7 @@ from common import launch, random_batch, random_state, step_and_weigh, without_f
 from transformers import ByT5Tokenizer
 
 import memory_estimator
+from runtime.run import Run
 
 TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 LENGTH = {"gpt2_fsdp": "--block-size", "llama_fsdp": "--max-seq-length"}
@@ -39,7 +40,7 @@ def worker(script_name: str, flags: list[str]) -> None:
     found = step_and_weigh(script, args, state, batch)
     if device.type == "cuda":  # the first step had no moments yet
         torch.cuda.reset_peak_memory_stats()
-        script.train_step(args, state, [batch], [0])
+        script.train_step(args, state, [batch], [0], Run(args, device, ""))
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     if dist.get_rank() == 0:
         print(json.dumps(found))

@@ -4,9 +4,10 @@
     python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to see that it runs
 
 Random weights in fp32 with AdamW, activation checkpointing, sequences of one document. MFU is the
-FLOPs that the model needs (llama_fsdp.py's `throughput`) against the datasheet's peak, and against
-a matrix product of bf16 measured in the same process. Each runs in a launch of its own, because the
-two do not fit together; they take turns, and the launch of the median step is shown.
+FLOPs that the model needs (`flops_per_token` in runtime/model_checks.py) against the datasheet's
+peak, and against a matrix product of bf16 measured in the same process. Each runs in a launch of
+its own, because the two do not fit together; they take turns, and the launch of the median step is
+shown.
 """
 
 import argparse
@@ -20,11 +21,14 @@ import warnings
 
 import torch
 import transformers
-from common import launch, random_batch, random_state, without_files
+from common import TimedRun, launch, random_batch, random_state, without_files
 from transformers import ByT5Tokenizer
 
 import llama_fsdp
 import memory_estimator
+import policies
+from runtime.model_checks import flops_per_token
+from runtime.run import speed
 
 
 def matmul_tflops(size: int) -> float:
@@ -52,20 +56,24 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
          "--max-seq-length", str(options.length), "--batch-size", str(options.batch_size),
          *(["--compile"] if options.compile else [])]
     )  # fmt: skip
-    device, seconds, args.mean_document = llama_fsdp.setup(args), [], options.length
+    device = llama_fsdp.setup(args)
+    seconds = []
     gpu = device.type == "cuda"
     found = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
     without_files()
     state = random_state(llama_fsdp, args, device)
+    model = policies.unwrapped(state.model)
+    state.flops_per_token = flops_per_token(model, options.length)
+    run = TimedRun(args, state, lambda: None)
     for _ in range(options.steps + 2):
         start = time.perf_counter()
         batch = random_batch(llama_fsdp, args)  # the Trainer's loader counts too
-        llama_fsdp.train_step(args, state, [batch], [0])
+        llama_fsdp.train_step(args, state, [batch], [0], run)
         if gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     median, tokens = statistics.median(seconds[2:]), options.batch_size * options.length
-    found |= llama_fsdp.throughput(args, state, tokens, median)
+    found |= speed(state, tokens, median)
     llama_fsdp.cleanup()
     return found | {"seconds": median, "peak_mb": peak_mb(), "attention": args.attention}
 

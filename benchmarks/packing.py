@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import llama_fsdp
-from runtime import checkpoints
+from runtime.run import Run, open_output
 
 
 def write_chats(tasks: Path, chats: Path) -> None:
@@ -44,11 +44,12 @@ def epoch(args: argparse.Namespace, made: tuple) -> tuple[float, int, int]:
     state, _, loader, _ = made
     loader.batch_sampler.consumed, batches, seconds, targets = 0, iter(loader), 0.0, 0
     before = state.tokens
+    run = Run(args, state.device, "")
     for samples in loader.batch_sampler.steps():
         batch = next(batches)
         targets += llama_fsdp.count_tokens(batch)[0]
         start = time.perf_counter()
-        llama_fsdp.train_step(args, state, [batch], samples)
+        llama_fsdp.train_step(args, state, [batch], samples, run)
         if state.device.type == "cuda":
             torch.cuda.synchronize()
         seconds += time.perf_counter() - start
@@ -76,7 +77,7 @@ def main() -> None:
         kinds = {"packed": ["--packing"], "padded": ["--no-packing"]}
         args = {kind: llama_fsdp.parse_args([*common, *flag]) for kind, flag in kinds.items()}
         device = llama_fsdp.setup(args["packed"])
-        checkpoints.open_output(Path(f"{directory}/run"), "auto", "llama_fsdp")
+        open_output(Path(f"{directory}/run"), "auto", "llama_fsdp")
         with contextlib.redirect_stdout(sys.stderr):  # what the script says of files and memory
             made = {kind: llama_fsdp.prepare(args[kind], device, None) for kind in kinds}
         found: dict[str, list[tuple]] = {kind: [] for kind in kinds}

@@ -3,80 +3,133 @@ Or draw the memory that a model needs under each strategy.
 
     python benchmarks/plot_runs.py output/a output/b --picture runs.png
     python memory_estimator.py --model-name llama-2-7b --json > 7b.json
-    python benchmarks/plot_runs.py --estimate 7b.json --picture 7b.png
+    python benchmarks/plot_runs.py --estimate 7b.json --title "Llama 2 7B" --picture 7b.png
 
 It needs matplotlib. Lines are training metrics, dots are validations; memory is drawn where
---track-memory measured it. Of an estimate the terms are stacked, AdamW's, without (upper bar) and
-with activation checkpointing; the dot is the peak, which is less where terms do not meet in time.
+--track-memory measured it. Of an estimate the terms under AdamW are stacked. The dot is the peak,
+which is less than their sum where not all of them are held at one time.
 """
 
 import argparse
+import contextlib
 import json
+import sys
 from pathlib import Path
 
-import matplotlib
+try:
+    import matplotlib
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("plot_runs.py draws with matplotlib: `pip install matplotlib` first")
 
 PANELS = {
-    "loss": "loss, nats a token",
-    "lr": "learning rate",
-    "grad_norm": "gradient norm before clipping",
-    "tokens_per_second": "tokens/s",
-    "peak_memory_mb": "peak memory, MB (10^6 bytes)",
+    "loss": "Loss, nats per target token",
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm before clipping",
+    "tokens_per_second": "Tokens per second, all ranks together",
+    "peak_memory_mb": "Peak memory of rank 0, MB (10^6 bytes)",
 }
+TERMS = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimizer": "optimizer state",
+    "unsharded": "unsharded units; under ddp its buckets and casts",
+    "activation": "activations",
+    "logit": "logits",
+}
+PEAK = "peak, with its figure: not all terms are held at once"
+
+Events = dict[str, list[dict]]  # the lines of a metrics.jsonl by event
 
 
-def read(run: Path) -> dict[str, list[dict]]:
-    """The lines of a run's metrics.jsonl by event."""
-    events: dict[str, list[dict]] = {}
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        events.setdefault(line["event"], []).append(line)
+def read(run: Path) -> Events:
+    """The events of a run; raises ValueError if there is no training step among them."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} is missing: give the --output-dir of a run")
+    events: Events = {}
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):  # half written, by a run that goes on
+            values = json.loads(line)
+            events.setdefault(values["event"], []).append(values)
+    if "train" not in events:
+        raise ValueError(f"{path} has no training step yet")
     return events
 
 
-def draw(runs: dict[str, dict[str, list[dict]]], picture: Path) -> None:
+def draw(runs: dict[str, Events], panels: list[str], title: str, picture: Path) -> None:
     """A panel for each quantity that any run has, a colour for each run."""
-    lines = [line for events in runs.values() for line in events.get("train", [])]
-    panels = {key: title for key, title in PANELS.items() if any(key in line for line in lines)}
-    figure, axes = plt.subplots(len(panels), sharex=True, figsize=(8, 2.2 * len(panels)))
-    for axis, (key, title) in zip(figure.axes, panels.items(), strict=True):
+    lines = [line for events in runs.values() for line in events["train"]]
+    panels = [key for key in panels if any(key in line for line in lines)]
+    height = 0.6 + 2.4 * max(len(panels), 2)
+    figure, axes = plt.subplots(len(panels), sharex=True, squeeze=False, figsize=(9, height))
+    for axis, key in zip(axes.flat, panels, strict=True):
         for number, (name, events) in enumerate(runs.items()):
-            points = [(x["step"], x[key]) for x in events.get("train", []) if key in x]
-            axis.plot(*zip(*points, strict=True), color=f"C{number}", label=name)
+            color = f"C{number}"
+            draw_points(axis, events["train"], key, "-", color=color, label=f"{name}: training")
             if key == "loss":
-                points = [(x["step"], x[key]) for x in events.get("val", [])]
-                axis.plot(*zip(*points, strict=True), "o", color=f"C{number}")
-        axis.set_ylabel(title, fontsize=8)
+                validations = events.get("val", [])
+                label = f"{name}: validation"
+                draw_points(axis, validations, key, "o", color=color, label=label)
+        axis.set_title(PANELS[key], loc="left", fontsize=11)
         axis.grid(alpha=0.3)
-    figure.axes[0].legend()
-    figure.axes[-1].set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
+    axes.flat[0].legend()
+    axes.flat[-1].set_xlabel("optimizer step")
+    save(figure, title, picture)
 
 
-TERMS = ("parameter", "gradient", "optimizer", "unsharded", "activation", "logit")
+def draw_points(axis: "plt.Axes", lines: list[dict], key: str, style: str, **options: str) -> None:
+    """One quantity by step, where it was logged."""
+    lines = [line for line in lines if key in line]
+    steps = [line["step"] for line in lines]
+    values = [line[key] for line in lines]
+    axis.plot(steps, values, style, **options)
 
 
-def draw_estimate(rows: list[dict], picture: Path) -> None:
-    """A stack of the terms for each strategy, in GB (10^9 bytes) of one GPU."""
+def draw_estimate(rows: list[dict], title: str, picture: Path) -> None:
+    """A bar for each strategy, without and with recomputation: its terms, and a dot at the peak."""
     rows = [row for row in rows if row["optimizer"] == "adamw"]
-    names = list(dict.fromkeys((row["strategy"], row["cpu_offload"]) for row in rows))
-    figure, axis = plt.subplots(figsize=(8, 0.6 * len(names) + 1))
-    for row in rows:
-        place = names.index((row["strategy"], row["cpu_offload"]))
-        place, left = place + (0.2 if row["activation_checkpointing"] else -0.2), 0.0
-        for number, term in enumerate(TERMS):
-            size = row[f"{term}_bytes"] / 1e9
-            label = term if row is rows[0] else None
-            axis.barh(place, size, 0.36, left, color=f"C{number}", label=label)
-            left += size
-        axis.plot(row["total_bytes"] / 1e9, place, "o", color="black", markersize=4)
-    axis.set_yticks(range(len(names)), [name + " + offload" * offload for name, offload in names])
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+
+    def order(row: dict) -> tuple[int, bool, bool]:
+        strategy = strategies.index(row["strategy"])
+        return strategy, row["cpu_offload"], row["activation_checkpointing"]
+
+    rows.sort(key=order)
+    figure, axis = plt.subplots(figsize=(11, 1.6 + 0.4 * len(rows)))
+    ends = []  # of the bars
+    for number, (term, label) in enumerate(TERMS.items()):
+        sizes = [row[f"{term}_bytes"] / 1e9 for row in rows]
+        starts = ends or [0.0] * len(rows)
+        axis.barh(range(len(rows)), sizes, 0.7, starts, color=f"C{number}", label=label)
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
+    peaks = [row["total_bytes"] / 1e9 for row in rows]
+    axis.plot(peaks, range(len(rows)), "o", color="black", markersize=5, label=PEAK)
+    for place, (end, peak) in enumerate(zip(ends, peaks, strict=True)):
+        axis.text(max(end, peak), place, f"  {peak:.1f}", va="center")
+    axis.set_yticks(range(len(rows)), [bar_name(row) for row in rows])
     axis.invert_yaxis()
+    axis.margins(x=0.1)
     axis.set_xlabel("GB (10^9 bytes) on each GPU")
-    axis.legend()
+    axis.legend(loc="lower right")
+    save(figure, title, picture)
+
+
+def bar_name(row: dict) -> str:
+    """What a bar stands for."""
+    words = [row["strategy"]]
+    if row["cpu_offload"]:
+        words.append("CPU offload")
+    if row["activation_checkpointing"]:
+        words.append("activation checkpointing")
+    return ", ".join(words)
+
+
+def save(figure: "plt.Figure", title: str, picture: Path) -> None:
+    """Write the picture under its title."""
+    figure.suptitle(title, fontsize=13)
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
 
@@ -87,15 +140,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="*", help="output directories")
+    parser.add_argument(
+        "--panels", nargs="+", choices=PANELS, default=list(PANELS), help="what to draw of runs"
+    )
     parser.add_argument("--estimate", type=Path, help="what memory_estimator.py --json prints")
+    parser.add_argument("--title", help="above the picture")
     parser.add_argument("--picture", type=Path, default=Path("runs.png"), help="file to write")
     args = parser.parse_args()
     if bool(args.runs) == bool(args.estimate):
         parser.error("give output directories, or --estimate")
     if args.estimate:
-        draw_estimate(json.loads(args.estimate.read_text())["estimates"], args.picture)
+        rows = json.loads(args.estimate.read_text())["estimates"]
+        draw_estimate(rows, args.title or "Estimated memory of training with AdamW", args.picture)
     else:
-        draw({str(run): read(run) for run in args.runs}, args.picture)
+        try:
+            runs = {str(run): read(run) for run in args.runs}
+        except ValueError as error:
+            sys.exit(str(error))
+        draw(runs, args.panels, args.title or "Training runs", args.picture)
     print(args.picture)
 
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from common import GPT2, launch, write_gpt2
 
 import gpt2_fsdp
-from runtime import checkpoints
+from runtime import ranks
+from runtime.run import Run, open_output
 
 MODES = {"sharded": [], "full": ["--checkpoint-type", "full"], "async": ["--async-save"]}
 
@@ -35,33 +36,35 @@ def worker(directory: str, flags: list[str], saves: int) -> None:
     common += ["--block-size", "64", "--batch-size", "1", "--keep-checkpoints", "1"]
     args = gpt2_fsdp.parse_args([*common, *flags])
     device, output = gpt2_fsdp.setup(args), Path(args.output_dir)
-    checkpoints.open_output(output, "auto", "gpt2_fsdp")
+    open_output(output, "auto", "gpt2_fsdp")
     state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
     found: dict[str, list[float]] = {"stall": [], "total": [], "step": [], "step_beside": []}
+    run = Run(args, device, "")
+    saver = run.new_saver(state)
     batches = zip(iter(loader), loader.batch_sampler.steps(), strict=False)
 
     def step(name: str) -> None:
         batch, samples = next(batches)
         start = time.perf_counter()
-        gpt2_fsdp.train_step(args, state, [batch], samples)
+        gpt2_fsdp.train_step(args, state, [batch], samples, run)
         found[name].append(time.perf_counter() - start)
 
     step("step")
     for _ in range(saves):
         step("step")
-        dist.barrier()
+        dist.barrier(group=ranks.cpu_group())
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
-        checkpoints.save_checkpoint(output, state, 1, args.checkpoint_type == "full")
+        saver.save()
         found["stall"].append(time.perf_counter() - start)
         ends: queue.SimpleQueue = queue.SimpleQueue()
-        if state.saving:
-            state.saving.add_done_callback(lambda _, ends=ends: ends.put(time.perf_counter()))
+        if saver.under_way:
+            saver.under_way.add_done_callback(lambda _, ends=ends: ends.put(time.perf_counter()))
         else:
             ends.put(time.perf_counter())
         step("step_beside")
-        checkpoints.wait_for_save(state)
+        saver.wait()
         found["total"].append(ends.get() - start)
     if dist.get_rank() == 0:
         print(json.dumps({name: statistics.median(values) for name, values in found.items()}))

@@ -30,24 +30,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from common import Loop, launch, relay, write_gpt2
+from common import Loop, TimedRun, launch, relay, write_gpt2
 from datasets import Dataset
 
 import gpt2_fsdp
 import policies
-from runtime import checkpoints
+from runtime.run import open_output
 
 
 def ours(args: argparse.Namespace, device: torch.device) -> tuple[Loop, Loop, Dataset]:
     """gpt2_fsdp.py's loop, the bare one on the same model and optimizer, and the data set."""
     state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
     # What an epoch's end brings is not part of a step, and the others do not do it.
-    gpt2_fsdp.save, gpt2_fsdp.validation = lambda *_: None, lambda *_: math.inf
+    gpt2_fsdp.validation = lambda *_: {"loss": math.inf}
 
     def loop(end_of_step: Callable[[], None]) -> None:
-        rest = state.stop.rest
-        state.stop.rest = lambda: (rest(), end_of_step())
-        gpt2_fsdp.train(args, state, loader, {})
+        gpt2_fsdp.train(args, state, loader, {}, TimedRun(args, state, end_of_step))
 
     def bare(end_of_step: Callable[[], None]) -> None:
         while True:
@@ -157,7 +155,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
               "--output-dir", f"{directory}/output"]  # fmt: skip
     args = gpt2_fsdp.parse_args(common)
     device, how = gpt2_fsdp.setup(args), {}
-    checkpoints.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
+    open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
     loops: dict[str, Loop] = {}
     for strategy in ("ddp", "full_shard"):
         loop, bare, rows = ours(gpt2_fsdp.parse_args([*common, "--strategy", strategy]), device)

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Loop, launch, relay, without_files
+from common import Loop, TimedRun, launch, relay, without_files
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import ByT5Tokenizer
 
 import memory_estimator
 import policies
 import T5_training
-from runtime import checkpoints
+from runtime.run import open_output
 
 
 class Padded(Dataset):
@@ -61,22 +61,18 @@ def worker(options: argparse.Namespace, flags: list[str]) -> None:
     without_files()
     args = T5_training.parse_args([*flags, "--max-steps", "100000", "--num-train-samples", "0"])
     device = T5_training.setup(args)
-    checkpoints.open_output(Path(args.output_dir), "auto", "T5_training")
+    open_output(Path(args.output_dir), "auto", "T5_training")
     tokens = {"ours": [0], "tutorial": [0]}
     state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
     rows = loader.dataset
     other, _, _ = T5_training.setup_model(args, device, pretrained=True)
 
     def ours(end_of_step: Callable[[], None]) -> None:
-        rest = state.stop.rest
-
         def count() -> None:
-            rest()
             tokens["ours"].append(state.tokens - sum(tokens["ours"]))
             end_of_step()
 
-        state.stop.rest = count
-        T5_training.train(args, state, loader, {})
+        T5_training.train(args, state, loader, {}, TimedRun(args, state, count))
 
     def tutorial(end_of_step: Callable[[], None]) -> None:
         model, pad, total = other, tokenizer.pad_token_id, torch.zeros(2, device=device)

@@ -4,7 +4,6 @@ import argparse
 import os
 from argparse import Namespace
 
-import torch
 from transformers import PretrainedConfig
 
 from . import ranks
@@ -96,21 +95,25 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> lis
     problems = []
     for name, (low, high) in limits.items():
         value = getattr(args, name)
-        if not low <= value < high:
-            flag = f"--{name.replace('_', '-')}"
-            below = f" and below {high:g}" if high < 2**31 else ""
-            problems.append(f"{flag} {value} is out of range: it must be at least {low:g}{below}")
+        if low <= value < high:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        bounds = "above 0" if low == TINY else f"at least {low}"
+        if high < ANY:
+            bounds += f" and below {high:,}"
+        problems.append(f"{flag} {value} is out of range: it must be {bounds}")
     return problems
 
 
-ANY = 2**31  # no upper limit that a user would meet
+TINY = 1e-12  # the lower limit of what must be above 0
+ANY = 2**31  # an upper limit that no user meets
 LIMITS = {
     **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
     **dict.fromkeys(("log_every", "keep_checkpoints"), (1, ANY)),
     **dict.fromkeys(("max_steps", "eval_every", "save_every", "seed"), (0, ANY)),
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
-    **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (1e-12, 1e6)),
-    **dict.fromkeys(("max_shard_size", "timeout_minutes"), (1e-12, 1e6)),
+    **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (TINY, 1_000_000)),
+    **dict.fromkeys(("max_shard_size", "timeout_minutes"), (TINY, 1_000_000)),
     "warmup_ratio": (0, 1),
 }
 
@@ -118,7 +121,7 @@ LIMITS = {
 def common_problems(args: Namespace) -> list[str]:
     """What is wrong with the values of `add_common`, a sentence each."""
     problems = out_of_range(args, LIMITS)
-    gpus = torch.cuda.device_count()
+    gpus = ranks.device_count()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     accumulates = args.gradient_accumulation_steps > 1
@@ -167,10 +170,9 @@ def has_cpp_compiler() -> bool:
 def resolve_precision(precision: str) -> str:
     """`auto` is bf16 where the GPU computes it natively, and fp32 elsewhere."""
     if precision == "auto":
-        if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16"
-        return "fp32"
-    if precision == "fp16" and not torch.cuda.is_available() and os.environ.get("RANK", "0") == "0":
+        return "bf16" if ranks.has_bf16() else "fp32"
+    on_cpu = ranks.accelerator() is None
+    if precision == "fp16" and on_cpu and os.environ.get("RANK", "0") == "0":
         print("--precision fp16 is slow on a CPU: use it for trials", flush=True)
     return precision
 

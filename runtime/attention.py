@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 CHOICES = ["auto", "flash", "varlen", "sdpa", "eager"]
+HELP = "flash-attn's kernel, torch's own, or one with a mask; auto: the first that runs"
 
 
 def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:

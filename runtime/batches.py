@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .checkpoints import TrainState, checksum
+from .ranks import accelerator
 
 WINDOW = 50  # global batches at most that are sorted by length together: more pad less, mix less
 PROBES = 256  # samples at most of each data set that tell it from another
@@ -118,7 +119,7 @@ def _loader(dataset: Any, sampler: GlobalBatchSampler, collate: Callable) -> Dat
         dataset,
         batch_sampler=sampler,
         collate_fn=collate,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=accelerator() is not None,
         generator=torch.Generator(),  # or each epoch would draw from dropout's
     )
 

@@ -35,14 +35,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
 from transformers import set_seed
 
-from .ranks import cpu_group, on_every_rank, on_rank_zero
+from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero
 
-RANDOM = [  # how the random states of a rank are read, and how they are restored
-    (random.getstate, random.setstate),
-    (numpy.random.get_state, numpy.random.set_state),
-    (torch.get_rng_state, torch.set_rng_state),
-    *([(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] if torch.cuda.is_available() else []),
-]
 FULL = "full.pt"  # --checkpoint-type full
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")
 
@@ -87,18 +81,20 @@ class Saver:
     A save that fails is told, and the next one tries again. The second failure in a row raises
     SaveError. `group`, a gloo group of its own, makes saves go on in the background: a save then
     returns when the state is copied to host memory, and waits before that for the save before.
+    `saved_step` is the step of the checkpoint that `state` came from.
     """
 
     def __init__(
         self, directory: Path, state: TrainState, keep: int, full: bool,
         group: dist.ProcessGroup | None = None,
+        saved_step: int = 0,
     ):  # fmt: skip
         self.directory = directory / "checkpoints"
         self.state = state
         self.keep = keep
         self.full = full
         self.group = group
-        self.saved_step = state.step
+        self.saved_step = saved_step
         self.failures = 0  # in a row
         self.under_way: Future | None = None
 
@@ -113,7 +109,7 @@ class Saver:
         model, optimizer = dcp_state.get_state_dict(
             state.model, state.optimizer, options=_options(state.model)
         )
-        random_states = pickle.dumps([read() for read, _ in RANDOM])
+        random_states = pickle.dumps([read() for read, _ in _random_generators()])
         # Under one key for all ranks only rank 0's would be kept.
         rng = {str(dist.get_rank()): random_states}
         tensors = {"model": model, "optimizer": optimizer, "rng": rng}
@@ -128,8 +124,8 @@ class Saver:
             return self.failures == 0
         copy = BlockingAsyncStager().stage(tensors)
         thread = ThreadPoolExecutor(max_workers=1)
-        if state.device.type == "cuda":  # or every rank's thread would open a context on GPU 0
-            thread.submit(torch.cuda.set_device, state.device)
+        if state.device.type != "cpu":  # or every rank's thread would open a context on GPU 0
+            thread.submit(torch.accelerator.set_device_index, state.device.index)
         self.under_way = thread.submit(
             _write, path, copy, _describe(state), self.full, self.group, prune
         )
@@ -266,6 +262,19 @@ def _make_full(directory: Path) -> dict[str, list[int]]:
     return {FULL: file_sum(directory / FULL)}
 
 
+def _random_generators() -> list[tuple[Callable, Callable]]:
+    """How the random states of a rank are read, and how they are restored."""
+    pairs = [
+        (random.getstate, random.setstate),
+        (numpy.random.get_state, numpy.random.set_state),
+        (torch.get_rng_state, torch.set_rng_state),
+    ]
+    if accelerator() is not None:
+        device = torch.get_device_module(accelerator())
+        pairs.append((device.get_rng_state, device.set_rng_state))
+    return pairs
+
+
 def _describe(state: TrainState) -> dict[str, Any]:
     """What train_state.json holds besides the files' sums."""
     saved = {name: getattr(state, name) for name in COUNTERS}
@@ -351,7 +360,7 @@ def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def _read_random_states(shards: Path) -> list[Any]:
-    """This rank's random states, in the order of RANDOM."""
+    """This rank's random states, in the order of `_random_generators`."""
     tensors = {"rng": {str(dist.get_rank()): b""}}
     dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
     return pickle.loads(tensors["rng"][str(dist.get_rank())])
@@ -399,7 +408,7 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
             print(f"{there} processes saved this, {world_size} go on: dropout reseeded")
         return
     # Last: what stands above may draw random numbers.
-    for (_, restore), value in zip(RANDOM, random_states, strict=False):
+    for (_, restore), value in zip(_random_generators(), random_states, strict=False):
         restore(value)
 
 

@@ -50,10 +50,13 @@ def check_head(
     as in evaluation, without torch.compile, and the random states stay as they are.
     """
     inputs = {key: value.to(device) for key, value in inputs.items()}
-    gpus = [device] if device.type == "cuda" else []
+    devices = [] if device.type == "cpu" else [device.index]
     training = model.training
     model.eval()
-    with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(gpus):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        torch.random.fork_rng(devices, device_type=device.type),
+    ):
         # The first pass sets FSDP's order of prefetching: it is the one that training makes.
         found = model(**inputs, targets=inputs["input_ids"].new_empty(0)).float()
         own = model(**inputs, use_cache=False).logits.flatten(0, 1).float()

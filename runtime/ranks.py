@@ -21,6 +21,51 @@ GRACE_SECONDS = 20  # that a rank leaves to another to say what went wrong
 _cpu_group: dist.ProcessGroup | None = None
 
 
+def accelerator() -> str | None:
+    """The type of the accelerator that this machine's processes use, such as cuda; None on a CPU.
+
+    One without a process-group backend of its own, such as mps, is not used.
+    """
+    if not torch.accelerator.is_available():
+        return None
+    kind = torch.accelerator.current_accelerator().type
+    if dist.get_default_backend_for_device(kind) == "gloo":
+        return None
+    return kind
+
+
+def device_count() -> int:
+    """Number of accelerators that this process sees; 0 on a CPU."""
+    if accelerator() is None:
+        return 0
+    return torch.accelerator.device_count()
+
+
+def local_device() -> torch.device:
+    """This process's accelerator, which becomes the current one, or the CPU."""
+    kind = accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Such as NVIDIA H100 80GB HBM3, or cpu."""
+    if device.type == "cpu":
+        return "cpu"
+    return torch.get_device_module(device).get_device_name()
+
+
+def has_bf16() -> bool:
+    """Whether an accelerator computes bf16 natively."""
+    kind = accelerator()
+    if kind is None:
+        return False
+    return torch.get_device_module(kind).is_bf16_supported(including_emulation=False)
+
+
 def join_cpu_group(timeout: timedelta) -> None:
     """Make the group for objects and tensors in CPU memory; call it after `init_process_group`.
 

@@ -11,6 +11,7 @@ import glob
 import hashlib
 import inspect
 import io
+import itertools
 import json
 import os
 import sys
@@ -215,6 +216,33 @@ def cached_map(
         num_proc=min(8, os.cpu_count() or 1) if len(rows) > LARGE else None,
         new_fingerprint=fingerprint(function, rows._fingerprint, sorted(features), *identity),
     )
+
+
+def count_targets(rows: Dataset) -> int:
+    """Number of tokens in the column labels that are trained on: not -100."""
+    count = 0
+    for table in rows.with_format("arrow").select_columns("labels").iter(10_000):
+        labels = table["labels"].combine_chunks().flatten().to_numpy()
+        count += int((labels != -100).sum())
+    return count
+
+
+def marked(example: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of `input_ids`, with what `labels` train on between « and »; its first lines."""
+    text = ""
+    pairs = zip(example["input_ids"], example["labels"], strict=True)
+    for learned, group in itertools.groupby(pairs, key=lambda pair: pair[1] != -100):
+        part = tokenizer.decode([token for token, _ in group])
+        text += f"«{part}»" if learned else part
+    return shortened(text)
+
+
+def shortened(text: str, length: int = 300) -> str:
+    """At most so many characters of a text, in one line."""
+    text = " ".join(text.split())
+    if len(text) > length:
+        text = f"{text[:length]} ..."
+    return text
 
 
 def fingerprint(function: Callable, *parts: object) -> str:

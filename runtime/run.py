@@ -313,9 +313,26 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3}
     return {
-        "peak_memory_mb": torch.cuda.max_memory_allocated() / 1e6,
-        "peak_reserved_mb": torch.cuda.max_memory_reserved() / 1e6,
+        "peak_memory_mb": torch.accelerator.max_memory_allocated() / 1e6,
+        "peak_reserved_mb": torch.accelerator.max_memory_reserved() / 1e6,
     }
+
+
+def speed(state: TrainState, tokens: int, seconds: float) -> dict[str, float]:
+    """Tokens per second, of all ranks and of one.
+
+    Where the model's FLOPs are known, on GPUs: TFLOP/s of one, and the share of its peak (MFU).
+    """
+    per_rank = tokens / seconds / dist.get_world_size()
+    values = {"tokens_per_second": tokens / seconds, "tokens_per_second_per_rank": per_rank}
+    if state.device.type != "cpu" and state.flops_per_token:
+        values["tflops_per_gpu"] = per_rank * state.flops_per_token / 1e12
+        name = ranks.device_name(state.device)
+        for part, peak in PEAK_TFLOPS.items():
+            if part in name:
+                values["mfu"] = values["tflops_per_gpu"] / peak
+                values["assumed_peak_tflops"] = peak
+    return values
 
 
 class Run:
@@ -407,12 +424,9 @@ class Run:
         self.saver.finish()
         self._write_status("stopped")
         self.exit_code = STOPPED
+        step, total_steps = self.state.step, self.state.total_steps
+        self.say(f"saved at step {step} of {total_steps}: the same command goes on")
         dist.barrier(group=ranks.cpu_group())  # a launcher may end all once one has left
-        state = self.state
-        self.say(
-            f"stopped on request, saved at step {state.step} of {state.total_steps}: the same "
-            "command goes on"
-        )
 
     def begin(self, state: TrainState, loader: DataLoader) -> bool:
         """Start training `state`. Returns False if the run was finished, and no steps are left."""
@@ -420,26 +434,37 @@ class Run:
         if finished and state.step >= state.total_steps:
             self.say(f"{self.directory} is finished, raise --max-steps or --epochs to train on")
             return False
+        self.saver = self.new_saver(state)
+        self._stack.enter_context(self.stop)
+        self.state = state
+        self._write_status("running")
+        self._log_start(loader)
+        self._tokens = state.tokens
+        self._show_bar()
+        self._stack.callback(self._bar.close)
+        self._log_memory("load")
+        if self.args.track_memory:
+            self._first_forward = state.model.register_forward_hook(self._after_first_forward)
+        return True
+
+    def new_saver(self, state: TrainState) -> Saver:
+        """What saves `state` as the arguments say."""
         args = self.args
         group = None
         if args.async_save:
             limit = timedelta(minutes=args.timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=limit)
         full = args.checkpoint_type == "full"
-        self.saver = Saver(self.directory, state, args.keep_checkpoints, full, group)
-        self._stack.enter_context(self.stop)
-        self.state = state
-        self._write_status("running")
-        self._log_start(loader)
-        self._tokens = state.tokens
+        return Saver(
+            self.directory, state, args.keep_checkpoints, full, group, saved_step=state.step
+        )
+
+    def _show_bar(self) -> None:
         hidden = True
         if dist.get_rank() == 0:
             hidden = None  # shown, but only on a terminal
-        self._bar = tqdm(total=state.total_steps, initial=state.step, unit="step", disable=hidden)
-        self._stack.callback(self._bar.close)
-        self._log_memory("load")
-        self._first_forward = state.model.register_forward_hook(self._after_first_forward)
-        return True
+        total, done = self.state.total_steps, self.state.step
+        self._bar = tqdm(total=total, initial=done, unit="step", disable=hidden)
 
     def exchange(self, counts: Tensor) -> list[int]:
         """The sums of `counts`, int64 [n] on the CPU, over all ranks.
@@ -496,23 +521,11 @@ class Run:
             self._bar.set_postfix(loss=f"{values['loss']:.3g}")
 
     def speed(self) -> dict[str, float]:
-        """Tokens per second since the last call, of all ranks and of one; peak memory if tracked.
-
-        Where the model's FLOPs are known, on GPUs: TFLOP/s of one, and the share of its peak.
-        """
+        """The `speed` of the steps since the last call; peak memory, if it is tracked."""
         state = self.state
-        speed = (state.tokens - self._tokens) / self._seconds
+        values = speed(state, state.tokens - self._tokens, self._seconds)
         self._tokens = state.tokens
         self._seconds = 0.0
-        per_rank = speed / dist.get_world_size()
-        values = {"tokens_per_second": speed, "tokens_per_second_per_rank": per_rank}
-        if self.device.type == "cuda" and state.flops_per_token:
-            values["tflops_per_gpu"] = per_rank * state.flops_per_token / 1e12
-            name = torch.cuda.get_device_name()
-            for part, peak in PEAK_TFLOPS.items():
-                if part in name:
-                    values["mfu"] = values["tflops_per_gpu"] / peak
-                    values["assumed_peak_tflops"] = peak
         return values | self._memory()
 
     def save(self) -> None:
@@ -563,8 +576,8 @@ class Run:
         """With --track-memory log the peak of a phase; on a GPU the next one counts anew."""
         if self.args.track_memory:
             self.log("memory", phase=phase, **peak_memory(self.device))
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            if self.device.type != "cpu":
+                torch.accelerator.reset_peak_memory_stats()
 
     def _after_first_forward(self, *_: object) -> None:
         if torch.is_grad_enabled():  # not in validation
@@ -589,9 +602,7 @@ class Run:
         args = self.args
         state = self.state
         truncate_metrics(self.directory / "metrics.jsonl", state.step)
-        device = "cpu"
-        if self.device.type == "cuda":
-            device = torch.cuda.get_device_name()
+        device = ranks.device_name(self.device)
         git = subprocess.run(
             "git rev-parse HEAD",
             shell=True,

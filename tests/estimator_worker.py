@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ten_steps import held
 
 import policies
+from runtime import optimization
 
 SENT = {"bytes": 0.0}
 
@@ -36,7 +37,7 @@ def count(name: str, times: int, place: int) -> None:
 def step(script: object, args: object, device: torch.device) -> dict[str, float]:
     """Bytes held after backward and after the step, and bytes sent."""
     model, _, _ = script.setup_model(args, device, pretrained=True)
-    optimizer = torch.optim.AdamW(policies.parameter_groups(model, 0.1))
+    optimizer = torch.optim.AdamW(optimization.parameter_groups(model, 0.1))
     ids = torch.arange(16).reshape(2, 8)
     inputs = {"decoder_input_ids": ids} if script.__name__ == "T5_training" else {}
     SENT["bytes"] = 0.0

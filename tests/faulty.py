@@ -30,7 +30,7 @@ if __name__ == "__main__":
     rank, step = int(sys.argv[3]), int(sys.argv[4])
     train_step = script.train_step
 
-    def faulty_step(args, state, batches, samples):
+    def faulty_step(args, state, *others):
         """Do harm where the real one would begin."""
         here = int(os.environ.get("RANK", 0)) == rank
         if fault == "full" and state.step == step:
@@ -48,7 +48,7 @@ if __name__ == "__main__":
                 limit(100_000)
             if fault == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(args, state, batches, samples)
+        return train_step(args, state, *others)
 
     script.train_step = faulty_step
     write = checkpoints._write

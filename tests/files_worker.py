@@ -75,7 +75,7 @@ def train_state(model: torch.nn.Module) -> checkpoints.TrainState:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return checkpoints.TrainState(model, optimizer, schedule, scaler, CPU, {}, 2, None)
+    return checkpoints.TrainState(model, optimizer, schedule, scaler, CPU, 2, {})
 
 
 def train(state: checkpoints.TrainState) -> None:
@@ -98,12 +98,14 @@ def main() -> None:
         state = train_state(wrap(directory, first, pretrained=True))
         hf_weights.export_model(state.model, ByT5Tokenizer(), path / "loaded", EXPORT)
         train(state)
-        checkpoints.save_checkpoint(path, state, keep=1, full=False)
+        checkpoints.Saver(path, state, keep=1, full=False).save()
         hf_weights.export_model(state.model, ByT5Tokenizer(), path / "saved", EXPORT)
         train(state)
         hf_weights.export_model(state.model, ByT5Tokenizer(), path / "trained", EXPORT)
         state = train_state(wrap(directory, second, pretrained=False))
-        checkpoints.load_checkpoint(path / "checkpoints/step-00000001", state, 0, path)
+        checkpoints.load_checkpoint(
+            path / "checkpoints/step-00000001", state, Namespace(seed=0, output_dir=path)
+        )
         hf_weights.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
         train(state)
         hf_weights.export_model(state.model, ByT5Tokenizer(), path / "continued", EXPORT)

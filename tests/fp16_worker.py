@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from runtime import checkpoints, ranks
+from runtime import batches, checkpoints, ranks
+from runtime.run import Run, open_output
 
 STRATEGIES = ("full_shard", "shard_grad_op", "ddp")
 SCALE = 2.0**12  # the default, 2**16, overflows once in the first step of the Llama
@@ -30,15 +31,11 @@ def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tu
     if state.scaler.is_enabled():
         state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": SCALE})
     losses = []
-    while state.step < args.max_steps:
-        loader.batch_sampler.epoch = state.epoch
-        for samples, batch in zip(loader.batch_sampler.steps(), loader, strict=True):
-            loss, _ = script.train_step(args, state, [batch], samples)
-            dist.all_reduce(loss)
-            losses.append(loss.item())
-            if state.step == args.max_steps:
-                break
-        state.epoch += 1
+    run = Run(args, device, script.__name__)
+    for micro_batches, samples in batches.steps(loader, state):
+        loss, _ = script.train_step(args, state, list(micro_batches), samples, run)
+        dist.all_reduce(loss)
+        losses.append(loss.item())
     return {"losses": losses, "scale": state.scaler.get_scale()}, (state, loader)
 
 
@@ -66,7 +63,7 @@ def overflow(
         state.scaler.unscale_ = infinite_shard
     ended = False
     try:
-        script.train_step(args, state, [batch], [0])
+        script.train_step(args, state, [batch], [0], Run(args, state.device, ""))
     except SystemExit:
         ended = True
     script.summed_loss = summed_loss
@@ -86,7 +83,7 @@ def try_strategy(
 ) -> dict:
     """Train in both precisions, overflow, resume, overflow with a scale that is small."""
     script = importlib.import_module(name)
-    checkpoints.open_output(directory, "auto", name)
+    open_output(directory, "auto", name)
     flags = [*flags, "--strategy", strategy, "--output-dir", str(directory)]
     exact, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
     args = script.parse_args([*flags, "--precision", "fp16"])
@@ -97,7 +94,7 @@ def try_strategy(
         steps["shard"] = overflow(script, args, state, batch, "shard")
     steps["none"] = overflow(script, args, state, batch, "nowhere")
 
-    checkpoints.save_checkpoint(directory, state, keep=1, full=False)
+    checkpoints.Saver(directory, state, keep=1, full=False).save()
     checkpoint = directory / f"checkpoints/step-{state.step:08d}"
     resumed, *_ = script.prepare(args, device, checkpoint)
     same = resumed.scaler.state_dict() == state.scaler.state_dict()

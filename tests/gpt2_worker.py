@@ -12,15 +12,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from ten_steps import ten_steps
+from ten_steps import compile_without_compiler, ten_steps
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 from runtime import checkpoints
+from runtime.run import open_output
 
 
 def main() -> None:
     """Write what each variant gave, rank 0's view of it, to the first argument."""
+    compile_without_compiler()
     output, model, train, val, batch, variants = sys.argv[1:]
     common = ["--model-name", model, "--train-file", train, "--val-file", val, "--block-size", "32",
               "--num-train-samples", "34", "--num-val-samples", "5", "--precision", "fp32", "--lr",
@@ -30,10 +32,10 @@ def main() -> None:
     results = {}
     for name, flags in json.loads(variants).items():
         args = gpt2_fsdp.parse_args([*common, *flags])
-        checkpoints.open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
+        open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
         results[name], trained = ten_steps(gpt2_fsdp, args, device)
         output_dir = Path(args.output_dir)
-        checkpoints.save_checkpoint(output_dir, trained, keep=1, full=False)
+        checkpoints.Saver(output_dir, trained, keep=1, full=False).save()
         checkpoint = output_dir / f"checkpoints/step-{trained.step:08d}"
         state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, checkpoint)
         results[name]["units"] = sum(isinstance(m, FSDP) for m in state.model.modules())

@@ -13,11 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from ten_steps import ten_steps
+from ten_steps import compile_without_compiler, ten_steps
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
-from runtime import checkpoints, hf_weights
+from runtime import hf_weights
+from runtime.run import open_output
 
 
 def rotary(model: torch.nn.Module) -> torch.nn.Module:
@@ -27,6 +28,7 @@ def rotary(model: torch.nn.Module) -> torch.nn.Module:
 
 def main() -> None:
     """Write what each variant gave, rank 0's view of it, to the first argument."""
+    compile_without_compiler()
     output, model, chats, batch, variants, wrong = sys.argv[1:]
     common = ["--dataset", chats, "--max-seq-length", "64", "--precision", "fp32", "--lr", "1e-3",
               "--batch-size", batch, "--max-steps", "10", "--max-grad-norm", "0.5",
@@ -62,7 +64,7 @@ def main() -> None:
     llama_fsdp.setup_model = watched
     for name, flags in json.loads(variants).items():
         args = llama_fsdp.parse_args([*named, *flags])
-        checkpoints.open_output(Path(args.output_dir), "auto", "llama_fsdp")
+        open_output(Path(args.output_dir), "auto", "llama_fsdp")
         results[name], trained = ten_steps(llama_fsdp, args, device)
         results[name]["frequencies"] = frequencies[-1]
         results[name]["units"] = sum(isinstance(m, FSDP) for m in trained.model.modules())

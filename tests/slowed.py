@@ -12,11 +12,11 @@ if __name__ == "__main__":
     script = importlib.import_module(sys.argv[1])
     train_step = script.train_step
 
-    def slow_step(args, state, batches, samples):
+    def slow_step(args, state, *others):
         """The real one, after a while."""
         if "SLURM_RESTART_COUNT" not in os.environ:
             time.sleep(2)  # Slurm looks at the time twice a minute
-        return train_step(args, state, batches, samples)
+        return train_step(args, state, *others)
 
     script.train_step = slow_step
     code = script.fsdp_main(script.parse_args(sys.argv[2:]))

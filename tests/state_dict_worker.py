@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 from runtime import checkpoints
+from runtime.run import Run, open_output
 
 
 def resident(key: str) -> int:
@@ -65,7 +66,7 @@ def prepared(args: Namespace, device: torch.device, steps: int) -> checkpoints.T
     state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
     batches = iter(loader)
     for _ in range(steps):
-        gpt2_fsdp.train_step(args, state, [next(batches)], [0])
+        gpt2_fsdp.train_step(args, state, [next(batches)], [0], Run(args, device, ""))
     return state
 
 
@@ -77,24 +78,23 @@ def main() -> None:
     args = gpt2_fsdp.parse_args([*common, *flags])
     directory = Path(output)
     device = gpt2_fsdp.setup(args)
-    checkpoints.open_output(directory, "auto", "gpt2_fsdp")
+    open_output(directory, "auto", "gpt2_fsdp")
     full = args.checkpoint_type == "full"
 
     state = prepared(args, device, 2)
-    checkpoints.save_checkpoint(directory, state, 2, full)
-    state.saved_step = -1
+    checkpoints.Saver(directory, state, 2, full).save()
     units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
     found = {
         "shard": 4 * sum(parameter.numel() for parameter in state.model.parameters()),
         "unit": 4 * max(sizes),
-        "save": peaks(lambda: checkpoints.save_checkpoint(directory, state, 2, full)),
+        "save": peaks(checkpoints.Saver(directory, state, 2, full).save),
     }
     del state, units
 
     state = prepared(args, device, 0)
     path = directory / "checkpoints" / "step-00000002"
-    found["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, 0, directory))
+    found["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, args))
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     gpt2_fsdp.cleanup()

@@ -1,6 +1,6 @@
 """Run under torchrun by test_t5.py: several short trainings in one process group.
 
-t5_worker.py OUTPUT.pt MODEL_DIRECTORY PAIRS.jsonl
+t5_worker.py OUTPUT.pt MODEL_DIRECTORY SHALLOW_DIRECTORY PAIRS.jsonl
 """
 
 import os
@@ -11,24 +11,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from ten_steps import SHARED_VARIANTS, ten_steps
+from ten_steps import SHARED_VARIANTS, compile_without_compiler, ten_steps
 
 import T5_training
 from runtime import checkpoints
+from runtime.run import Run, open_output
 
 
 def main() -> None:
     """Write what each variant gave, rank 0's view of it, to the first argument."""
-    output, model, data = sys.argv[1:]
+    compile_without_compiler()
+    output, model, shallow, data = sys.argv[1:]
     common = ["--model-name", model, "--dataset", data, "--num-train-samples", "0", "--precision",
               "fp32", "--lr", "1e-3", "--batch-size", "4", "--max-steps", "10", "--max-grad-norm",
               "0.5", "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
     args = T5_training.parse_args(common)
     device = T5_training.setup(args)
-    checkpoints.open_output(Path(args.output_dir), "auto", "T5_training")
+    open_output(Path(args.output_dir), "auto", "T5_training")
     results = {}
     for name, flags in SHARED_VARIANTS.items():
         args = T5_training.parse_args([*common, *flags])
+        results[name], _ = ten_steps(T5_training, args, device)
+
+    # Sources are of two lengths. Every graph takes seconds, so there is one block in a stack.
+    flags = ["--model-name", shallow, "--activation-checkpointing", "--no-group-by-length",
+             "--num-train-samples", "36", "--batch-size", "2", "--source-length", "40",
+             "--target-length", "8"]  # fmt: skip
+    for name in ("--no-compile", "--compile"):
+        args = T5_training.parse_args([*common, *flags, name])
         results[name], _ = ten_steps(T5_training, args, device)
 
     # One batch, until it is known by heart.
@@ -37,14 +47,15 @@ def main() -> None:
     args = T5_training.parse_args([*common, *flags])
     state, _, loader, _ = T5_training.prepare(args, device, None)
     batch = [next(iter(loader))]
+    run = Run(args, device, "T5_training")
     for _ in range(400):
-        loss, _ = T5_training.train_step(args, state, batch, [0])
+        loss, _ = T5_training.train_step(args, state, batch, [0], run)
         dist.all_reduce(loss)
         if loss < 0.05:
             break
     results["overfitted"] = loss.item()
     state.best_step = state.step
-    checkpoints.save_best(Path(args.output_dir), state, loss.item())
+    checkpoints.Saver(Path(args.output_dir), state, keep=1, full=False).save_best(loss.item())
     best = checkpoints.best_path(Path(args.output_dir), state)
 
     # Generation by that model, of seven examples in batches of 2: one rank has none in the last.

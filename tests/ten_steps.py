@@ -1,16 +1,20 @@
 """What the parity tests run on every rank: ten steps of a script, watched closely."""
 
 import argparse
+import functools
 import types
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
 import policies
+from runtime import arguments, batches
 from runtime.checkpoints import TrainState
+from runtime.run import Run
 
 SHARED_VARIANTS = {
     "full_shard": [],
@@ -25,6 +29,14 @@ SHARED_VARIANTS = {
     "activation_checkpointing": ["--activation-checkpointing"],
     "ddp_activation_checkpointing": ["--activation-checkpointing", "--strategy", "ddp"],
 }  # fmt: skip
+# Micro-batches of 2, and a short last one: several lengths and sizes of a batch.
+COMPILED = ["--compile", "--activation-checkpointing", *SHARED_VARIANTS["accumulate_no_sync"]]
+
+
+def compile_without_compiler() -> None:
+    """Have --compile trace its graphs but run each operation as it stands: seconds, no minutes."""
+    arguments.has_cpp_compiler = lambda: True
+    torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -52,7 +64,8 @@ def ten_steps(
     """Losses and rows of ten steps, the first gradient before clipping, and bytes held; and the
     state after them."""
     state, _, loader, val_loaders = script.prepare(args, device, None)
-    result: dict = {"losses": [], "rows": [], "samples": [], "norms": []}
+    run = Run(args, device, script.__name__)
+    result: dict = {"losses": [], "rows": [], "samples": [], "norms": [], "shapes": set()}
     clip = policies.clip_gradients
 
     def keep_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
@@ -62,22 +75,20 @@ def ten_steps(
         return clip(model, max_norm)
 
     policies.clip_gradients = keep_gradient
-    while state.step < 10:
-        loader.batch_sampler.epoch, loader.batch_sampler.consumed = state.epoch, 0
-        micro_batches = iter(loader)
-        for samples in loader.batch_sampler.steps():
-            batches = [next(micro_batches) for _ in range(args.gradient_accumulation_steps)]
-            loss, norm = script.train_step(args, state, batches, samples)
-            dist.all_reduce(loss)
-            result["losses"].append(loss.item())
-            result["norms"].append(norm.item())
-            result["samples"].append((state.epoch, samples))
-            result["rows"].append([loader.dataset[i] for i in samples])
-            if state.step == 10:
-                break
-        state.epoch += 1
+    counters.clear()
+    for micro_batches, samples in batches.steps(loader, state):
+        micro_batches = list(micro_batches)
+        result["shapes"] |= {tuple(batch["input_ids"].shape) for batch in micro_batches}
+        loss, norm = script.train_step(args, state, micro_batches, samples, run)
+        dist.all_reduce(loss)
+        result["losses"].append(loss.item())
+        result["norms"].append(norm.item())
+        result["samples"].append((state.epoch, samples))
+        result["rows"].append([loader.dataset[i] for i in samples])
     policies.clip_gradients = clip
     moments = [v for s in state.optimizer.state.values() for k, v in s.items() if k != "step"]
     result["optimizer_bytes"] = held(moments)
-    result["validation"] = script.validation(args, state, val_loaders)
+    result["graphs"] = counters["stats"]["unique_graphs"]
+    result["graph_breaks"] = list(counters["graph_break"])
+    result["validation"] = script.validation(args, state, val_loaders)["loss"]
     return result, state

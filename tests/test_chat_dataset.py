@@ -402,9 +402,9 @@ def test_collate_of_nothing() -> None:
 def test_values_out_of_range() -> None:
     args = arguments(max_seq_length=7, num_train_samples=-1, num_val_samples=-1)
     assert chat_dataset.check_arguments(args) == [
-        "--max-seq-length must be 8 or more",
-        "--num-train-samples must be 0 or more",
-        "--num-val-samples must be 0 or more",
+        "--max-seq-length 7 is out of range: it must be at least 8",
+        "--num-train-samples -1 is out of range: it must be at least 0",
+        "--num-val-samples -1 is out of range: it must be at least 0",
     ]
 
 

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch
-from ten_steps import SHARED_VARIANTS
+from ten_steps import COMPILED, SHARED_VARIANTS
 from transformers import ByT5Tokenizer, GPT2Config
 
 import block_dataset
 import gpt2_fsdp
-import policies
+from runtime import arguments
 
 TWO_RANKS = SHARED_VARIANTS | {
+    "compile": COMPILED,
     "size": ["--wrap", "size", "--min-num-params", "3000"],
     "bf16": ["--precision", "bf16"],
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
@@ -96,6 +97,14 @@ def check_parity(result: dict, reference: dict) -> None:
 def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, reference: dict) -> None:
     """With the short last block, and steps that the ranks cannot share out evenly."""
     check_parity(two_ranks[variant], reference)
+
+
+def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
+    """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
+    compiled = two_ranks["compile"]
+    assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
+    assert len({length for _, length in compiled["shapes"]}) > 1
+    assert not two_ranks["full_shard"]["graphs"]
 
 
 @pytest.mark.parametrize("variant", FOUR_RANKS)
@@ -188,8 +197,8 @@ def test_functions_meant_to_be_identical_are() -> None:
     """So that copies cannot drift."""
     t5, gpt2 = functions(ROOT / "T5_training.py"), functions(ROOT / "gpt2_fsdp.py")
     llama = functions(ROOT / "llama_fsdp.py")
-    for name in ("setup", "cleanup", "train_step", "train", "validation", "save", "log",
-                 "log_start", "export_only"):  # fmt: skip
+    for name in ("fsdp_main", "setup", "cleanup", "setup_model", "train", "train_step",
+                 "validation"):  # fmt: skip
         assert t5[name] == gpt2[name] == llama[name], name
     assert gpt2["chunked_loss"] == llama["chunked_loss"]
 
@@ -248,7 +257,7 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     (b"", ["--wrap", "size"], "--min-num-params"),
     (b"", ["--cpu-offload", "--strategy", "ddp"], "--cpu-offload needs a GPU"),
     (b"", ["--cpu-offload"], "--cpu-offload needs a GPU"),
-    (b"", ["--block-size", "1"], "--block-size must be 2 or more"),
+    (b"", ["--block-size", "1"], "--block-size 1 is out of range: it must be at least 2"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(
@@ -278,7 +287,7 @@ def test_accumulation_that_offload_would_lose(monkeypatch: pytest.MonkeyPatch) -
     process never enters no_sync."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     parser = argparse.ArgumentParser()
-    policies.common_arguments(parser)
+    arguments.add_common(parser)
     flags = ["--cpu-offload", "--gradient-accumulation-steps", "2"]
     for processes, more, refused in (
         ("1", ["--accumulate-no-sync"], True),
@@ -286,7 +295,7 @@ def test_accumulation_that_offload_would_lose(monkeypatch: pytest.MonkeyPatch) -
         ("2", ["--accumulate-no-sync"], False),
     ):
         monkeypatch.setenv("WORLD_SIZE", processes)
-        problems = policies.common_problems(parser.parse_args([*flags, *more]))
+        problems = arguments.common_problems(parser.parse_args([*flags, *more]))
         assert refused == any("--cpu-offload accumulates" in problem for problem in problems)
 
 

@@ -12,6 +12,7 @@ from transformers import ByT5Tokenizer, LlamaConfig
 
 import chat_dataset
 import llama_fsdp
+from runtime.attention import register, varlen_kernel
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,7 +109,7 @@ def test_compiled(
 def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
     """Logits of packed documents with grouped queries, within the error of bf16 against fp32."""
     try:
-        kernel = llama_fsdp.varlen_kernel(attention, "bf16")
+        kernel = varlen_kernel(attention, "bf16")
     except ValueError as error:
         pytest.skip(str(error))
     torch.manual_seed(0)
@@ -119,7 +120,7 @@ def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
     rows = [torch.randint(3, 300, (n,)).tolist() for n in (300, 17, 2, 90, 64, 65)]
     packs = [[{"input_ids": x, "labels": x} for x in part] for part in (rows[:3], rows[3:])]
     batch = {key: x.cuda() for key, x in chat_dataset.collate(packs).items()}
-    llama_fsdp.register_attention(kernel)
+    register(kernel)
     found = {}
     for name, dtype in (("sdpa", torch.float32), ("sdpa", torch.bfloat16),
                         ("packed", torch.bfloat16)):  # fmt: skip

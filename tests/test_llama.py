@@ -10,13 +10,15 @@ import torch.nn.functional as F
 import transformers
 from conftest import launch
 from safetensors.torch import load_file, save_file
-from ten_steps import SHARED_VARIANTS
+from ten_steps import COMPILED, SHARED_VARIANTS
 from transformers import AutoTokenizer, LlamaConfig
 
 import chat_dataset
 import llama_fsdp
+from runtime.attention import register
 
 TWO_RANKS = SHARED_VARIANTS | {
+    "compile": COMPILED,
     "padded": ["--no-packing"],
     "eager": ["--attention", "eager"],
     "bf16": ["--precision", "bf16"],
@@ -146,6 +148,14 @@ def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, plain: dict) -> N
     check_parity(two_ranks[variant], plain)
 
 
+def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
+    """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
+    compiled = two_ranks["compile"]
+    assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
+    assert len({length for _, length in compiled["shapes"]}) > 1
+    assert not two_ranks["full_shard"]["graphs"]
+
+
 def test_ten_steps_padded(two_ranks: dict, llama_directory: Path) -> None:
     """A document a sequence."""
     assert all(len(row) == 1 for rows in two_ranks["padded"]["rows"] for row in rows)
@@ -245,7 +255,7 @@ def logits(model: torch.nn.Module, batch: dict) -> torch.Tensor:
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "packed"])
 def test_documents_do_not_see_each_other(attention: str, llama_directory: Path) -> None:
     """Packed logits are those of each document alone, whatever stands in the others."""
-    llama_fsdp.register_attention(per_document)
+    register(per_document)
     model = llama_fsdp.LlamaForCausalLM.from_pretrained(
         llama_directory, attn_implementation=attention
     ).train()
@@ -312,7 +322,7 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
     ('{"messages": [{"role": "user", "content": "a"}]}\n{"mess\n', [], "line 2"),
     ('{"question": "a", "answer": "b"}\n', [], "has columns question, answer"),
     ('{"content": "a"}\n', ["--max-seq-length", "9000"], "above the model's 2048 positions"),
-    ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length must be"),
+    ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length 2 is out of range"),
     ('{"prompt": "long question", "completion": "a"}\n{"prompt": "another long", "completion": '
      '"b"}\n', ["--max-seq-length", "8"], "no answer begins within --max-seq-length"),
     ('{"content": "a"}\n{"content": "b"}\n', [], None),

@@ -113,15 +113,3 @@ def test_estimates_in_the_readme() -> None:
         expected = [f"{found[kind]['total_bytes'] / 1e9:,.1f}" for kind in kinds]
         expected.append(str(found["full_shard", False]["smallest_nodes"]))
         assert [cell.strip() for cell in cells.split("|")] == expected
-
-
-@pytest.mark.parametrize("name", [
-    "policies.py", "summarization_dataset.py", "block_dataset.py",
-    "chat_dataset.py", "runtime/ranks.py", "runtime/readers.py",
-    "runtime/checkpoints.py", "runtime/hf_weights.py",
-])  # fmt: skip
-def test_shared_modules_import_no_script(name: str) -> None:
-    """Nor each other, but for runtime/, so that they can be copied along with one script."""
-    ours = {path.stem for path in ROOT.glob("*.py")}
-    imported = re.findall(r"^(?:from|import) (\w+)", (ROOT / name).read_text(), re.MULTILINE)
-    assert not ours & set(imported)

@@ -165,7 +165,7 @@ def test_an_error_is_not_requeued(cluster: None, flags: list[str], tmp_path: Pat
     (output / "status").write_text("stopped\n")
     job = Job(output, [], *flags, "--lr", "-1", "--output-dir", output)
     job.wait("FAILED")
-    assert job["Restarts"] == "0" and "--lr must be" in job.report()
+    assert job["Restarts"] == "0" and "is out of range: it must be above 0" in job.report()
 
 
 def test_a_node_whose_script_fails_ends_the_others(cluster: None, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from conftest import ROOT, check_equal_weights, launch, logged, losses, metrics
 from slurm_cluster import wait_until
 
 import gpt2_fsdp
+import runtime.run
 from runtime import checkpoints
+from runtime.run import Lock
 
 
 @pytest.fixture(scope="module")
@@ -311,34 +313,34 @@ def test_a_best_that_cannot_be_saved(
 
 def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held by a run that lives: refused, and named. Left behind: taken over."""
-    monkeypatch.setattr(checkpoints, "LOCK_SECONDS", 2)
+    monkeypatch.setattr(runtime.run, "LOCK_SECONDS", 2)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     lock = tmp_path / "lock"
     code = ("import sys, time, torch.distributed as dist, pathlib\n"
-            "from runtime import checkpoints\n"
-            "checkpoints.LOCK_SECONDS = 2\n"
+            "import runtime.run\n"
+            "runtime.run.LOCK_SECONDS = 2\n"
             "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-            "with checkpoints.locked(pathlib.Path(sys.argv[1])): time.sleep(100)\n")  # fmt: skip
+            "with runtime.run.Lock(pathlib.Path(sys.argv[1])): time.sleep(100)\n")  # fmt: skip
     holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT)
     try:
         wait_until(lock.exists, 60, str)
         who = f"process {holder.pid} on {socket.gethostname()}"
-        with pytest.raises(ValueError, match=f"is in use by {who}"), checkpoints.locked(tmp_path):
+        with pytest.raises(ValueError, match=f"is in use by {who}"), Lock(tmp_path):
             pass
     finally:
         holder.kill()
         holder.wait()
     assert json.loads(lock.read_text()).keys() == {"host", "pid", "job", "heartbeat"}
     start = time.monotonic()
-    with checkpoints.locked(tmp_path):  # its process is dead
+    with Lock(tmp_path):  # its process is dead
         assert json.loads(lock.read_text())["pid"] == os.getpid()
     assert time.monotonic() - start < 2 and not lock.exists()
     lock.write_bytes(b"\0\0")  # as a power failure may leave it
-    with checkpoints.locked(tmp_path):
+    with Lock(tmp_path):
         pass
     other = {"host": "elsewhere", "pid": 1, "heartbeat": 0.0}
     for job, least, most in (("7", 0, 2), ("8", 2, 20)):  # our job again; no heartbeat
         lock.write_text(json.dumps(other | {"job": job}))
         start = time.monotonic()
-        with checkpoints.locked(tmp_path):
+        with Lock(tmp_path):
             assert least <= time.monotonic() - start < most

@@ -6,17 +6,21 @@ import pytest
 import torch
 from conftest import launch
 from ten_steps import SHARED_VARIANTS
-from transformers import ByT5Tokenizer, T5ForConditionalGeneration
+from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
-import policies
 import T5_training
+from runtime import batches, optimization
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs: Path) -> dict:
     """What two ranks computed, see t5_worker.py."""
-    path = tmp_path_factory.mktemp("results") / "results.pt"
-    launch(2, "tests/t5_worker.py", path, t5_directory, pairs)
+    directory = tmp_path_factory.mktemp("results")
+    path, shallow = directory / "results.pt", directory / "shallow"
+    config = T5Config.from_pretrained(t5_directory, num_layers=1, num_decoder_layers=1)
+    T5ForConditionalGeneration(config).save_pretrained(shallow)
+    ByT5Tokenizer().save_pretrained(shallow)
+    launch(2, "tests/t5_worker.py", path, t5_directory, shallow, pairs)
     return torch.load(path, weights_only=False)
 
 
@@ -63,6 +67,18 @@ def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: d
     assert (ours - whole).norm() <= 1e-5 * whole.norm()
 
 
+def test_compiled_blocks_train_alike(results: dict) -> None:
+    """In whole graphs, for sources of two lengths; under FSDP, recomputed in the backward pass."""
+    eager, compiled = results["--no-compile"], results["--compile"]
+    assert compiled["graphs"] >= 4 and not compiled["graph_breaks"] and not eager["graphs"]
+    assert {length for _, length in compiled["shapes"]} == {32, 40}
+    assert compiled["losses"] == pytest.approx(eager["losses"], abs=1e-5)
+    assert compiled["validation"] == pytest.approx(eager["validation"], abs=1e-5)
+    assert compiled["gradient"].keys() == eager["gradient"].keys()
+    for name, gradient in eager["gradient"].items():
+        torch.testing.assert_close(compiled["gradient"][name], gradient, rtol=1e-5, atol=1e-6)
+
+
 def test_every_sample_once_an_epoch(results: dict) -> None:
     """In a new order each epoch, the short last step included."""
     by_epoch: dict[int, list[list[int]]] = {}
@@ -97,10 +113,10 @@ def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     step first, the rest in no order, and little padding."""
     lengths = torch.randint(8, 512, (1003,)).tolist()
 
-    def sampler(world_size: int, rank: int = 0) -> policies.GlobalBatchSampler:
-        monkeypatch.setattr(policies.dist, "get_world_size", lambda: world_size)
-        monkeypatch.setattr(policies.dist, "get_rank", lambda: rank)
-        return policies.GlobalBatchSampler(len(lengths), 16 // world_size, 1, 7, lengths)
+    def sampler(world_size: int, rank: int = 0) -> batches.GlobalBatchSampler:
+        monkeypatch.setattr(batches.dist, "get_world_size", lambda: world_size)
+        monkeypatch.setattr(batches.dist, "get_rank", lambda: rank)
+        return batches.GlobalBatchSampler(len(lengths), 16 // world_size, 1, 7, lengths)
 
     whole = sampler(1)
     steps = list(whole.steps())
@@ -127,7 +143,7 @@ def test_schedules() -> None:
         flags = ["--lr-schedule", name, "--warmup-ratio", "0.2", "--gamma", "0.5", "--lr", "1"]
         args = T5_training.parse_args(["--dataset", "docstrings", *flags])
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.lr)
-        scheduler = policies.lr_schedule(args, optimizer, 10, 4)
+        scheduler = optimization.lr_schedule(args, optimizer, 10, 4)
         rates[name] = []
         for _ in range(10):
             rates[name].append(optimizer.param_groups[0]["lr"])

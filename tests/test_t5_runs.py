@@ -254,11 +254,9 @@ def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixtur
     """Before any process group, naming each flag."""
     wrong = {
         "--batch-size": 0, "--lr": -1, "--warmup-ratio": 2, "--source-length": 0, "--epochs": 0,
-        "--rouge-samples": -1, "--max-grad-norm": 0, "--keep-checkpoints": 0, "--precision": "fp16",
+        "--rouge-samples": -1, "--max-grad-norm": 0, "--keep-checkpoints": 0,
         "--strategy": "hybrid_shard",
     }  # fmt: skip
-    if torch.cuda.is_available():
-        del wrong["--precision"]
     words = [str(word) for item in wrong.items() for word in item]
     with pytest.raises(SystemExit) as end:
         T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs), *words])

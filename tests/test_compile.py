@@ -1,0 +1,124 @@
+"""--compile on a CPU: single blocks by inductor, whole scripts when there is time, what is refused.
+
+Whole scripts with the graphs run as they stand are in test_t5.py, test_gpt2.py and test_llama.py.
+"""
+
+import copy
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import launch, losses, weights
+from torch._dynamo.utils import counters
+
+import gpt2_fsdp
+import policies
+from runtime import arguments
+
+needs_compiler = pytest.mark.skipif(not arguments.has_cpp_compiler(), reason="no C++ compiler")
+SMALL = {  # one block in a stack
+    "T5_training": transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0,
+        decoder_start_token_id=0),
+    "gpt2_fsdp": transformers.GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1,
+        eos_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "llama_fsdp": transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1),
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SMALL)
+def test_a_compiled_block_gives_what_it_gave(name: str) -> None:
+    """Logits and all gradients; T5's block is the decoder's, which has all that the encoder's has.
+
+    A block takes seconds to compile, and none once inductor's cache on disk has it.
+    """
+    script = importlib.import_module(name)
+    torch.manual_seed(0)
+    eager = script.MODEL(SMALL[name]).train()
+    compiled = copy.deepcopy(eager)
+    stack = compiled.decoder if name == "T5_training" else compiled
+    policies.compile_blocks(stack, script.BLOCKS)
+    ids = torch.arange(24).reshape(2, 12)
+    inputs = {"decoder_input_ids": ids} if name == "T5_training" else {}
+    found = []
+    counters.clear()
+    for model in (eager, compiled):
+        logits = model(input_ids=ids, use_cache=False, **inputs).logits
+        logits.logsumexp(-1).sum().backward()
+        found.append([logits.detach(), *(p.grad for p in model.parameters())])
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["inductor"]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_whole_scripts_by_inductor(
+    t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
+    chats: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Losses, names and weights in final/ are those of the blocks as they are, under FSDP with
+    recomputation. T5's batches are of several lengths, and take it minutes."""
+    for script, *flags in (
+        ["gpt2_fsdp.py", "--model-name", gpt2_directory, "--train-file", texts[0],
+         "--val-file", texts[1], "--block-size", "32"],
+        ["llama_fsdp.py", "--model-name", llama_directory, "--dataset", chats,
+         "--max-seq-length", "64", "--no-packing"],
+        ["T5_training.py", "--model-name", t5_directory, "--dataset", pairs,
+         "--rouge-samples", "0", "--source-length", "40", "--target-length", "8"],
+    ):  # fmt: skip
+        for flag in ("--no-compile", "--compile"):
+            command = [*flags, "--max-steps", "4", "--log-every", "1", "--batch-size", "2", flag,
+                       "--activation-checkpointing", "--export-dtype", "fp32"]  # fmt: skip
+            launch(2, script, *command, "--output-dir", tmp_path / script / flag, timeout=3600)
+        eager, compiled = tmp_path / script / "--no-compile", tmp_path / script / "--compile"
+        for event in ("train", "val"):
+            expected = losses(eager, event)
+            assert losses(compiled, event) == pytest.approx(expected, abs=1e-5)
+        expected = weights(eager / "final")
+        found = weights(compiled / "final")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
+
+
+def refused(flags: list[str], capsys: pytest.CaptureFixture) -> str:
+    """The one sentence that a script ends with, before it has begun."""
+    with pytest.raises(SystemExit) as end:
+        gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings", *flags])
+    assert end.value.code == 1
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    return said
+
+
+def test_no_compiler_is_one_sentence(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where inductor finds none, on a CPU; on a GPU it needs none."""
+    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")}):
+        said = refused(["--compile"], capsys)
+        assert said.startswith("error: --compile") and "C++ compiler" in said and "CXX" in said
+        gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings", "--compile"])
+
+
+def test_accumulation_that_cannot_be_compiled_is_refused(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under FSDP, unless gradients stay whole between the micro-batches."""
+    monkeypatch.setattr(arguments, "has_cpp_compiler", lambda: True)
+    flags = ["--compile", "--gradient-accumulation-steps", "2"]
+    for more in ([], ["--accumulate-no-sync"], ["--strategy", "no_shard"]):
+        assert "--accumulate-no-sync on two" in refused([*flags, *more], capsys)
+    command = ["--model-name", "tiny", "--dataset", "docstrings", *flags]
+    gpt2_fsdp.parse_args([*command, "--strategy", "ddp"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    gpt2_fsdp.parse_args([*command, "--accumulate-no-sync"])

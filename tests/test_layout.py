@@ -1,0 +1,55 @@
+"""What may import what, so that a copier knows what a script needs."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+import policies
+from runtime import arguments
+
+SCRIPTS = {"T5_training", "gpt2_fsdp", "llama_fsdp", "memory_estimator"}
+DATA = {"summarization_dataset", "block_dataset", "chat_dataset"}
+
+
+def imported(path: Path) -> set[str]:
+    """The first names of all modules that a file imports, those of its own folder with a dot."""
+    return set(re.findall(r"^\s*(?:from|import) (\.?\w*)", path.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", sorted(DATA | {"policies"}))
+def test_a_module_beside_the_scripts_needs_only_runtime(name: str) -> None:
+    """A copier takes it with one script and the folder runtime/."""
+    assert not imported(ROOT / f"{name}.py") & (SCRIPTS | DATA | {"policies"})
+
+
+def test_runtime_needs_nothing_else() -> None:
+    """It is copied whole. ranks.py imports nothing of ours."""
+    modules = list((ROOT / "runtime").glob("*.py"))
+    assert len(modules) > 5
+    for path in modules:
+        assert not imported(path) & (SCRIPTS | DATA | {"policies", "runtime"}), path
+    assert not any(name.startswith(".") for name in imported(ROOT / "runtime/ranks.py"))
+
+
+def test_cuda_is_named_where_something_is_its_own() -> None:
+    """Everything else goes through torch.accelerator, so that any accelerator can be used."""
+    found = set()
+    for path in (*ROOT.glob("*.py"), *(ROOT / "runtime").glob("*.py")):
+        for line in path.read_text().splitlines():
+            if "torch.cuda" in line or '"cuda"' in line:
+                found.add((path.name, line.strip()))
+    assert found == {
+        (
+            "attention.py",
+            "if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):",
+        ),
+        ("attention.py", "major, _ = torch.cuda.get_device_capability()"),
+    }
+
+
+def test_choices_of_the_flags_are_those_of_policies() -> None:
+    """runtime/arguments.py lists them by name."""
+    assert list(policies.STRATEGIES) == arguments.STRATEGIES
+    assert list(policies.PRECISIONS) == arguments.PRECISIONS

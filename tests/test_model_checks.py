@@ -1,0 +1,323 @@
+"""What a copy of a script for another architecture would do wrong without a word."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import launch
+from copied import copied, llama_as
+from test_llama import per_document
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer
+
+import gpt2_fsdp
+import llama_fsdp
+import memory_estimator
+import policies
+from runtime import attention as attention_module
+from runtime.checkpoints import TrainState
+from runtime.model_checks import check_head, flops_per_token
+from runtime.run import speed
+
+MODELS = {  # with what the tiny model's config has besides
+    "Llama": {},
+    "Mistral": {},
+    "Qwen3": {},
+    "Granite": {"logits_scaling": 8.0},
+    "Gemma2": {"initializer_range": 1.0},  # logits of 50, which it caps at 30
+}
+REFUSED = ("Granite", "Gemma2")
+ATTENTIONS = {  # on one rank
+    "sdpa": ["--strategy", "ddp"],
+    "eager": ["--precision", "bf16"],
+    "varlen": ["--precision", "bf16", "--strategy", "ddp"],  # with a kernel that runs on a CPU
+}
+TWO_RANKS = {
+    "full_shard": ["--attention", "eager"],
+    "shard_grad_op bf16": ["--attention", "eager", "--strategy", "shard_grad_op",
+                           "--precision", "bf16"],
+    "ddp bf16": ["--attention", "eager", "--strategy", "ddp", "--precision", "bf16"],
+}  # fmt: skip
+FLAGS = ["--model-name", "tiny", "--max-seq-length", "64"]
+DIFFER = "the logits behind the loss differ by"
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """That of a process group of one."""
+    yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
+    llama_fsdp.cleanup()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> dict:
+    """What two ranks were told, by model and variant."""
+    path = tmp_path_factory.mktemp("results") / "two.json"
+    models, variants = json.dumps(MODELS), json.dumps(TWO_RANKS)
+    launch(2, "tests/model_checks_worker.py", path, chats, models, variants)
+    return json.loads(path.read_text())
+
+
+def prepare(
+    script: ModuleType, chats: Path, device: torch.device, *flags: str
+) -> tuple[argparse.Namespace, TrainState]:
+    """Arguments and state of a run at its start, of the tiny model."""
+    args = script.parse_args([*FLAGS, "--dataset", str(chats), *flags])
+    return args, script.prepare(args, device, None)[0]
+
+
+@pytest.mark.parametrize("variant", TWO_RANKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_another_loss_is_refused_on_all_ranks(name: str, variant: str, two_ranks: dict) -> None:
+    """A model that scales or caps its logits ends at the start."""
+    for said in two_ranks[f"{name} {variant}"]:
+        assert said.startswith(DIFFER) if name in REFUSED else said == ""
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_whatever_the_attention(
+    name: str, attention: str, chats: Path, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Gemma 2 is refused by the kernel already, and sdpa by Transformers for it."""
+    script = llama_as(name, **MODELS[name])
+    monkeypatch.setattr(attention_module, "varlen_kernel", lambda *_: per_document)
+    flags = ["--attention", attention, *ATTENTIONS[attention]]
+    if name not in REFUSED:
+        prepare(script, chats, device, *flags)
+        return
+    with pytest.raises(ValueError) as refusal:
+        prepare(script, chats, device, *flags)
+    if (name, attention) == ("Gemma2", "varlen"):
+        assert "have no softcap" in str(refusal.value)
+    elif (name, attention) == ("Gemma2", "sdpa"):
+        assert "does not support" in str(refusal.value)
+    else:
+        assert DIFFER in str(refusal.value)
+
+
+@pytest.mark.parametrize("flags", [[], ["--precision", "bf16"], ["--strategy", "ddp"]])
+def test_the_advice_helps(flags: list[str], chats: Path, device: torch.device) -> None:
+    """Granite trains when its copy scales as Granite does."""
+    scaled = {"hidden.flatten(0, 1), t": "hidden.flatten(0, 1) / self.config.logits_scaling, t"}
+    prepare(llama_as("Granite", scaled, logits_scaling=3.0), chats, device, *flags)
+
+
+def test_hidden_states_that_differ(chats: Path, device: torch.device) -> None:
+    """By one in a hundred, and where the copy loses the documents' positions."""
+    for old, new in (
+        ("self.lm_head(hidden", "self.lm_head(1.01 * hidden"),
+        ("use_cache=False, **options)", "use_cache=False)"),
+    ):
+        with pytest.raises(ValueError, match=DIFFER):
+            prepare(copied("llama_fsdp", {old: new}), chats, device)
+
+
+def test_nothing_is_left_behind(chats: Path, device: torch.device) -> None:
+    """It runs as in evaluation, uncompiled; random states and mode are as before."""
+    args, state = prepare(llama_fsdp, chats, device)
+    model, compiled, modes = state.model, [], []
+
+    def compile_nothing(graph: torch.fx.GraphModule, _: list) -> Callable:
+        compiled.append(graph)
+        return graph.forward
+
+    def draw(module: nn.Module, *_: object) -> None:
+        modes.append(module.training)
+        torch.rand(1)
+
+    model.module.model.embed_tokens.register_forward_hook(draw)
+    for module in model.modules():
+        if isinstance(module, llama_fsdp.BLOCKS):
+            module.compile(backend=compile_nothing)
+    ids = torch.arange(32)[None]
+    for mode in (True, False):
+        model.train(mode)
+        before = torch.get_rng_state()
+        check_head(model, {"input_ids": ids}, device, torch.float32)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(module.training is mode for module in model.modules())
+    assert modes == [False] * 4 and not compiled
+    model(input_ids=ids)
+    assert compiled
+
+
+def command(texts: tuple, output: Path, steps: int) -> list[str]:
+    """Flags of a short run of GPT-2."""
+    files = ["--train-file", str(texts[0]), "--val-file", str(texts[1])]
+    length = ["--block-size", "32", "--max-steps", str(steps)]
+    return ["--model-name", "tiny", *files, *length, "--output-dir", str(output)]
+
+
+def test_a_resumed_run_is_checked(
+    texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """One sentence and exit code 1, where the script was changed in between."""
+    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command(texts, tmp_path, 1)))
+    changed = copied("gpt2_fsdp", {"chunked_loss(hidden.": "chunked_loss(0.5 * hidden."})
+    with pytest.raises(SystemExit) as end:
+        changed.fsdp_main(changed.parse_args(command(texts, tmp_path, 2)))
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 1 and error.startswith(f"error: {DIFFER}")
+
+
+def test_logits_that_are_not_finite_are_left_to_the_first_step(
+    texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which names the samples."""
+    setup_model = gpt2_fsdp.setup_model
+
+    def broken(*args: object, **options: object) -> tuple:
+        made = setup_model(*args, **options)
+        made[0].module.transformer.ln_f.bias.data.fill_(torch.nan)
+        return made
+
+    monkeypatch.setattr(gpt2_fsdp, "setup_model", broken)
+    with pytest.raises(SystemExit):
+        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command(texts, tmp_path, 1)))
+    error = capfd.readouterr().err
+    assert "step 1: gradient norm nan" in error and "samples [" in error
+
+
+def attend(**options: object) -> torch.Tensor:
+    """Packed attention over two documents of 8 tokens, in a row, asked for `options` besides."""
+    query = torch.randn(1, 2, 16, 8)
+    ends = torch.tensor([0, 8, 16], dtype=torch.int32)
+    module = SimpleNamespace()
+    inputs = {"mask": None, "scaling": 1.0, "cu_seq_lens": ends} | options
+    module.is_causal = inputs.pop("module_is_causal", True)
+    return ALL_ATTENTION_FUNCTIONS["packed"](module, query, query, query, **inputs)[0]
+
+
+@pytest.mark.parametrize("name, value", [
+    ("sliding_window", 15),
+    ("softcap", 50.0),
+    ("s_aux", torch.zeros(2)),
+    ("position_bias", torch.zeros(1, 2, 16, 16)),
+    ("dropout", 0.1),
+    ("mask", torch.zeros(1, 1, 16, 16)),
+    ("is_causal", False),
+    ("module_is_causal", False),
+    ("block_indices", torch.zeros(1)),
+])  # fmt: skip
+def test_packed_attention_refuses_what_it_lacks(name: str, value: object) -> None:
+    """By name, instead of training another model."""
+    attention_module.register(per_document)
+    said = {"mask": "attention_mask", "module_is_causal": "is_causal"}.get(name, name)
+    with pytest.raises(ValueError, match=f"have no {said}.*use --attention eager"):
+        attend(**{name: value})
+
+
+def test_packed_attention_takes_what_changes_nothing() -> None:
+    """Features that are off, and a window as long as the sequences."""
+    attention_module.register(per_document)
+    off = {"dropout": 0.0, "softcap": None, "s_aux": None, "use_cache": False, "is_causal": None}
+    assert attend(**off, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
+    attention_module.register(per_document, longest=32)
+    attend(sliding_window=32)
+    with pytest.raises(ValueError, match="have no sliding_window"):
+        attend(sliding_window=16)
+
+
+def test_a_window_is_refused_before_any_training(
+    chats: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sequences may be longer than Mistral's, whatever the first of them is."""
+    script = llama_as("Mistral", sliding_window=63)
+    monkeypatch.setattr(attention_module, "varlen_kernel", lambda *_: per_document)
+    with pytest.raises(ValueError, match="have no sliding_window, for which MistralAttention asks"):
+        prepare(script, chats, device, "--attention", "varlen", "--precision", "bf16")
+
+
+def formula(config: transformers.PretrainedConfig, length: float) -> float:
+    """FLOP of a token, from the fields of a GPT-2's or a Llama's config."""
+    if config.model_type == "gpt2":
+        width, layers, heads = config.n_embd, config.n_layer, config.n_embd
+        weights = 12 * layers * width**2
+    else:
+        width, layers = config.hidden_size, config.num_hidden_layers
+        heads = config.head_dim * config.num_attention_heads
+        attention = 2 * width * (heads + config.head_dim * config.num_key_value_heads)
+        weights = layers * (attention + 3 * width * config.intermediate_size)
+    return 6 * (weights + config.vocab_size * width) + 12 * layers * heads * length
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-2-7b", "llama-2-70b", "tiny-gpt2", "gpt2"])
+def test_flops_are_those_of_the_formula(name: str) -> None:
+    """6 N + 12 L d T, exactly, with the tied head of GPT-2 and the grouped queries of 70B."""
+    config = memory_estimator.load_config(name)
+    scripts = {"gpt2": gpt2_fsdp.GPT2LMHeadModel, "llama": llama_fsdp.LlamaForCausalLM}
+    with torch.device("meta"):
+        model = scripts[config.model_type](config)
+    assert flops_per_token(model, 377.3) == formula(config, 377.3)
+
+
+def test_speed_reads_no_config(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So not the fields that these three lack."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    models = (
+        transformers.Qwen2Config(num_key_value_heads=2, intermediate_size=48, **shape),
+        transformers.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, **shape),
+        transformers.GPTNeoXConfig(intermediate_size=48, **shape),
+    )
+    for config in models:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        products = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+        flops = 6 * sum(weight.numel() for weight in products) + 12 * 3 * 32 * 100
+        state = SimpleNamespace(device=torch.device("cuda"))
+        state.flops_per_token = flops_per_token(model, 100)
+        rates = speed(state, 8, 0.5)
+        assert rates["tflops_per_gpu"] == pytest.approx(16 * flops / 1e12, rel=1e-12)
+        assert rates["mfu"] == rates["tflops_per_gpu"] / 312
+
+
+def test_a_copy_for_qwen_2_counts_its_flops(chats: Path, device: torch.device) -> None:
+    """As it is wrapped, with the mean length of its documents."""
+    script = llama_as("Qwen2")
+    args = script.parse_args(FLAGS + ["--dataset", str(chats)])
+    state, _, loader, _ = script.prepare(args, device, None)
+    model = state.model.module
+    shapes = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)]
+    expected = 6 * sum(shapes) + 12 * 4 * 128 * loader.dataset.span
+    assert state.flops_per_token == pytest.approx(expected, rel=1e-12)
+
+
+def test_all_block_classes_of_a_model(device: torch.device) -> None:
+    """BART's encoder and decoder layers are units, recomputed and compiled."""
+    blocks = (BartEncoderLayer, BartDecoderLayer)
+    shape = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "vocab_size": 64}
+    shape |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0}
+    shape |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(**shape, max_position_embeddings=32)
+    ids = torch.arange(3, 19).reshape(2, 8)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = transformers.BartForConditionalGeneration(config)
+        model = FSDP(
+            model,
+            auto_wrap_policy=policies.wrap_policy(blocks),
+            device_id=device,
+            use_orig_params=True,
+        )
+        assert sum(isinstance(m, FSDP) for m in model.modules()) == 2 + 3 + 1
+        if recompute:
+            policies.checkpoint_activations(model, blocks)
+        wrapped = [m for m in model.modules() if isinstance(m, CheckpointWrapper)]
+        assert len(wrapped) == 5 * recompute
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert gradients[0].norm() > 0 and torch.equal(*gradients)
+    policies.compile_blocks(model, blocks)
+    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
+    assert len(compiled) == 5 and all(isinstance(m, blocks) for m in compiled)
