@@ -232,7 +232,7 @@ def materialize(model: nn.Module, init: Init | None) -> None:
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """A directory's tokenizer; raises ValueError if there is none, or it knows too many tokens."""
+    """A directory's tokenizer; raises ValueError if there is none that serves this vocabulary."""
     names = ("tokenizer*", "vocab.*", "*.model", "*.spm")
     if not any(list(directory.glob(name)) for name in names):
         raise ValueError(f"{directory} has no tokenizer, such as tokenizer.json")
@@ -240,6 +240,12 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"the tokenizer in {directory} has {len(tokenizer)} tokens, the model only {vocab_size}"
+        )
+    # Some types of models have a class that Transformers takes whatever the directory says.
+    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+        raise ValueError(
+            f"the tokenizer in {directory} makes no tokens of a text: Transformers reads it as "
+            f"{type(tokenizer).__name__}, so save one of that class there, with its tokenizer.json"
         )
     return tokenizer
 

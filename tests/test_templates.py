@@ -251,9 +251,9 @@ def test_changes(name: str, tmp_path: Path) -> None:
 
 def byte_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Bytes as tokens, padding 0 and EOS 1."""
-    if name != "mistral":
+    if CASES[name][0] != "llama_fsdp":
         return ByT5Tokenizer()
-    # Transformers reads Mistral's tokenizer from a tokenizer.json only, which ByT5 does not have.
+    # For some of these models Transformers reads no tokenizer but from a tokenizer.json.
     tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -268,7 +268,7 @@ def directory(name: str, tmp_path: Path) -> Path:
     tokenizer = byte_tokenizer(name)
     model_class = CASES[name][2]
     config = model_class.config_class(
-        vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **SHAPES[name]
+        vocab_size=384, bos_token_id=None, eos_token_id=1, **SHAPES[name]
     )
     model = model_class(config)
     with torch.no_grad():
@@ -282,17 +282,45 @@ def directory(name: str, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_load(name: str, directory: Path, alone: None, tmp_path: Path) -> None:
-    """From its files the copy's class has the tensors that Transformers' own has."""
+    """From its files the copy has the tensors that Transformers has, and the tokens."""
     script, changes, model_class = CASES[name]
     (tmp_path / "copy").mkdir()
     copy = import_copy(copy_script(script, changes, name, tmp_path / "copy"))
     flags = ["--dataset", "docstrings", "--model-name", str(directory), *SHORT[script]]
-    model, _, init = copy.load_model(copy.parse_args(flags), torch.device("cpu"), pretrained=True)
+    model, tokenizer, init = copy.load_model(
+        copy.parse_args(flags), torch.device("cpu"), pretrained=True
+    )
     hf_weights.materialize(model, init)
     own = model_class.from_pretrained(directory).state_dict()
     assert model.state_dict().keys() == own.keys()
     for key, tensor in model.state_dict().items():
         assert torch.equal(tensor, own[key]), key
+    ids = tokenizer("Ab ü\n", add_special_tokens=False).input_ids
+    assert len(ids) == 6 and tokenizer.decode(ids) == "Ab ü\n" and tokenizer.eos_token_id == 1
+
+
+@pytest.mark.parametrize("name", ["bart"])
+def test_texts_longer_than_the_model(
+    name: str, directory: Path, alone: None, tmp_path: Path
+) -> None:
+    """BART counts its positions, as T5 does not: the flag is named."""
+    (tmp_path / "copy").mkdir()
+    copy = import_copy(copy_script("T5_training", BART, "bart", tmp_path / "copy"))
+    flags = ["--dataset", "docstrings", "--model-name", str(directory), *SHORT["T5_training"]]
+    for flag in ("--source-length", "--target-length"):
+        args = copy.parse_args([*flags, flag, "129"])
+        with pytest.raises(ValueError, match=f"{flag} 129 is above the model's 128 positions"):
+            copy.load_model(args, torch.device("cpu"), pretrained=True)
+
+
+@pytest.mark.parametrize("name", ["qwen2"])
+def test_a_tokenizer_of_another_class(name: str, directory: Path, tmp_path: Path) -> None:
+    """Transformers takes Qwen 2's whatever the directory holds, which may leave it empty."""
+    path = tmp_path / "other"
+    ByT5Tokenizer().save_pretrained(path)
+    shutil.copy(directory / "config.json", path)
+    with pytest.raises(ValueError, match="makes no tokens of a text"):
+        hf_weights.load_tokenizer(path, vocab_size=384)
 
 
 @pytest.fixture
