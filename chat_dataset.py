@@ -5,7 +5,7 @@ Copy this file along with llama_fsdp.py and the folder runtime/.
 
 import hashlib
 import random
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
 from functools import partial
@@ -30,7 +30,7 @@ EXAMPLE = [{"input_ids": range(17), "labels": range(17)}] * 2  # a pack of two d
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
-    add, switch = parser.add_argument_group("data").add_argument, BooleanOptionalAction
+    add = parser.add_argument_group("data").add_argument
     add("--dataset", action="append", help="docstrings (built in, used if none is given), a JSONL, "
         "JSON, Parquet or CSV file, or a hub id; may be given several times")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
@@ -38,8 +38,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--val-split", default="validation", help="the training split again: hold out 5%% of it")
     add("--text-column", default="content", help="column of plain documents")
     add("--max-seq-length", type=int, default=2048, help="tokens in a sequence; the rest is cut")
-    add("--packing", action=switch, default=True, help="fill sequences with several documents")
-    add("--train-on-prompt", action=switch, default=False, help="train on all turns of a chat")
+    add("--packing", **arguments.ON, help="fill sequences with several documents")
+    add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat")
     add("--num-train-samples", type=int, default=0, help="documents per data set (0: all)")
     add("--num-val-samples", type=int, default=0, help="the same for validation")
 
@@ -53,8 +53,9 @@ def check_arguments(args: Namespace) -> list[str]:
 def find_kind(name: str, columns: list[str], text_column: str) -> str:
     """What the rows of data set `name` hold: messages, prompt or text; ValueError if none."""
     known = {"messages": {"messages"}, "prompt": {"prompt", "completion"}, "text": {text_column}}
-    for found in (kind for kind, needed in known.items() if needed <= set(columns)):
-        return found
+    for kind, needed in known.items():
+        if needed <= set(columns):
+            return kind
     raise ValueError(f"{name} has columns {', '.join(columns)}: it needs messages, prompt and "
                      f"completion, or --text-column {text_column}")  # fmt: skip
 
@@ -66,10 +67,11 @@ def messages(row: dict, kind: str) -> list[dict[str, str]]:
     chat = turns if kind == "prompt" else row["messages"]
     if not chat or not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
         raise ValueError("messages is empty or not a list of {role, content}")
-    for role, content in ((turn.get("role"), turn.get("content")) for turn in chat):
+    for turn in chat:
+        role = turn.get("role")
         if role not in ROLES:
             raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
+        if not isinstance(turn.get("content"), str):
             raise ValueError(f"the {role}'s turn is empty or not text")
     if all(turn["role"] != "assistant" for turn in chat):
         raise ValueError("no turn is the assistant's, so there is nothing to learn")
@@ -77,27 +79,44 @@ def messages(row: dict, kind: str) -> list[dict[str, str]]:
 
 
 def encode(chat: list[dict], tokenizer: Tokenizer, train_on_prompt: bool) -> tuple[list, list]:
-    """Token ids, and labels: the id of a target, else -100. Targets are the assistant's turns from
-    after the header through the end marker, or all; never the first token. A last turn without EOS
-    gets it. ValueError if a template alters earlier turns, TemplateError if it refuses the chat."""
+    """Token ids of a chat, and labels: the id of a target, else -100; never the first token.
+
+    Targets are the assistant's turns, from after the header through the end marker, or all tokens.
+    A last turn without EOS gets it. Raises ValueError if a template alters earlier turns,
+    TemplateError if it refuses the chat.
+    """
     template = None if tokenizer.chat_template else TEMPLATE
     render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
-    text, borders = render(chat).rstrip(), []  # a line break after the end marker is nobody's
+    text = render(chat).rstrip()  # a line break after the end marker is nobody's
     spoken = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
-    for i in [] if train_on_prompt else spoken:
-        start = render(chat[:i], add_generation_prompt=True) if i else ""
-        end = render(chat[: i + 1]).rstrip()
-        if not (text.startswith(start) and text.startswith(end)):
-            raise ValueError("the chat template renders a turn differently when others follow")
-        borders += start or render([chat[0] | {"content": ""}]), end  # no chat yet: find the header
-    ids, *parts = tokenizer([text, *borders], add_special_tokens=False, verbose=False)["input_ids"]
+    beginnings = []  # of the text: up to where an answer starts, up to where it ends, and so on
+    if not train_on_prompt:
+        for i in spoken:
+            start = render(chat[:i], add_generation_prompt=True) if i else ""
+            end = render(chat[: i + 1]).rstrip()
+            if not (text.startswith(start) and text.startswith(end)):
+                raise ValueError("the chat template renders a turn differently when others follow")
+            # Without a turn before the first one, the header is that of an empty answer.
+            beginnings += [start or render([chat[0] | {"content": ""}]), end]
+    encoded = tokenizer([text, *beginnings], add_special_tokens=False, verbose=False)["input_ids"]
+    ids = encoded[0]
     labels = list(ids) if train_on_prompt else [-100] * len(ids)
-    places = [next((k for k, x in enumerate(p) if ids[k : k + 1] != [x]), len(p)) for p in parts]
-    for start, end in zip(places[::2], places[1::2], strict=True):  # tokens may merge across these
+    # Tokens may merge across the borders, so these are where the tokens differ first.
+    borders = [common_length(ids, other) for other in encoded[1:]]
+    for start, end in zip(borders[::2], borders[1::2], strict=True):
         labels[start:end] = ids[start:end]
     if spoken[-1] == len(chat) - 1 and ids[-1] != tokenizer.eos_token_id:
-        ids, labels = [*ids, tokenizer.eos_token_id], [*labels, tokenizer.eos_token_id]
+        ids = [*ids, tokenizer.eos_token_id]
+        labels = [*labels, tokenizer.eos_token_id]
     return ids, [-100, *labels[1:]]
+
+
+def common_length(ids: list[int], other: list[int]) -> int:
+    """How many tokens of `other` are the first ones of `ids`."""
+    for place, token in enumerate(other):
+        if ids[place : place + 1] != [token]:
+            return place
+    return len(other)
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
@@ -105,7 +124,8 @@ def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the document is empty or not text")
     ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
-    ids += [tokenizer.eos_token_id] * (ids[-1] != tokenizer.eos_token_id)
+    if ids[-1] != tokenizer.eos_token_id:
+        ids.append(tokenizer.eos_token_id)
     return ids, [-100, *ids[1:]]
 
 
@@ -114,7 +134,8 @@ def encoder(name: str, kind: str, tokenizer: Tokenizer, args: Namespace) -> abc.
     tokens, how many are `cut`, and a `key` from all before the first answer; raises ValueError."""
 
     def encode_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        found, length = [], args.max_seq_length + 1
+        found = []
+        length = args.max_seq_length + 1
         for index, *values in zip(indices, *batch.values(), strict=True):
             row = dict(zip(batch, values, strict=True))
             try:
@@ -219,9 +240,13 @@ def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
-    """Indices of `lengths` in packs of `capacity`, or alone above it; each takes the longest that
-    fits. A draw among equals changes no sum: the number of packs, so of steps, is a constant."""
-    packs, by_length = [], defaultdict(list)
+    """Indices of `lengths` in packs of `capacity`, or alone above it.
+
+    Each pack takes the longest that fits, until none does. Which one of equal length is a draw.
+    That changes no sum, so the number of packs, and of steps, is the same in every epoch.
+    """
+    packs: list[list[int]] = []
+    by_length = defaultdict(list)
     for i in torch.randperm(len(lengths), generator=generator).tolist():
         by_length[lengths[i]].append(i)
     left = sorted(by_length)
@@ -238,8 +263,12 @@ def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) 
 
 
 class Packs(torch.utils.data.Dataset):
-    """`documents` as packs, planned anew in each epoch. n tokens take n - 1 of all the
-    `positions`, which are the share `fill` of the room; `span` is the mean of n - 1 over them."""
+    """`documents` as packs, planned anew in each epoch.
+
+    A document of n tokens takes n - 1 positions, for the last one has nothing to predict.
+    `positions` is their sum, `fill` its share of the room in all packs, and `span` the mean over
+    positions of their document's length.
+    """
 
     def __init__(self, documents: Dataset, args: Namespace):
         self.documents = documents
@@ -273,15 +302,22 @@ class Packs(torch.utils.data.Dataset):
 
 def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor]:
     """Packs as rows, padded with 0 to a multiple of 8; without samples one row, all padding.
+
     int64 [batch, length]: `input_ids`; `labels`, which follow them, or -100; `position_ids`, from 0
     in each document, 0 in padding. int32 `cu_seq_lens`: 0 and the ends, in the flattened batch, of
-    the documents and of each row's padding. int64 `tokens` []: positions that are not padding."""
-    rows, parts = samples or [[]], []
+    the documents and of each row's padding. int64 `tokens` []: positions that are not padding.
+    """
+    rows = samples or [[]]
     used = [sum(len(document["labels"]) - 1 for document in row) for row in rows]
     width = max(8, -(-max(used) // 8) * 8)
-    for row, rest in zip(rows, (width - n for n in used), strict=True):
-        parts += [(d["input_ids"][:-1], d["labels"][1:], range(len(d["labels"]) - 1)) for d in row]
-        parts += [([0] * rest, [-100] * rest, [0] * rest)] if rest else []
+    parts = []  # of the flattened batch: ids, labels and positions of a document, or of padding
+    for row, length in zip(rows, used, strict=True):
+        for document in row:
+            ids = document["input_ids"][:-1]
+            parts.append((ids, document["labels"][1:], range(len(ids))))
+        padding = width - length
+        if padding:
+            parts.append(([0] * padding, [-100] * padding, [0] * padding))
     columns = (torch.cat([*map(torch.tensor, x)]).view(-1, width) for x in zip(*parts, strict=True))
     batch = dict(zip(("input_ids", "labels", "position_ids"), columns, strict=True))
     batch["cu_seq_lens"] = torch.tensor([0, *(len(part[0]) for part in parts)]).cumsum(0).int()

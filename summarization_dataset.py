@@ -141,10 +141,12 @@ def load_summarization(
 
 def open_sources(args: argparse.Namespace) -> list[Source]:
     """Open what `--dataset` names: one source to be split, or a hub data set's two splits."""
-    path, columns = local_path(args), (args.source_column, args.target_column)
+    path = local_path(args)
+    columns = (args.source_column, args.target_column)
     if args.dataset == "docstrings":
-        rows, columns = readers.docstring_rows(), ("text", "headline", "module")
+        columns = ("text", "headline", "module")
         percent = {"train": 85, "validation": 15}
+        rows = readers.docstring_rows()
         return [Source("docstrings", rows, columns, percent, "a hash of the module")]
     if args.dataset == "wikihow":
         columns += ("title",)
@@ -154,7 +156,9 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
         percent = {"train": 98, "validation": 1, "test": 1}
         rule = "a hash of the title" if titles is None else f"the title lists in {path.parent}/"
         return [Source(str(path), rows, columns, percent, rule, titles, wikihow=True)]
-    name, train, val = str(path or args.dataset), args.train_split, args.val_split
+    name = str(path or args.dataset)
+    train = args.train_split
+    val = args.val_split
     if path:
         parts = {train: readers.read_file(path)}
         check_columns(name, parts[train], columns)
@@ -207,7 +211,9 @@ def title_key(title: str) -> str:
 
 def prepare(source: Source) -> Dataset:
     """Clean all rows; `place` is the split of a row, or in words why it is dropped."""
-    columns, titles, wikihow = source.columns, source.titles, source.wikihow
+    columns = source.columns
+    titles = source.titles
+    wikihow = source.wikihow
     bounds = list(zip(accumulate(source.percent.values()), source.percent, strict=True))
 
     def clean(text: str, summary: str, key: str) -> tuple[str, str, int, str]:
@@ -223,7 +229,8 @@ def prepare(source: Source) -> Dataset:
             return "", "", 0, "with a title in none of the lists"
         split = titles[key] if titles else next(s for n, s in bounds if number % 100 < n)
         if wikihow:
-            text, summary = re.sub(r"\.+[\r\n]+,", ".\n", text), summary.replace(".,", ".")
+            text = re.sub(r"\.+[\r\n]+,", ".\n", text)
+            summary = summary.replace(".,", ".")
         text, summary = (re.sub(r"\s*[\r\n]\s*", " ", part) for part in (text, summary))
         return text, summary, number, split
 
@@ -239,7 +246,9 @@ def prepare(source: Source) -> Dataset:
 
 def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list[str]:
     """Return where each row goes, after a report; ValueError if not every split gets a row."""
-    name, splits, places = source.name, list(source.percent), rows["place"][:]
+    name = source.name
+    splits = list(source.percent)
+    places = rows["place"][:]
     counts = Counter(places)
     dropped = ", ".join(f"{n:,} {why}" for why, n in counts.items() if why not in splits)
     report(f"{name}: {len(places):,} rows, dropped: {dropped or 'none'}")
@@ -268,7 +277,8 @@ def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list
 
 def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Tokenise prepared rows into columns input_ids, labels, and length, of input_ids."""
-    eos, prefix = tokenizer.eos_token_id, args.source_prefix
+    eos = tokenizer.eos_token_id
+    prefix = args.source_prefix
     lengths = args.source_length, args.target_length
 
     def closed(ids: list[int], length: int) -> list[int]:

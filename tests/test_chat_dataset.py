@@ -320,19 +320,17 @@ def test_packs_of_real_chats_are_full(length: int, seed_tasks: list[dict]) -> No
 
 def test_packs_depend_on_seed_and_epoch(small: Dataset) -> None:
     """Their number does not."""
-    sampler = Namespace(epoch=0)
 
     def packs(seed: int, epoch: int) -> list[list[dict]]:
         found = chat_dataset.Packs(small, arguments(max_seq_length=64, seed=seed))
-        sampler.epoch, found.sampler = epoch, sampler
+        found.set_epoch(epoch)
         return list(found)
 
     first = packs(0, 0)
     assert list(chat_dataset.Packs(small, arguments(max_seq_length=64))) == first == packs(0, 0)
     again = chat_dataset.Packs(small, arguments(max_seq_length=64))
-    again.sampler, sampler.epoch = sampler, 0
-    for epoch in (0, 1, 0):  # goes with the sampler, forth and back
-        sampler.epoch = epoch
+    for epoch in (0, 1, 0):  # forth and back
+        again.set_epoch(epoch)
         assert (list(again) == first) == (epoch == 0)
     for other in packs(0, 1), packs(1, 0):
         assert other != first
