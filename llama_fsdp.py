@@ -231,14 +231,18 @@ def load_model(
     return model, tokenizer, hf_weights.streamed_init(model, source, device)
 
 
+def units(model: nn.Module) -> policies.Classes:
+    """The classes of its FSDP units: tied, the embeddings and the head stay in the root."""
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        return BLOCKS
+    return (*BLOCKS, nn.Embedding, LossHead)
+
+
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: hf_weights.Init | None
 ) -> nn.Module:
     """The model under FSDP, or DDP, on `device` with fp32 weights; all ranks."""
-    policy = policies.wrap_policy(BLOCKS)
-    # Tied, both stay in the root.
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        policy = policies.wrap_policy((*BLOCKS, nn.Embedding, LossHead))
+    policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":

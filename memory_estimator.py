@@ -3,31 +3,37 @@
     python memory_estimator.py --model-name meta-llama/Llama-2-70b-hf --nodes 2
     python memory_estimator.py --model-name gpt2-xl --gpus-per-node 2 --gpu-memory-gb 24 --all
     python memory_estimator.py --model-name DIRECTORY --json         # or a config.json, or a hub id
+    python memory_estimator.py --model-name DIRECTORY --script my_script.py  # a copy of one of ours
 
 Nothing is allocated and no weights are read: the model is built on meta, cut into FSDP units by the
 scripts' policy, and run forward once on meta, to see what autograd keeps. A GB is 10^9 bytes. The
 formulas and their sources stand with `read_model`, `forward_pass`, `memory` and `traffic`.
 
-On each GPU `units` is what is whole for a while, `total` the peak. In each node `train` and `load`
-are CPU memory, `load whole` if every rank reads the whole model. In a step, GB that a GPU and a
-node send, and the seconds that this takes in a node and between nodes, and the FLOPs, at least.
+`fits` compares the largest of three peaks, of training, of a save and of a resume, with the memory
+of a GPU less --reserve-gb. That stands for what is not counted: the CUDA context, NCCL's buffers,
+what kernels use while they run, and what the allocator reserves beyond what is active. The latter
+can be far more: 32.14 GiB were reserved where 23.58 were active (torchtitan's issue 165); with
+PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is less. Not counted on the CPU: the processes
+themselves, and files in the page cache. Saves are sharded ones: for --checkpoint-type full rank 0
+holds 12 bytes per parameter of the model twice, and --async-save holds the copies once more.
 
-Not counted: the CUDA context, NCCL's buffers and fragmentation (--reserve-gb stands for them), what
-kernels use while they run, the processes themselves on the CPU. DDP is shown with the activations
-of FSDP; autocast keeps 5% (GPT-2, T5) to 22% (Llama) more, as residuals and norms stay in fp32.
+DDP is shown with the activations of FSDP; autocast keeps 5% (GPT-2, T5) to 22% (Llama) more, as
+residuals and norms stay in fp32.
 """
 
 import bisect
 import functools
 import importlib
+import importlib.util
 import itertools
 import json
 import math
 import sys
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import BooleanOptionalAction, Namespace
 from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -38,13 +44,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
 import policies
-from runtime import arguments, ranks
+from runtime import arguments, hf_weights, ranks
 
-FAMILIES = {  # script, its class of the model, its default length in tokens
-    "llama": ("llama_fsdp", "LlamaForCausalLM", 2048),
-    "gpt2": ("gpt2_fsdp", "GPT2LMHeadModel", 1024),
-    "t5": ("T5_training", "T5ForConditionalGeneration", 512),
-}
+SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
+LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
+OTHER_LENGTH = 1024
 LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
 FLAN = functools.partial(T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 LLAMA_KEYS = "hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -86,23 +90,49 @@ MODES = [("ddp", False), *SHARDED]  # strategy, with CPU offload?
 TERMS = ("parameter", "gradient", "optimizer", "unsharded", "activation", "logit")
 MOST_NODES = 4096
 SAID = {"True": "yes", "False": "no", "None": "none"}
-MEMORY = {"params": "parameter_bytes", "grads": "gradient_bytes", "optim.": "optimizer_bytes",
-          "units": "unsharded_bytes", "activ.": "activation_bytes", "logits": "logit_bytes",
-          "total": "total_bytes", "fits": "fits", "least nodes": "smallest_nodes"}  # fmt: skip
-TRAFFIC = {"train": "cpu_bytes_per_node", "load": "load_cpu_bytes_per_node",
-           "load whole": "load_cpu_bytes_per_node_whole", "GPU sends": "sent_bytes_per_gpu",
-           "node sends": "sent_bytes_per_node", "in node": "intranode_seconds",
-           "between": "internode_seconds", "FLOPs": "compute_seconds",
-           "bound by": "bound_by"}  # fmt: skip
+TABLES = {  # title: columns, and the key of an estimate that each shows
+    "GB on each GPU in training": {
+        "params": "parameter_bytes",
+        "grads": "gradient_bytes",
+        "optim.": "optimizer_bytes",
+        "units": "unsharded_bytes",
+        "activ.": "activation_bytes",
+        "logits": "logit_bytes",
+        "peak": "total_bytes",
+    },
+    "GB on each GPU, peaks": {
+        "training": "total_bytes",
+        "save": "save_bytes",
+        "resume": "resume_bytes",
+        "fits": "fits",
+        "least nodes": "smallest_nodes",
+    },
+    "GB of CPU memory in each node": {
+        "load": "load_cpu_bytes_per_node",
+        "load whole": "load_cpu_bytes_per_node_whole",
+        "training": "cpu_bytes_per_node",
+        "save": "save_cpu_bytes_per_node",
+        "resume": "resume_cpu_bytes_per_node",
+    },
+    "GB sent in a step": {"by a GPU": "sent_bytes_per_gpu", "by a node": "sent_bytes_per_node"},
+    "seconds of a step, at least": {
+        "in node": "intranode_seconds",
+        "between": "internode_seconds",
+        "FLOPs": "compute_seconds",
+        "bound by": "bound_by",
+    },
+}
+LEGEND = """units: what is whole for a while; peak: activations and gradients do not peak together.
+load whole: if every rank read the whole model. in node, between: what is sent, at full speed."""
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once."""
-    parser = ArgumentParser(description=__doc__, formatter_class=arguments.HelpFormatter)
-    parser.error = ranks.exit_with
+    parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help="hub id, directory, config.json, "
         f"or one of {', '.join(BUILT_IN)}")  # fmt: skip
+    add("--script", help="the script that trains it, a copy of one of ours (default: ours)")
     add("--batch-size", type=int, default=1, help="sequences per GPU and micro-batch")
     add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
     add("--seq-length", type=int, default=0, help="tokens, of T5's source (0: as the script)")
@@ -122,18 +152,19 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--internode-gbps", type=float, default=1600.0, help="Gbit/s a node sends to others")
     add("--peak-tflops", type=float, default=312.0, help="TFLOP/s of a GPU at this precision")
     add = parser.add_argument_group("output").add_argument
-    switch = {"action": BooleanOptionalAction, "default": False}
-    add("--all", **switch, help="with and without activation checkpointing, and every optimizer")
-    add("--json", **switch, help="all of these as a JSON object, in bytes and seconds")
+    add("--all", **arguments.OFF, help="with and without activation checkpointing, and every "
+        "optimizer")  # fmt: skip
+    add("--json", **arguments.OFF, help="all of these as a JSON object, in bytes and seconds")
     args = parser.parse_args(argv)
-    problems = []
-    for low, names in (
-        (0, "seq_length reserve_gb"),
-        (1, "batch_size gradient_accumulation_steps target_length nodes gpus_per_node"),
-        (0.001, "gpu_memory_gb intranode_gbps internode_gbps peak_tflops"),
-    ):
-        for name in (name for name in names.split() if not getattr(args, name) >= low):
-            problems.append(f"--{name.replace('_', '-')} must be at least {low}")
+    at_least_one = ("batch_size", "gradient_accumulation_steps", "target_length")
+    at_least_one += ("nodes", "gpus_per_node")
+    above_zero = ("gpu_memory_gb", "intranode_gbps", "internode_gbps", "peak_tflops")
+    limits = {
+        **dict.fromkeys(("seq_length", "reserve_gb"), (0, arguments.ANY)),
+        **dict.fromkeys(at_least_one, (1, arguments.ANY)),
+        **dict.fromkeys(above_zero, (arguments.TINY, arguments.ANY)),
+    }
+    problems = arguments.out_of_range(args, limits)
     if problems:
         parser.error("; ".join(problems))
     return args
@@ -142,7 +173,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 def load_config(name: str) -> transformers.PretrainedConfig:
     """The configuration that `name` means: of files, a built-in size, or a model of the hub.
 
-    Raises ValueError if there is none, or it is of another architecture.
+    Raises ValueError if there is none.
     """
     size = Path(name).name.lower().removesuffix("-hf").removesuffix("-chat")
     if size in BUILT_IN and not Path(name).exists():
@@ -155,10 +186,33 @@ def load_config(name: str) -> transformers.PretrainedConfig:
             f"--model-name {name}: no config of it here or on the hub ({type(error).__name__}), "
             f"and it is no built-in size: {', '.join(BUILT_IN)}"
         ) from None
-    if config.model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ValueError(f"--model-name {name} is a {config.model_type}, not one of {known}")
     return config
+
+
+def load_script(args: Namespace, config: transformers.PretrainedConfig) -> ModuleType:
+    """The script that trains a model of this configuration: --script, or the one of ours.
+
+    Raises ValueError if there is none, or it is for models of another type.
+    """
+    if args.script is None:
+        if config.model_type not in SCRIPTS:
+            known = ", ".join(SCRIPTS)
+            raise ValueError(
+                f"--model-name {args.model_name} is a {config.model_type}, not one of {known}: "
+                "give the script that trains it as --script"
+            )
+        return importlib.import_module(SCRIPTS[config.model_type])
+    path = Path(args.script)
+    if not path.is_file():
+        raise ValueError(f"--script {path} is no file")
+    sys.path.append(str(path.parent))  # its data set module may lie beside it
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    if not (hasattr(script, "MODEL") and hasattr(script, "BLOCKS")):
+        raise ValueError(f"--script {path} has no MODEL and BLOCKS, as the scripts here have")
+    hf_weights.check_type(config, script.MODEL, args.model_name)
+    return script
 
 
 class FusedAttention(torch.autograd.Function):
@@ -211,7 +265,7 @@ class Model:
 
 
 def read_model(args: Namespace) -> Model:
-    """Look at the model that `args` names, on meta. Units are those of the script's `setup_model`.
+    """Look at the model that `args` names, on meta. Units are those of the script's `wrap_model`.
 
     The logits are held in T5_training.py for all target tokens: as computed, in fp32, and their
     log-softmax, or its gradient, in fp32. The others hold them for CHUNK tokens, in fp32, and cast
@@ -220,30 +274,30 @@ def read_model(args: Namespace) -> Model:
     Raises ValueError if there is no such model, or it is too short for the sequences.
     """
     config = load_config(args.model_name)
-    name, model_class, length = FAMILIES[config.model_type]
-    args.seq_length = args.seq_length or length
-    most = getattr(config, "max_position_embeddings", math.inf)
-    if args.seq_length > most:
-        raise ValueError(f"--seq-length {args.seq_length} is above the model's {most} positions")
+    script = load_script(args, config)
+    args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
+    arguments.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
     AttentionMaskInterface.register("estimate", lambda **_: None)
     config._attn_implementation = "estimate"
-    script = importlib.import_module(name)
     with torch.device("meta"):
-        model = getattr(script, model_class)(config)
+        model = script.MODEL(config)
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5, whose head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    classes = script.BLOCKS
-    if name == "llama_fsdp" and model.lm_head.weight is not model.model.embed_tokens.weight:
-        classes += (nn.Embedding, script.LossHead)
-    policy = policies.wrap_policy(classes)
+    units = script.BLOCKS
+    if hasattr(script, "units"):
+        units = script.units(model)
+    policy = policies.wrap_policy(units)
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
     inner = {p for module in wrapped for p in module.parameters()}
     root = tuple(p.numel() for p in model.parameters() if p not in inner)
-    compute, chunked = policies.PRECISIONS[args.precision].param_dtype, hasattr(script, "CHUNK")
-    tokens, each = args.batch_size * args.target_length, 8
+    compute = policies.PRECISIONS[args.precision].param_dtype
+    chunked = hasattr(script, "CHUNK")
+    tokens = args.batch_size * args.target_length
+    each = 8
     if chunked:
-        tokens, each = min(args.batch_size * args.seq_length, script.CHUNK), 4
+        tokens = min(args.batch_size * args.seq_length, script.CHUNK)
+        each = 4
     return Model(
         units=[root, *(tuple(p.numel() for p in m.parameters()) for m in wrapped)],
         checkpointing=getattr(script, "RECIPE", {}).get("activation_checkpointing", False),
@@ -343,6 +397,11 @@ def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list
     return shards, sum(mine for _, mine in flat), [whole for whole, _ in flat]
 
 
+def power_of_two(size: int) -> int:
+    """The least power of two that is not below `size`; 0 of 0."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 def memory(
     model: Model, args: Namespace, strategy: str, offload: bool, checkpointing: bool, optimizer: str
 ) -> dict[str, int]:
@@ -360,14 +419,35 @@ def memory(
 
     Activations go while gradients come: the peak has the larger of the two, and both if gradients
     are accumulated; what a block keeps when it is recomputed, and the logits, it has in full.
+
+    Saves and resumes are as runtime/checkpoints.py makes them with torch 2.13, counted on a
+    simulated device. At a save the last gradients are still there, and FSDP gathers a unit at a
+    time in fp32; the copies, of weights and moments, go to the host. A resume loads the weights,
+    then makes moments, for which it needs gradients. With offload it puts the loaded moments
+    together on the GPU. DDP's state dict is made of the tensors themselves.
+
+    Offloaded parameters and gradients are pinned, each unit's in memory of a power of two
+    (PyTorch's CachingHostAllocator); the moments are not.
     """
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
     shards, mine, (root, *others) = layout(model, args, strategy)
     held = (root + sum(others)) // shards
     on_gpu, on_cpu = OPTIMIZERS[optimizer]
-    states, cpu = [4 * held, 4 * held, int(on_gpu * mine)], int(on_cpu * mine)
+    states = [4 * held, 4 * held, int(on_gpu * mine)]
+    cpu = int(on_cpu * mine)
+    moments = states[2] + cpu
+    unit = 4 * max([root, *others])
+    save = resume = sum(states) + unit
+    copies = 4 * held + moments
+    if strategy == "ddp":
+        save = resume = sum(states)
+        copies = 0
     if offload:
-        states, cpu = [0, 0, 0], sum(states)
+        pinned = sum(power_of_two(4 * size // shards) for size in (root, *others))
+        cpu = 2 * pinned + moments
+        states = [0, 0, 0]
+        save = unit + held
+        resume = unit + moments
     at_work = root + max((a + b for a, b in itertools.pairwise([*others, 0])), default=0)
     everything = strategy == "shard_grad_op" and shards > 1
     whole = itemsize * ((held * shards if everything else at_work) + at_work)
@@ -379,10 +459,16 @@ def memory(
     total = sum(terms) - (min(states[1], kept) if one else 0)
     sizes = {f"{term}_bytes": size for term, size in zip(TERMS, terms, strict=True)}
     streamed = 4 * max(map(max, model.units)) + offload * args.gpus_per_node * 4 * held
+    peak = max(total, save, resume)
     return sizes | {
         "total_bytes": total,
-        "fits": total <= (args.gpu_memory_gb - args.reserve_gb) * 1e9,
+        "save_bytes": save,
+        "resume_bytes": resume,
+        "peak_bytes": peak,
+        "fits": peak <= (args.gpu_memory_gb - args.reserve_gb) * 1e9,
         "cpu_bytes_per_node": args.gpus_per_node * cpu,
+        "save_cpu_bytes_per_node": args.gpus_per_node * (cpu + copies),
+        "resume_cpu_bytes_per_node": args.gpus_per_node * (cpu + min(copies, moments)),
         "load_cpu_bytes_per_node": streamed,  # a tensor at a time, and the shards that stay there
         "load_cpu_bytes_per_node_whole": args.gpus_per_node * 4 * sum(map(sum, model.units)),
     }
@@ -488,12 +574,17 @@ def main(argv: list[str] | None = None) -> None:
             f"units; {args.nodes} x {args.gpus_per_node} GPUs of {args.gpu_memory_gb:g} GB; "
             f"{args.precision}, {args.batch_size} x {args.seq_length} tokens per GPU"
         )
-        print_table("\nGB on each GPU", rows, MEMORY)
-        print_table("\nGB in CPU memory, sent, seconds", rows, TRAFFIC)
+        for title, columns in TABLES.items():
+            print_table(f"\n{title}", rows, columns)
+        share = 100 * args.reserve_gb / args.gpu_memory_gb
+        print(
+            f"\n{LEGEND}\nfits: --reserve-gb {args.reserve_gb:g} ({share:.1f}% of a GPU) is left "
+            "to what is not counted, see --help."
+        )
     if not any(row["smallest_nodes"] for row in rows):
         args.nodes = MOST_NODES
         most = [estimate(model, args, *choice) for choice in chosen]
-        best = min(most, key=lambda row: row["total_bytes"])
+        best = min(most, key=lambda row: row["peak_bytes"])
         term = max(TERMS, key=lambda term: best[f"{term}_bytes"])
         ranks.exit_with(
             f"{args.model_name} fits {args.gpu_memory_gb:g} GB on no number of nodes: on "

@@ -50,8 +50,9 @@ def worker(script_name: str, flags: list[str]) -> None:
 def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bool) -> list[str]:
     """The cells of one row."""
     config = memory_estimator.load_config(name)
-    script, _, _, length = memory_estimator.FAMILIES[config.model_type]
-    length, gpu = options.seq_length or length, torch.cuda.is_available()
+    script = memory_estimator.SCRIPTS[config.model_type]
+    length = options.seq_length or memory_estimator.LENGTHS[config.model_type]
+    gpu = torch.cuda.is_available()
     switch = f"--{'' if recompute else 'no-'}activation-checkpointing"
     common = ["--batch-size", str(options.batch_size), switch]
     precision = "bf16" if gpu else "fp32"

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import launch
+from conftest import ROOT, launch
 
 import memory_estimator
 
@@ -17,7 +17,8 @@ GIB = 1 << 30
 STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard")
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 KEYS = {"strategy", "activation_checkpointing", "optimizer", "cpu_offload", "activation_bytes",
-        "logit_bytes", "total_bytes", "fits", *STATES}  # fmt: skip
+        "logit_bytes", "total_bytes", "save_bytes", "resume_bytes", "save_cpu_bytes_per_node",
+        "resume_cpu_bytes_per_node", "fits", *STATES}  # fmt: skip
 
 
 def estimates(*flags: object) -> list[dict]:
@@ -119,10 +120,9 @@ def test_activations_are_those_that_a_real_model_keeps(
     pass on meta counts within blocks and around them."""
     flags = ["--model-name", odd_models[script], "--precision", "fp32", "--attention", "eager"]
     flags += ["--batch-size", 2, "--seq-length", 12, "--target-length", 12]
-    model_class = memory_estimator.FAMILIES[script.split("_")[0].lower()][1]
     ours = row(estimates(*flags), "ddp")["activation_bytes"]
     module = importlib.import_module(script)
-    model = getattr(module, model_class).from_pretrained(
+    model = module.MODEL.from_pretrained(
         odd_models[script], attn_implementation="eager", dtype=torch.float32
     )
     ids = torch.arange(24).reshape(2, 12)
@@ -224,7 +224,8 @@ def test_rows_agree_with_one_another() -> None:
     assert row(two, "full_shard", **recomputed)["fits"]
     assert row(two, "hybrid_shard", **recomputed)["smallest_nodes"] is None
     plain, offload = row(two, "full_shard"), row(two, "full_shard", cpu_offload=True)
-    assert offload["cpu_bytes_per_node"] == 8 * sum(plain[name] for name in STATES)
+    held = 8 * sum(plain[name] for name in STATES)  # parameters and gradients are pinned
+    assert held < offload["cpu_bytes_per_node"] < 1.7 * held
     assert not any(offload[name] for name in STATES)
     paged = row(two, "full_shard", optimizer="paged_adamw_32bit")
     assert paged["cpu_bytes_per_node"] == 8 * plain["optimizer_bytes"]
@@ -235,6 +236,67 @@ def test_rows_agree_with_one_another() -> None:
     )
     assert accumulated["total_bytes"] == sum(terms)
     assert accumulated["sent_bytes_per_gpu"] == pytest.approx(4 * plain["sent_bytes_per_gpu"])
+
+
+def test_saves_and_resumes_count() -> None:
+    """By the bytes that were counted on a simulated device: test_state_dicts.py has them too."""
+    flags = ["--model-name", "llama-2-70b", "--nodes", 2, "--activation-checkpointing"]
+    rows = estimates(*flags)
+    recomputed = {"activation_checkpointing": True}
+    plain = row(rows, "full_shard", **recomputed)
+    held = plain["parameter_bytes"] / 4
+    unit = plain["save_bytes"] - 16 * held
+    assert 3e9 < unit < 4e9  # a block of 856M parameters in fp32
+    assert plain["save_bytes"] == plain["resume_bytes"] < plain["total_bytes"]
+    assert plain["save_cpu_bytes_per_node"] == pytest.approx(8 * 12 * held, rel=1e-3)
+    offload = row(rows, "full_shard", cpu_offload=True, **recomputed)
+    assert offload["save_bytes"] == pytest.approx(unit + held, rel=1e-3)
+    assert offload["resume_bytes"] == pytest.approx(unit + 8 * held, rel=1e-3)
+    copies = offload["save_cpu_bytes_per_node"] - offload["cpu_bytes_per_node"]
+    assert copies == pytest.approx(8 * 12 * held, rel=1e-3)
+    # A resume with offload decides here: 24 GB are enough to train, not to go on.
+    small = row(
+        estimates(*flags, "--gpu-memory-gb", 24), "full_shard", cpu_offload=True, **recomputed
+    )
+    assert small["total_bytes"] < 22e9 < small["resume_bytes"]
+    assert not small["fits"] and small["smallest_nodes"] > 2
+    ddp = row(rows, "ddp", **recomputed)
+    assert ddp["save_bytes"] == sum(ddp[name] for name in STATES)
+    assert ddp["save_cpu_bytes_per_node"] == 0
+
+
+def test_pinned_memory_is_a_power_of_two() -> None:
+    """As PyTorch's allocator of pinned memory rounds."""
+    assert [memory_estimator.power_of_two(size) for size in (0, 1, 4, 5, 4097)] == [
+        0,
+        1,
+        4,
+        8,
+        8192,
+    ]
+
+
+def test_a_script_of_ones_own(tmp_path: Path) -> None:
+    """MODEL and BLOCKS are read from a copy for another architecture."""
+    text = (ROOT / "gpt2_fsdp.py").read_text()
+    for old, new in {
+        "transformers.models.gpt2.modeling_gpt2 import GPT2Block":
+            "transformers.models.opt.modeling_opt import OPTDecoderLayer as GPT2Block",
+        "class GPT2LMHeadModel(transformers.GPT2LMHeadModel)":
+            "class GPT2LMHeadModel(transformers.OPTForCausalLM)",
+    }.items():  # fmt: skip
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "opt_fsdp.py").write_text(text)
+    shape = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.OPTConfig(word_embed_proj_dim=64, **shape)
+    config.save_pretrained(tmp_path / "model")
+    flags = ["--model-name", tmp_path / "model", "--script", tmp_path / "opt_fsdp.py"]
+    args = memory_estimator.parse_args(list(map(str, flags)))
+    model = memory_estimator.read_model(args)
+    assert len(model.units) == 1 + 3
+    whole = transformers.OPTForCausalLM(config)
+    assert sum(map(sum, model.units)) == whole.num_parameters()
 
 
 def test_traffic_of_a_large_cluster() -> None:
@@ -259,17 +321,22 @@ def test_tables(capsys: pytest.CaptureFixture) -> None:
     memory_estimator.main(command)
     printed = capsys.readouterr().out
     assert "2,849,757,184 parameters" in printed  # the model's card: 3B; the head is not tied
-    assert printed.count("full_shard + offload") == 2
-    assert printed.count("adamw, no activation checkpointing") == 2
+    assert printed.count("full_shard + offload") == len(memory_estimator.TABLES)
+    assert printed.count("adamw, no activation checkpointing") == len(memory_estimator.TABLES)
+    assert "--reserve-gb 2 (2.5% of a GPU)" in printed
     memory_estimator.main([*command, "--all"])
-    assert capsys.readouterr().out.count("paged_adamw_8bit, with activation checkpointing") == 2
+    assert capsys.readouterr().out.count("paged_adamw_8bit, with activation checkpointing") == 5
 
 
 @pytest.mark.parametrize("flags, said", [
     (["--model-name", "someone/unknown"], "flan-t5-xxl"),
-    (["--gpus-per-node", "0"], "--gpus-per-node must be at least 1"),
-    (["--nodes", "0", "--peak-tflops", "0"], "--nodes must be at least 1; --peak-tflops must be"),
-    (["--model-name", "BERT"], "is a bert, not one of llama, gpt2, t5"),
+    (["--gpus-per-node", "0"], "--gpus-per-node 0 is out of range: it must be at least 1"),
+    (["--nodes", "0", "--peak-tflops", "0"], "1; --peak-tflops 0.0 is out of range: it must be"),
+    (["--gpus", "2"], "unrecognized arguments: --gpus"),
+    (["--model-name", "BERT"], "is a bert, not one of llama, gpt2, t5: give the script"),
+    (["--model-name", "gpt2", "--script", "missing.py"], "--script missing.py is no file"),
+    (["--model-name", "gpt2", "--script", "llama_fsdp.py"], "is a gpt2, not a llama"),
+    (["--model-name", "gpt2", "--script", "policies.py"], "has no MODEL and BLOCKS"),
     (["--model-name", "BROKEN"], "no config of it"),
     (["--model-name", "gpt2", "--seq-length", "2048"], "above the model's 1024 positions"),
     (["--batch-size", "64", "--gpu-memory-gb", "16"], "the largest term is activation_bytes"),
@@ -283,6 +350,7 @@ def test_bad_input_is_one_sentence(
 ) -> None:
     """Exit code 1."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(ROOT)
     contents = {"BERT": '{"model_type": "bert"}', "BROKEN": '{"model_type": "gpt2", "n_head": "x"}'}
     for name, content in contents.items():
         (tmp_path / name).mkdir()

@@ -110,6 +110,6 @@ def test_estimates_in_the_readme() -> None:
             ("full_shard", False),
             ("full_shard", True),
         )
-        expected = [f"{found[kind]['total_bytes'] / 1e9:,.1f}" for kind in kinds]
+        expected = [f"{found[kind]['peak_bytes'] / 1e9:,.1f}" for kind in kinds]
         expected.append(str(found["full_shard", False]["smallest_nodes"]))
         assert [cell.strip() for cell in cells.split("|")] == expected
