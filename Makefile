@@ -20,9 +20,9 @@ demo: $(VENV)/ready
 	CUDA_VISIBLE_DEVICES= $(VENV)/bin/torchrun --nnodes 1 --nproc_per_node 2 T5_training.py \
 	    --model-name output/demo/model --dataset output/demo/sentences.jsonl \
 	    --source-column keywords --target-column sentence --source-prefix "" \
-	    --source-length 32 --target-length 32 --num-train-samples 0 --batch-size 32 \
-	    --max-steps 800 --lr 4e-3 --warmup-ratio 0.1 --log-every 25 --save-every 0 \
-	    --output-dir output/demo
+	    --source-length 32 --target-length 32 --num-train-samples 0 --no-group-by-length \
+	    --batch-size 32 --max-steps 800 --lr 4e-3 --warmup-ratio 0.1 --log-every 25 \
+	    --save-every 0 --output-dir output/demo
 	@$(VENV)/bin/python benchmarks/plot_runs.py output/demo --panels loss \
 	    --title "make demo: sentences restored from their keywords" \
 	    --picture output/demo/losses.png || true

@@ -68,7 +68,7 @@ def make_model(tokenizer: T5Tokenizer) -> T5ForConditionalGeneration:
         **SHAPE,
     )
     model = T5ForConditionalGeneration(config)
-    model.generation_config.update(no_repeat_ngram_size=3)
+    model.generation_config.update(no_repeat_ngram_size=2, repetition_penalty=1.2)
     return model
 
 
