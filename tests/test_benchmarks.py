@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,22 @@ def test_pictures(tmp_path: Path) -> None:
         run(f"plot_runs.py {flags} --picture {tmp_path}/x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "x.png").unlink()
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_plot_runs_says_what_is_missing(installed: bool, tmp_path: Path) -> None:
+    """In one sentence, with exit code 1: matplotlib, or the metrics of a run."""
+    expected = f"{tmp_path}/metrics.jsonl is missing: give the --output-dir of a run\n"
+    environment = dict(os.environ)
+    if installed:
+        pytest.importorskip("matplotlib", reason="needs benchmarks/requirements.txt")
+    else:
+        (tmp_path / "matplotlib.py").write_text("raise ImportError")
+        environment["PYTHONPATH"] = str(tmp_path)
+        expected = "plot_runs.py draws with matplotlib: `pip install matplotlib` first\n"
+    command = [sys.executable, ROOT / "benchmarks/plot_runs.py", tmp_path]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", expected)
 
 
 @pytest.mark.slow

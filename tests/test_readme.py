@@ -1,52 +1,108 @@
 """The commands that the README and the Makefile give, run as they stand but shorter."""
 
+import importlib.util
+import json
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, launch, metrics
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import memory_estimator
+import summarization_dataset
+import T5_training
 
 README = (ROOT / "README.md").read_text()
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
 BENCHMARKS = ("run_all", "compare_strategies")
 
 
-def test_demo_command(tmp_path: Path) -> None:
-    """`make demo` for twelve steps: the loss falls, ROUGE and three examples are printed."""
-    printed = subprocess.check_output(
-        ["make", "--no-print-directory", "-n", "-B", "demo"], cwd=ROOT, text=True
-    )
-    command = shlex.split(printed[printed.index("T5_training.py") :].replace("\\\n", " "))
-    short = ["--max-steps", "12", "--output-dir", tmp_path, "--target-length", "16"]
-    result = launch(2, *command, *short)
-    assert all(result.stdout.count(word) == 3 for word in ("source:", "reference:", "generated:"))
-    (done,) = metrics(tmp_path, "done")
-    assert {"rouge1", "rouge2", "rougeL"} <= done.keys()
-    val = [line["loss"] for line in metrics(tmp_path, "val")]
-    assert val[-1] <= 0.75 * val[0]  # 120 steps reach 0.4
-    assert str(tmp_path / "final") in result.stdout
+def run_demo(directory: Path, *changes: tuple[str, str]) -> str:
+    """What `make demo` says. It runs with this Python, in `directory`/output/demo.
+
+    `changes` are pairs of a pattern and what replaces it in the commands.
+    """
+    command = ["make", "--no-print-directory", "-n", "-B", "demo"]
+    recipe = subprocess.check_output(command, cwd=ROOT, text=True)
+    recipe = "set -e\n" + recipe[recipe.index("rm -rf") :]
+    ours = ((r"\.venv/bin", str(Path(sys.executable).parent)), ("--nnodes 1", "--standalone"))
+    for pattern, replacement in (*ours, ("output/demo", f"{directory}/output/demo"), *changes):
+        recipe, count = re.subn(pattern, replacement, recipe)
+        assert count, pattern
+    return subprocess.check_output(["bash", "-c", recipe], cwd=ROOT, text=True, timeout=3000)
 
 
-def test_readme_snippet_uses_final(t5_directory: Path, tmp_path: Path) -> None:
-    """The Python block, on a model that lies where it says."""
-    (tmp_path / "output").mkdir()
-    (tmp_path / "output/final").symlink_to(t5_directory)
+def run_snippet(directory: Path) -> str:
+    """What the README's Python block prints, where `make demo` was run."""
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    return subprocess.check_output([sys.executable, "-c", code], cwd=directory, text=True)
+
+
+def test_demo_command(tmp_path: Path) -> None:
+    """`make demo` for twelve steps: the loss falls, ROUGE and three examples are printed, a picture
+    is drawn or a sentence says why not, and the README's snippet loads the model."""
+    printed = run_demo(tmp_path, (r"--max-steps \d+", "--max-steps 12"))
+    assert all(printed.count(word) == 3 for word in ("source:", "reference:", "generated:"))
+    output = tmp_path / "output/demo"
+    (done,) = metrics(output, "done")
+    assert {"rouge1", "rouge2", "rougeL"} <= done.keys()
+    val = [line["loss"] for line in metrics(output, "val")]
+    assert val[-1] <= 0.9 * val[0]
+    assert str(output / "final") in printed
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    assert (output / "losses.png").is_file() == has_matplotlib
+    run_snippet(tmp_path)
+
+
+@pytest.mark.slow
+def test_demo_shows_something(tmp_path: Path) -> None:
+    """What the demo's model generates: words of its corpus, no three of them more than twice in a
+    text, another text for each input. So on what is printed and on unseen sentences."""
+    printed = run_demo(tmp_path)
+    assert run_snippet(tmp_path).strip()
+    shown = re.findall(r"^generated: (.*)$", printed, re.MULTILINE)
+    assert len(set(shown)) == 3
+
+    directory = tmp_path / "output/demo/final"
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForSeq2SeqLM.from_pretrained(directory)
+    file = tmp_path / "output/demo/sentences.jsonl"
+    columns = ["--source-column", "keywords", "--target-column", "sentence", "--source-prefix", ""]
+    args = T5_training.parse_args(["--dataset", str(file), *columns])
+    _, unseen = summarization_dataset.load_summarization(args, tokenizer, verbose=False)
+    texts = []
+    for ids in unseen["input_ids"][:30]:
+        output = model.generate(torch.tensor([ids]), max_new_tokens=32)
+        texts.append(tokenizer.decode(output[0], skip_special_tokens=True))
+    assert len(set(texts)) >= 27
+
+    corpus = set()
+    for line in file.read_text().splitlines():
+        corpus.update(re.findall(r"\w+", json.loads(line)["sentence"]))
+    words = re.findall(r"\w+", " ".join((*shown, *texts)))
+    assert len(words) >= 90
+    assert sum(word in corpus for word in words) >= 0.8 * len(words)
+    for text in (*shown, *texts):
+        parts = re.findall(r"\w+", text)
+        trigrams = Counter(zip(parts, parts[1:], parts[2:], strict=False))
+        assert max(trigrams.values(), default=0) <= 2, text
 
 
 @pytest.mark.parametrize("script", [f"{name}.py" for name in SCRIPTS])
 def test_readme_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None:
     """The by-hand command, cut to one step, started elsewhere and without torchrun."""
-    line = next(line for line in README.splitlines() if line.startswith(f"python {script}"))
+    start = f"OMP_NUM_THREADS=2 python {script}"
+    lines = README.replace("\\\n", " ").splitlines()
+    line = next(line for line in lines if line.startswith(start))
     short = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
-    flags = [*shlex.split(line)[2:], *short, "--output-dir", "here"]
+    flags = [*shlex.split(line)[3:], *short, "--output-dir", "here"]
     launch(0, script, *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
 
@@ -83,9 +139,10 @@ def test_every_command_is_marked_or_run_by_a_test() -> None:
     assert lines
     run = (
         "make demo",  # test_demo_command, and as test_readme_cpu_command with torchrun
-        "python3 -m venv", "pip install -r",  # make test
-        "python T5_training.py --model-name tiny", "python gpt2_fsdp.py --model-name tiny",
-        "python llama_fsdp.py --model-name tiny",  # test_readme_cpu_command
+        ". .venv/bin/activate", "pip install -r",  # make test
+        "OMP_NUM_THREADS=2 python T5_training.py --model-name tiny",
+        "OMP_NUM_THREADS=2 python gpt2_fsdp.py --model-name tiny",
+        "OMP_NUM_THREADS=2 python llama_fsdp.py --model-name tiny",  # test_readme_cpu_command
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
         "python memory_estimator.py",  # test_estimates_in_the_readme
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
