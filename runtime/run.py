@@ -521,12 +521,12 @@ class Run:
             self._bar.set_postfix(loss=f"{values['loss']:.3g}")
 
     def speed(self) -> dict[str, float]:
-        """The `speed` of the steps since the last call; peak memory, if it is tracked."""
+        """Tokens so far, the `speed` since the last call, and peak memory if it is tracked."""
         state = self.state
         values = speed(state, state.tokens - self._tokens, self._seconds)
         self._tokens = state.tokens
         self._seconds = 0.0
-        return values | self._memory()
+        return {"tokens": state.tokens} | values | self._memory()
 
     def save(self) -> None:
         """Save a checkpoint that a run can continue from."""

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import gpt2_fsdp
 import policies
-from runtime import arguments
+from runtime import arguments, ranks
 
 needs_compiler = pytest.mark.skipif(not arguments.has_cpp_compiler(), reason="no C++ compiler")
 SMALL = {  # one block in a stack
@@ -106,7 +106,7 @@ def test_no_compiler_is_one_sentence(
         said = refused(["--compile"], capsys)
         assert said.startswith("error: --compile") and "C++ compiler" in said and "CXX" in said
         gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(ranks, "device_count", lambda: 1)
         gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings", "--compile"])
 
 

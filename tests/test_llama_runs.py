@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import check_equal_weights, launch, losses, metrics, weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import chat_dataset
 import llama_fsdp
 
 RELOAD = """
@@ -67,7 +68,7 @@ def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
     assert metrics(uninterrupted, "train")[-1]["epoch"] > 0
     assert list(val[-1]["losses"]) == [flags[3], flags[5]]
     args, tokenizer = llama_fsdp.parse_args(flags), llama_fsdp.ByT5Tokenizer()
-    sets = [llama_fsdp.load_documents(args, tokenizer, name, False)[1] for name in args.dataset]
+    sets = [chat_dataset.load_documents(args, tokenizer, name, False)[1] for name in args.dataset]
     counts = [sum(x != -100 for row in rows["labels"] for x in row) for rows in sets]
     total = sum(n * x for n, x in zip(counts, val[-1]["losses"].values(), strict=True))
     assert val[-1]["loss"] == pytest.approx(total / sum(counts), rel=1e-6)
@@ -85,7 +86,7 @@ def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -
     launch(2, "llama_fsdp.py", *command, "--max-steps", "2")
     args, tokenizer = llama_fsdp.parse_args(flags), llama_fsdp.ByT5Tokenizer()
     total, count = 0.0, 0
-    for row in llama_fsdp.load_documents(args, tokenizer, args.dataset[0], False)[1]:
+    for row in chat_dataset.load_documents(args, tokenizer, args.dataset[0], False)[1]:
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
         logits = model(ids[:, :-1]).logits[0]
         total += F.cross_entropy(logits, labels[1:], reduction="sum").item()
@@ -135,7 +136,7 @@ def test_plain_transformers_finds_the_same_loss(
     """In a fresh process, from final/ alone: weights, chat template, settings for generation."""
     args = llama_fsdp.parse_args(flags)
     tokenizer = llama_fsdp.ByT5Tokenizer()
-    _, held_out = llama_fsdp.load_documents(args, tokenizer, args.dataset[1], verbose=False)
+    _, held_out = chat_dataset.load_documents(args, tokenizer, args.dataset[1], verbose=False)
     rows = []
     for ids in held_out["input_ids"]:
         text = tokenizer.decode(ids)

@@ -356,4 +356,4 @@ def test_fewer_examples_than_processes(flags: list[str], tmp_path: Path) -> None
     command = [*flags, "--num-train-samples", "1", "--output-dir", tmp_path]
     result = launch(2, "T5_training.py", *command, check=False)
     assert result.returncode != 0 and result.stderr.count("error: ") == 1
-    assert "gives 1 training examples, fewer than the 2 processes" in result.stderr
+    assert "there are 1 training samples, fewer than the 2 processes" in result.stderr
