@@ -402,6 +402,30 @@ def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
+def state_dicts(
+    strategy: str, offload: bool, states: list[int], moments: int, unit: int
+) -> tuple[int, int, int]:
+    """Bytes on each GPU at the peak of a save and of a resume, and of the save's copies on the CPU.
+
+    `states` are the shards of parameters, gradients and what the GPU has of the `moments`, `unit`
+    is the largest FSDP unit in fp32. So runtime/checkpoints.py does it with torch 2.13, counted on
+    a simulated device:
+
+    - At a save the last gradients are still there, and FSDP gathers a unit at a time in fp32; the
+      copies, of weights and moments, go to the host.
+    - A resume loads the weights, then makes moments, for which it needs gradients.
+    - With offload a save holds a unit and 1 byte per parameter on the GPU; a resume puts the loaded
+      moments together there.
+    - DDP's state dict is made of the tensors themselves.
+    """
+    if strategy == "ddp":
+        return sum(states), sum(states), 0
+    copies = states[0] + moments
+    if offload:
+        return unit + states[0] // 4, unit + moments, copies
+    return sum(states) + unit, sum(states) + unit, copies
+
+
 def memory(
     model: Model, args: Namespace, strategy: str, offload: bool, checkpointing: bool, optimizer: str
 ) -> dict[str, int]:
@@ -420,12 +444,6 @@ def memory(
     Activations go while gradients come: the peak has the larger of the two, and both if gradients
     are accumulated; what a block keeps when it is recomputed, and the logits, it has in full.
 
-    Saves and resumes are as runtime/checkpoints.py makes them with torch 2.13, counted on a
-    simulated device. At a save the last gradients are still there, and FSDP gathers a unit at a
-    time in fp32; the copies, of weights and moments, go to the host. A resume loads the weights,
-    then makes moments, for which it needs gradients. With offload it puts the loaded moments
-    together on the GPU. DDP's state dict is made of the tensors themselves.
-
     Offloaded parameters and gradients are pinned, each unit's in memory of a power of two
     (PyTorch's CachingHostAllocator); the moments are not.
     """
@@ -437,17 +455,11 @@ def memory(
     cpu = int(on_cpu * mine)
     moments = states[2] + cpu
     unit = 4 * max([root, *others])
-    save = resume = sum(states) + unit
-    copies = 4 * held + moments
-    if strategy == "ddp":
-        save = resume = sum(states)
-        copies = 0
+    save, resume, copies = state_dicts(strategy, offload, states, moments, unit)
     if offload:
         pinned = sum(power_of_two(4 * size // shards) for size in (root, *others))
         cpu = 2 * pinned + moments
         states = [0, 0, 0]
-        save = unit + held
-        resume = unit + moments
     at_work = root + max((a + b for a, b in itertools.pairwise([*others, 0])), default=0)
     everything = strategy == "shard_grad_op" and shards > 1
     whole = itemsize * ((held * shards if everything else at_work) + at_work)

@@ -40,6 +40,7 @@ from transformers.core_model_loading import (
 
 from .ranks import cpu_group, on_rank_zero
 
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
@@ -73,7 +74,8 @@ class StoredTensor(NamedTuple):
 
 def _headers(directory: Path) -> Iterator[StoredTensor]:
     """Every tensor in a directory's safetensors files, unread; raises ValueError for a bad file."""
-    names, index = {"model.safetensors"}, directory / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
@@ -364,43 +366,67 @@ def export_model(
     replaces the one before when it is complete. Floating-point tensors are written as
     --export-dtype, under the keys that `save_pretrained` would give them.
     """
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype, limit = dtypes[args.export_dtype], args.max_shard_size * 1e9
-    temporary, inner, pending, files = path.with_name(f"tmp-{path.name}"), model.module, {}, []
-    keys = _keys_to_save(inner) if dist.get_rank() == 0 else {}  # rank 0 looked at the files
+    dtype = EXPORT_DTYPES[args.export_dtype]
+    temporary = path.with_name(f"tmp-{path.name}")
+    inner = model.module
     not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
-
-    def write_file() -> None:
-        save_file(pending, temporary / str(len(files)), metadata={"format": "pt"})
-        files.append({name: tensor.nbytes for name, tensor in pending.items()})
-        pending.clear()
-
+    keys: dict[str, str] = {}
     if dist.get_rank() == 0:
         temporary.mkdir(parents=True)
-    for name, tensor in _whole_tensors(model):
-        if dist.get_rank() != 0 or name in not_saved:
-            continue
-        written_as = dtype if tensor.is_floating_point() else tensor.dtype
-        size = tensor.numel() * written_as.itemsize
-        if pending and sum(x.nbytes for x in pending.values()) + size > limit:
-            write_file()
-        pending[keys[name]] = tensor.detach().to("cpu", written_as, copy=True)
+        keys = _keys_to_save(inner)  # rank 0 alone has looked at the files
+    files = WeightFiles(temporary, limit=args.max_shard_size * 1e9)
+    for name, tensor in _whole_tensors(model):  # all ranks gather it
+        if dist.get_rank() == 0 and name not in not_saved:
+            written_as = dtype if tensor.is_floating_point() else tensor.dtype
+            files.add(keys[name], tensor.detach(), written_as)
     if dist.get_rank() == 0:
-        write_file()
-        index = {"metadata": {"total_size": 0}, "weight_map": {}}
-        for number, sizes in enumerate(files, start=1):
-            suffix = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
-            (temporary / str(number - 1)).rename(temporary / f"model{suffix}.safetensors")
-            index["weight_map"].update(dict.fromkeys(sizes, f"model{suffix}.safetensors"))
-            index["metadata"]["total_size"] += sum(sizes.values())
-        if len(files) > 1:
-            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        files.finish()
         config = copy.deepcopy(inner.config)
-        config.architectures, config.dtype = [type(inner).__name__], dtype
-        for part in (config, tokenizer):
-            part.save_pretrained(temporary)
+        config.architectures = [type(inner).__name__]
+        config.dtype = dtype
+        config.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
         generation = inner.generation_config.to_json_string()  # save_pretrained may refuse it
         (temporary / "generation_config.json").write_text(generation)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
     dist.barrier(group=cpu_group())
+
+
+class WeightFiles:
+    """The safetensors files of a model, of at most `limit` bytes each, and their index."""
+
+    def __init__(self, directory: Path, limit: float) -> None:
+        self.directory = directory
+        self.limit = limit
+        self.pending: dict[str, torch.Tensor] = {}
+        self.written: list[dict[str, int]] = []  # bytes of each tensor, by file
+
+    def add(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take a copy of a tensor; write a file first if it would become too large."""
+        size = tensor.numel() * dtype.itemsize
+        if self.pending and sum(x.nbytes for x in self.pending.values()) + size > self.limit:
+            self._write()
+        self.pending[key] = tensor.to("cpu", dtype, copy=True)
+
+    def _write(self) -> None:
+        path = self.directory / str(len(self.written))
+        save_file(self.pending, path, metadata={"format": "pt"})
+        self.written.append({key: tensor.nbytes for key, tensor in self.pending.items()})
+        self.pending.clear()
+
+    def finish(self) -> None:
+        """Write the last file, and give all of them the names that Hugging Face's have."""
+        self._write()
+        count = len(self.written)
+        index: dict[str, dict] = {"metadata": {"total_size": 0}, "weight_map": {}}
+        for number, sizes in enumerate(self.written, start=1):
+            name = "model.safetensors"
+            if count > 1:
+                name = f"model-{number:05d}-of-{count:05d}.safetensors"
+            (self.directory / str(number - 1)).rename(self.directory / name)
+            index["weight_map"].update(dict.fromkeys(sizes, name))
+            index["metadata"]["total_size"] += sum(sizes.values())
+        if count > 1:
+            text = json.dumps(index, indent=1)
+            (self.directory / "model.safetensors.index.json").write_text(text)
