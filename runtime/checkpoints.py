@@ -347,6 +347,9 @@ def _read_weights(shards: Path, model: nn.Module) -> None:
 def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the moments; learning rate and other settings stay those of this run."""
     options = _options(model)
+    # A forward pass leaves gradients on offloaded parameters. A state dict that finds one takes the
+    # optimizer for one without state, and nothing would be loaded.
+    optimizer.zero_grad()
     settings = [group | {"params": []} for group in optimizer.param_groups]
     tensors = {"optimizer": dcp_state.get_optimizer_state_dict(model, optimizer, options=options)}
     # The line above made moments of zeros. They go, or they would stand beside the loaded ones.

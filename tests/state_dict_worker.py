@@ -4,7 +4,7 @@
 
 Rank 0 writes, in bytes: `shard`, a rank's parameters in fp32; `unit`, the largest FSDP unit in
 fp32; and the peak and the rest of a save and of a resume above what lived before, on the host and,
-with SIMULATED=1 on the simulated device, on the device.
+with SIMULATED=1 on the simulated device, on the device. And the momentum, saved and resumed.
 """
 
 # ruff: noqa: E402 (what is imported is translated for the simulated device)
@@ -70,6 +70,12 @@ def prepared(args: Namespace, device: torch.device, steps: int) -> checkpoints.T
     return state
 
 
+def momentum(state: checkpoints.TrainState) -> float:
+    """The sum of the first moments' sizes."""
+    moments = [values["exp_avg"] for values in state.optimizer.state.values()]
+    return sum(tensor.double().abs().sum().item() for tensor in moments)
+
+
 def main() -> None:
     """Save twice, the first time to import what a save needs, then resume a fresh state."""
     result, model, text, output, *flags = sys.argv[1:]
@@ -89,12 +95,17 @@ def main() -> None:
         "shard": 4 * sum(parameter.numel() for parameter in state.model.parameters()),
         "unit": 4 * max(sizes),
         "save": peaks(checkpoints.Saver(directory, state, 2, full).save),
+        "momentum_saved": momentum(state),
     }
     del state, units
 
     state = prepared(args, device, 0)
+    if not SIMULATED:  # as the forward pass of a start leaves it with --cpu-offload
+        first = next(parameter for parameter in state.model.parameters() if parameter.numel())
+        first.grad = torch.zeros_like(first)
     path = directory / "checkpoints" / "step-00000002"
     found["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, args))
+    found["momentum_resumed"] = momentum(state)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     gpt2_fsdp.cleanup()

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 from conftest import launch
+from fp16_worker import STRATEGIES
+
+TRIED = [(script, strategy) for script, tried in STRATEGIES.items() for strategy in tried]
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +31,7 @@ def results(
     return {"said": said} | json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp"])
-@pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
+@pytest.mark.parametrize("script, strategy", TRIED)
 def test_twelve_steps_are_near_fp32(script: str, strategy: str, results: dict) -> None:
     """None is skipped, as the scale stays; a resume has the scaler's state."""
     found = results[f"{script} {strategy}"]
@@ -40,8 +42,7 @@ def test_twelve_steps_are_near_fp32(script: str, strategy: str, results: dict) -
     assert found["scaler_resumed"]
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp"])
-@pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
+@pytest.mark.parametrize("script, strategy", TRIED)
 def test_an_overflow_changes_nothing(script: str, strategy: str, results: dict) -> None:
     """On one rank alone, and on all ranks once gradients are reduced, it halves the scale. Where
     that would fall below 1, it ends the run."""

@@ -47,6 +47,8 @@ def test_on_the_cpu(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
     moments = 8 * parameter  # they live on
     assert found["resume"]["host"] - moments < 12 * parameter + found["unit"]
     assert found["resume"]["host_after"] - moments < parameter
+    assert found["momentum_resumed"] == pytest.approx(found["momentum_saved"], rel=1e-9)
+    assert found["momentum_saved"] > 0
 
 
 @pytest.mark.slow
@@ -66,4 +68,8 @@ def test_on_a_simulated_device(
     assert resume["device"] - moments < unit + 8 * parameter
     assert 12 * parameter < save["host"] < 13 * parameter
     assert resume["host"] < 13 * parameter
-    assert save["device_after"] < 1000 and abs(resume["device_after"] - moments) < 1000
+    assert found["momentum_resumed"] == pytest.approx(found["momentum_saved"], rel=1e-9)
+    assert found["momentum_saved"] > 0
+    assert save["device_after"] < 1000
+    # The check of the loss had left the root whole.
+    assert abs(resume["device_after"] - moments) < unit
