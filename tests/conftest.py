@@ -45,6 +45,11 @@ def launch(
     return result
 
 
+def errors_said(stderr: str) -> list[str]:
+    """The sentences that a script ended with; torchrun's report repeats them, indented."""
+    return [line for line in stderr.splitlines() if line.startswith("error: ")]
+
+
 def metrics(output: Path, event: str) -> list[dict]:
     """The lines of one event in a run's metrics.jsonl."""
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())

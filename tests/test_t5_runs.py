@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, check_equal_weights, launch, losses, metrics, weights
+from conftest import ROOT, check_equal_weights, errors_said, launch, losses, metrics, weights
 from safetensors.torch import load_file, save_file
 from transformers import ByT5Tokenizer
 
@@ -302,7 +302,7 @@ def test_bad_data_is_said_once_by_two_ranks(flags: list[str], tmp_path: Path) ->
     command = [*flags, "--dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
     result = launch(2, "T5_training.py", *command, check=False)
     assert result.returncode != 0
-    assert result.stderr.count("error: ") == 1 and "has columns a, b" in result.stderr
+    assert len(errors_said(result.stderr)) == 1 and "has columns a, b" in result.stderr
     ours = result.stderr[: result.stderr.index("torch/distributed/elastic")]
     assert "Traceback" not in ours and "Connection closed" not in result.stderr
 
@@ -355,5 +355,5 @@ def test_fewer_examples_than_processes(flags: list[str], tmp_path: Path) -> None
     """One example for two ranks."""
     command = [*flags, "--num-train-samples", "1", "--output-dir", tmp_path]
     result = launch(2, "T5_training.py", *command, check=False)
-    assert result.returncode != 0 and result.stderr.count("error: ") == 1
+    assert result.returncode != 0 and len(errors_said(result.stderr)) == 1
     assert "there are 1 training samples, fewer than the 2 processes" in result.stderr
