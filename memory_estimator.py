@@ -411,19 +411,21 @@ def state_dicts(
     is the largest FSDP unit in fp32. So runtime/checkpoints.py does it with torch 2.13, counted on
     a simulated device:
 
-    - At a save the last gradients are still there, and FSDP gathers a unit at a time in fp32; the
-      copies, of weights and moments, go to the host.
+    - A save begins with the last gradients, which go when FSDP gathers the first unit in fp32, and
+      then holds two units; the copies, of weights and moments, go to the host.
     - A resume loads the weights, then makes moments, for which it needs gradients.
-    - With offload a save holds a unit and 1 byte per parameter on the GPU; a resume puts the loaded
-      moments together there.
+    - With offload a save holds three units on the GPU; a resume puts the loaded moments together
+      there.
     - DDP's state dict is made of the tensors themselves.
     """
     if strategy == "ddp":
         return sum(states), sum(states), 0
     copies = states[0] + moments
     if offload:
-        return unit + states[0] // 4, unit + moments, copies
-    return sum(states) + unit, sum(states) + unit, copies
+        return 3 * unit, unit + moments, copies
+    parameters, gradients, optimizer = states
+    peak = parameters + optimizer + max(gradients, 2 * unit)
+    return peak, peak, copies
 
 
 def memory(
