@@ -21,7 +21,7 @@ demo: $(VENV)/ready
 	    --model-name output/demo/model --dataset output/demo/sentences.jsonl \
 	    --source-column keywords --target-column sentence --source-prefix "" \
 	    --source-length 32 --target-length 32 --num-train-samples 0 --no-group-by-length \
-	    --batch-size 32 --max-steps 800 --lr 4e-3 --warmup-ratio 0.1 --log-every 25 \
+	    --batch-size 32 --max-steps 600 --lr 4e-3 --warmup-ratio 0.1 --log-every 25 \
 	    --save-every 0 --output-dir output/demo
 	@$(VENV)/bin/python benchmarks/plot_runs.py output/demo --panels loss \
 	    --title "make demo: sentences restored from their keywords" \

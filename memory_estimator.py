@@ -310,28 +310,34 @@ def read_model(args: Namespace) -> Model:
 def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, int]:
     """What autograd keeps of a forward pass, and its FLOPs, seen on meta.
 
-    Each tensor is counted once, and no weights. For a GPT-2 block of width h, b sequences of s
-    tokens, a heads, 16 bits, Korthikanti et al. 2022 (Reducing Activation Recomputation in Large
-    Transformer Models, section 4.1) derive s b h (34 + 5 a s / h) bytes, 34 s b h with fused
-    attention, 2 s b h with checkpointing. The models as they are keep more: gpt2-large 56 s b h in
-    a block, as its GELU is made of eight operations. With checkpointing there remain the blocks'
-    inputs, and what one block keeps while it is recomputed.
+    Each tensor counts once, weights do not. With activation checkpointing, autograd keeps the
+    blocks' inputs, and while a block is recomputed all that this one keeps.
 
-    A token costs 2 N + 4 L a q T FLOPs for N weights in matrix products, the head's among them, and
-    L layers of a heads of size q over T tokens, masked or not (Chowdhery et al. 2022, PaLM,
-    appendix B; three times that with the backward pass).
+    For comparison, Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer
+    Models, section 4.1) derive for a GPT-2 block s b h (34 + 5 a s / h) bytes: b sequences of s
+    tokens, width h, a heads, 16 bits. That is 34 s b h with fused attention, and 2 s b h with
+    checkpointing. Transformers' models keep more: gpt2-large has 56 s b h in a block, because its
+    GELU is made of eight operations.
+
+    The FLOPs of a token are 2 N + 4 L a q T: N weights in matrix products, the head's among them,
+    L layers, a heads of size q, T tokens, masked or not (Chowdhery et al. 2022, PaLM, appendix B).
+    The backward pass costs twice as much again.
     """
-    size, integers = (args.batch_size, args.seq_length), {"dtype": torch.int64, "device": "meta"}
-    batch = {name: torch.empty(size, **integers) for name in ("input_ids", "attention_mask")}
+    size = (args.batch_size, args.seq_length)
+    ids = torch.empty(size, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
     if model.config.is_encoder_decoder:
         size = (args.batch_size, args.target_length)
-        batch["decoder_input_ids"] = torch.empty(size, **integers)
+        batch["decoder_input_ids"] = torch.empty(size, dtype=torch.int64, device="meta")
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    outside, inputs, blocks = {}, {}, []
-    scopes = [outside]
+    # Storages by address. Those that autograd keeps, outside of the blocks and in each:
+    outside: dict[int, torch.UntypedStorage] = {}
+    blocks: list[dict[int, torch.UntypedStorage]] = []
+    inputs: dict[int, torch.UntypedStorage] = {}  # of all blocks
+    scopes = [outside]  # the last one is where the model is at work
 
     def storages(*tensors: Any) -> dict[int, torch.UntypedStorage]:
-        """By address; held, so that no other takes its place."""
+        """Of tensors that are no weights. They are held, so that no other takes their address."""
         found = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
         return {storage._cdata: storage for storage in found if storage._cdata not in weights}
 
@@ -437,14 +443,14 @@ def memory(
     the shards (Rajbhandari et al. 2020, ZeRO, section 3.1, where a 16-bit copy of parameters and
     gradients comes on top: here only units that are whole have one). Offload has them on the CPU.
 
-    Whole are, in the compute dtype, under FULL_SHARD and HYBRID_SHARD the root from its forward to
-    its backward pass, the unit at work and the one prefetched, under SHARD_GRAD_OP all units from
-    forward to backward; and the gradients of the root, the unit at work and the one being reduced.
-    One GPU alone shards nothing, but casts a unit at a time. DDP has a bucket for each gradient, in
-    fp32, and what autocast has cast.
+    FSDP holds some parameters whole, in the compute dtype. Under FULL_SHARD and HYBRID_SHARD these
+    are the root, from its forward to its backward pass, the unit at work, and the one prefetched;
+    under SHARD_GRAD_OP all units, from forward to backward. The gradients are whole of the root,
+    of the unit at work, and of the one being reduced. One GPU alone shards nothing, but casts a
+    unit at a time. DDP has a bucket for each gradient, in fp32, and what autocast has cast.
 
-    Activations go while gradients come: the peak has the larger of the two, and both if gradients
-    are accumulated; what a block keeps when it is recomputed, and the logits, it has in full.
+    Activations go while gradients come, so the peak has the larger of the two; where gradients are
+    accumulated it has both. What a block keeps while it is recomputed, and the logits, come on top.
 
     Offloaded parameters and gradients are pinned, each unit's in memory of a power of two
     (PyTorch's CachingHostAllocator); the moments are not.
@@ -453,7 +459,7 @@ def memory(
     shards, mine, (root, *others) = layout(model, args, strategy)
     held = (root + sum(others)) // shards
     on_gpu, on_cpu = OPTIMIZERS[optimizer]
-    states = [4 * held, 4 * held, int(on_gpu * mine)]
+    states = [4 * held, 4 * held, int(on_gpu * mine)]  # parameters, gradients, moments
     cpu = int(on_cpu * mine)
     moments = states[2] + cpu
     unit = 4 * max([root, *others])
@@ -462,17 +468,27 @@ def memory(
         pinned = sum(power_of_two(4 * size // shards) for size in (root, *others))
         cpu = 2 * pinned + moments
         states = [0, 0, 0]
-    at_work = root + max((a + b for a, b in itertools.pairwise([*others, 0])), default=0)
-    everything = strategy == "shard_grad_op" and shards > 1
-    whole = itemsize * ((held * shards if everything else at_work) + at_work)
+    neighbours = itertools.pairwise([*others, 0])
+    at_work = root + max((one + next_one for one, next_one in neighbours), default=0)
+    whole_parameters = at_work
+    if strategy == "shard_grad_op" and shards > 1:
+        whole_parameters = held * shards
+    whole = itemsize * (whole_parameters + at_work)
     if strategy == "ddp":
         whole = held * (4 + itemsize % 4)
-    kept, block = (model.inputs, model.block) if checkpointing else (model.activations, 0)
-    terms = [*states, whole, kept + block, model.logits]
-    one = args.gradient_accumulation_steps == 1
-    total = sum(terms) - (min(states[1], kept) if one else 0)
+    kept = model.activations
+    activations = kept
+    if checkpointing:
+        kept = model.inputs
+        activations = kept + model.block
+    terms = [*states, whole, activations, model.logits]
+    total = sum(terms)
+    if args.gradient_accumulation_steps == 1:
+        total -= min(states[1], kept)
     sizes = {f"{term}_bytes": size for term, size in zip(TERMS, terms, strict=True)}
-    streamed = 4 * max(map(max, model.units)) + offload * args.gpus_per_node * 4 * held
+    streamed = 4 * max(map(max, model.units))  # a tensor at a time
+    if offload:
+        streamed += args.gpus_per_node * 4 * held
     peak = max(total, save, resume)
     return sizes | {
         "total_bytes": total,
@@ -483,7 +499,7 @@ def memory(
         "cpu_bytes_per_node": args.gpus_per_node * cpu,
         "save_cpu_bytes_per_node": args.gpus_per_node * (cpu + copies),
         "resume_cpu_bytes_per_node": args.gpus_per_node * (cpu + min(copies, moments)),
-        "load_cpu_bytes_per_node": streamed,  # a tensor at a time, and the shards that stay there
+        "load_cpu_bytes_per_node": streamed,
         "load_cpu_bytes_per_node_whole": args.gpus_per_node * 4 * sum(map(sum, model.units)),
     }
 
@@ -491,33 +507,42 @@ def memory(
 def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -> dict[str, Any]:
     """Bytes that each GPU and each node sends in a step, and the least time that this takes.
 
-    Of what k GPUs gather or reduce-scatter in a ring, each sends (k - 1) / k, and twice that in an
-    all-reduce (Rajbhandari et al. 2020, section 7). For P parameters, c bytes in the compute and r
-    in the reduction's dtype, a micro-batch under
+    When k GPUs gather or reduce-scatter a tensor in a ring, each sends (k - 1) / k of it; in an
+    all-reduce twice that (Rajbhandari et al. 2020, section 7). P parameters have c bytes each in
+    the compute dtype and r in the reduction's. A micro-batch under
     - ddp all-reduces 4 P;
     - shard_grad_op gathers c P and reduce-scatters r P;
     - full_shard gathers every unit but the root again in the backward pass;
     - hybrid_shard does so within a node, and all-reduces each shard, r P / shards, among the nodes.
     A ring through all GPUs leaves a node once, so a node sends what a GPU sends.
 
-    FLOPs are those of three forward passes, of blocks recomputed under activation checkpointing,
-    and of chunked logits recomputed in 16 bits. The longest of the three times bounds the step,
+    A step costs the FLOPs of three forward passes. Blocks are computed once more under activation
+    checkpointing, and chunked logits in 16 bits. The longest of the three times bounds the step,
     however well they overlap. PCIe, under CPU offload, and the optimizer's step are left out.
     """
-    precision, steps = policies.PRECISIONS[args.precision], args.gradient_accumulation_steps
-    shards, _, (root, *others) = layout(model, args, strategy)
-    gathered = root + sum(others) * (1 if strategy == "shard_grad_op" else 2)
+    precision = policies.PRECISIONS[args.precision]
+    steps = args.gradient_accumulation_steps
+    ring_size, _, (root, *others) = layout(model, args, strategy)
+    gathered = root + 2 * sum(others)
+    if strategy == "shard_grad_op":
+        gathered = root + sum(others)
     reduced = precision.reduce_dtype.itemsize * (root + sum(others))
-    ring, size, across = precision.param_dtype.itemsize * gathered + reduced, shards, 0.0
+    ring = precision.param_dtype.itemsize * gathered + reduced
+    across = 0.0
     if strategy == "ddp":
-        ring, size = 2 * 4 * root, args.nodes * args.gpus_per_node
+        ring = 2 * 4 * root
+        ring_size = args.nodes * args.gpus_per_node
     elif strategy == "hybrid_shard":
-        across = steps * 2 * reduced / shards * (args.nodes - 1) / args.nodes
-    ring *= steps * (size - 1) / size
-    node = args.gpus_per_node * across + (ring if size > args.gpus_per_node else 0)
-    again = model.chunked and precision.param_dtype != torch.float32
-    flops = 3 * model.flops + again * model.head_flops
-    flops += checkpointing * (model.flops - model.head_flops)
+        across = steps * 2 * reduced / ring_size * (args.nodes - 1) / args.nodes
+    ring *= steps * (ring_size - 1) / ring_size
+    node = args.gpus_per_node * across
+    if ring_size > args.gpus_per_node:
+        node += ring
+    flops = 3 * model.flops
+    if model.chunked and precision.param_dtype != torch.float32:
+        flops += model.head_flops
+    if checkpointing:
+        flops += model.flops - model.head_flops
     seconds = {
         "intranode_seconds": ring * 8e-9 / args.intranode_gbps if args.gpus_per_node > 1 else 0.0,
         "internode_seconds": node * 8e-9 / args.internode_gbps,
@@ -541,6 +566,12 @@ def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
     return row | traffic(model, args, strategy, checkpointing)
 
 
+def group_of(row: dict[str, Any]) -> str:
+    """What rows of a table are grouped by."""
+    checkpointing = "with" if row["activation_checkpointing"] else "no"
+    return f"{row['optimizer']}, {checkpointing} activation checkpointing"
+
+
 def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
     """The columns, a key of the rows each, by heading; bytes as GB."""
     table = [[title, *columns]]
@@ -549,26 +580,33 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
         values = [f"{x:,.2f}" if isinstance(x, float) else SAID.get(str(x), str(x)) for x in values]
         table.append([f"  {row['strategy']}{' + offload' * row['cpu_offload']}", *values])
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    group = None
-    for (name, *cells), row in zip(table, [{}, *rows], strict=True):
-        if row and group != (group := (row["optimizer"], row["activation_checkpointing"])):
-            print(f"{group[0]}, {'with' if group[1] else 'no'} activation checkpointing")
+    group = ""
+    for (name, *cells), row in zip(table, [None, *rows], strict=True):
+        if row and group != group_of(row):
+            group = group_of(row)
+            print(group)
         aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
         print(f"{name:{widths[0]}}  {'  '.join(aligned)}")
 
 
 def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     """What `estimate` is asked: strategy, CPU offload, activation checkpointing, optimizer."""
-    everything, checkpointing = args.all or args.json, args.activation_checkpointing
-    checkpointing = model.checkpointing if checkpointing is None else checkpointing
-    return [
-        (strategy, offload, recompute, optimizer)
-        for recompute in ((True, False) if everything else (checkpointing,))
-        for optimizer in (OPTIMIZERS if everything else (args.optimizer,))
-        for strategy, offload in MODES
-        if not (offload and optimizer != "adamw")  # its moments are on the CPU as they are
-        and not (strategy == "hybrid_shard" and args.gpus_per_node == 1)  # the scripts refuse it
-    ]
+    recomputing = [args.activation_checkpointing]
+    if args.activation_checkpointing is None:
+        recomputing = [model.checkpointing]
+    optimizers = [args.optimizer]
+    if args.all or args.json:
+        recomputing = [True, False]
+        optimizers = list(OPTIMIZERS)
+    found = []
+    for recompute, optimizer, mode in itertools.product(recomputing, optimizers, MODES):
+        strategy, offload = mode
+        if offload and optimizer != "adamw":  # its moments are on the CPU as they are
+            continue
+        if strategy == "hybrid_shard" and args.gpus_per_node == 1:  # the scripts refuse it
+            continue
+        found.append((strategy, offload, recompute, optimizer))
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:
