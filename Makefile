@@ -30,7 +30,8 @@ demo: $(VENV)/ready
 test: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile \
+	    --no-loadscope-reorder
 
 # Those that measure, one at a time.
 test-all: test

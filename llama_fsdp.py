@@ -228,7 +228,7 @@ def load_model(
         return MODEL(config), tokenizer, None  # the seed is the same on all ranks
     model = hf_weights.meta_model(MODEL, config, directory)
     source = directory if pretrained else None
-    return model, tokenizer, hf_weights.streamed_init(model, source, device)
+    return model, tokenizer, hf_weights.streamed_init(args, model, source, device)
 
 
 def units(model: nn.Module) -> policies.Classes:
@@ -241,13 +241,16 @@ def units(model: nn.Module) -> policies.Classes:
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: hf_weights.Init | None
 ) -> nn.Module:
-    """The model under FSDP, or DDP, on `device` with fp32 weights; all ranks."""
+    """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         hf_weights.materialize(model, init)
         model = DDP(model.to(device), device_ids=None if device.type == "cpu" else [device])
+    elif args.fsdp == 2:
+        model = policies.fully_shard_units(args, device, model, policy)
+        hf_weights.materialize(model, init)
     else:
         model = FSDP(
             model,
@@ -315,7 +318,7 @@ def prepare(
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)
     few_tokens = model_inputs(chat_dataset.collate([chat_dataset.EXAMPLE]))
-    with policies.autocast(args, device):
+    with policies.evaluation(model), policies.autocast(args, device):
         check_head(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
     return state, tokenizer, loader, val_loaders
 
@@ -395,15 +398,13 @@ def validation(args: Namespace, state: TrainState, loaders: Loaders) -> dict[str
     Every example counts once, whatever the number of ranks: a rank that is out of examples is
     given batches without targets, so that all make the same number of forward passes.
     """
-    state.model.eval()
     totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=state.device)
-    for total, (name, loader) in zip(totals, loaders.items(), strict=True):
-        for batch in ranks.progress(loader, f"validation on {name}"):
-            total[1] += count_tokens(batch)[0]
-            with policies.autocast(args, state.device):
+    with policies.evaluation(state.model), policies.autocast(args, state.device):
+        for total, (name, loader) in zip(totals, loaders.items(), strict=True):
+            for batch in ranks.progress(loader, f"validation on {name}"):
                 total[0] += summed_loss(state.model, batches.to_device(batch, state.device))
+                total[1] += count_tokens(batch)[0]
     dist.all_reduce(totals)
-    state.model.train()
     losses = (totals[:, 0] / totals[:, 1]).tolist()
     loss = totals[:, 0].sum() / totals[:, 1].sum()
     return {

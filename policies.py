@@ -19,10 +19,20 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
@@ -93,6 +103,34 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=names)
 
 
+def fully_shard_units(
+    args: Namespace, device: torch.device, model: nn.Module, policy: Callable[..., bool]
+) -> nn.Module:
+    """FSDP2: shard the modules that the policy names, and the rest as the root unit, in place.
+
+    What is on meta stays there, sharded. Each parameter is a DTensor, split by rows.
+    """
+    precision = PRECISIONS[args.precision]
+    reshard = None  # after the forward pass: all but the root, with which the backward pass begins
+    if args.strategy == "shard_grad_op":
+        reshard = False
+    offload = OffloadPolicy()
+    if args.cpu_offload:
+        offload = CPUOffloadPolicy()
+    mesh = device_mesh(args, device)
+    for module in reversed(list(model.modules())):  # a unit after those inside it
+        if module is model or policy(module=module, recurse=False, nonwrapped_numel=0):
+            fully_shard(
+                module,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
+                offload_policy=offload,
+            )
+    register_fsdp_forward_method(model, "generate")  # it gathers the root then, as forward does
+    return model
+
+
 def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
     """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
@@ -108,9 +146,11 @@ def compile_blocks(model: nn.Module, blocks: Classes) -> None:
             module.compile()
 
 
-# The functions below hold all that differs between FSDP and DistributedDataParallel.
+# The functions below hold all that differs between FSDP1, FSDP2 and DistributedDataParallel.
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside FSDP or DDP, with its own methods and config."""
+    """The model inside FSDP1 or DDP, with its own methods and config. FSDP2 does not wrap it."""
+    if isinstance(model, FSDPModule):
+        return model
     return model.module
 
 
@@ -127,21 +167,25 @@ def gradient_scaler(
     """The loss scaler of fp16. In other precisions it passes everything through.
 
     A fused optimizer skips a step by itself, in its kernel, where the scaler's `found_inf` is 1.
-    ShardedGradScaler sums `found_inf` over the ranks, in shape (1,), which the kernel takes for
-    another number or not at all. So under FSDP the scaler decides, before it calls the optimizer.
+    ShardedGradScaler, which FSDP1 needs, sums `found_inf` over the ranks, in shape (1,), which the
+    kernel takes for another number or not at all. So there the scaler decides, before it calls the
+    optimizer. Under FSDP2 the gradients are DTensors, of which the plain scaler sees all shards.
     """
     enabled = args.precision == "fp16"
-    if args.strategy == "ddp":
+    if args.strategy == "ddp" or args.fsdp == 2:
         return torch.amp.GradScaler(device.type, enabled=enabled)
     optimizer._step_supports_amp_scaling = False
     return ShardedGradScaler(device.type, enabled=enabled)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip to the global norm and return it from before; torch.nn.utils sees only a shard."""
-    if isinstance(model, FSDP):
+    """Clip to the global norm and return it from before; all ranks."""
+    if isinstance(model, FSDP):  # torch.nn.utils would see only a shard
         return model.clip_grad_norm_(max_norm)
-    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    if isinstance(norm, DTensor):
+        return norm.full_tensor()
+    return norm
 
 
 @contextlib.contextmanager
@@ -150,24 +194,46 @@ def gradient_sync(args: Namespace, model: nn.Module, last: bool) -> Iterator[Non
     if last or not args.accumulate_no_sync or dist.get_world_size() == 1:
         yield
         return
-    with model.no_sync():
+    if not isinstance(model, FSDPModule):
+        with model.no_sync():
+            yield
+        return
+    model.set_requires_gradient_sync(False)
+    try:
         yield
+    finally:
+        model.set_requires_gradient_sync(True)
+
+
+@contextlib.contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, for forward passes without a backward pass; all ranks.
+
+    FSDP2 keeps the root, and under shard_grad_op every unit, gathered until the backward pass. So
+    they are resharded here, or a state dict would find other parameters than the optimizer has.
+    """
+    training = model.training
+    model.eval()
+    yield
+    model.train(training)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextlib.contextmanager
 def generation(args: Namespace, model: nn.Module, device: torch.device) -> Iterator[Callable]:
     """The wrapped model's `generate`, greedy and in evaluation mode; all ranks.
 
-    Generation runs outside the root's forward, so FSDP's root is gathered around it. The blocks
+    Generation runs outside the root's forward, so FSDP1's root is gathered around it. The blocks
     gather themselves, and `synced_gpus` keeps the ranks at one number of forward passes.
     """
     dtype = PRECISIONS[args.precision].param_dtype
     root = contextlib.nullcontext()
     if isinstance(model, FSDP):
         root = FSDP.summon_full_params(model, recurse=False, writeback=False)
-    model.eval()
-    with root, torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+    half = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    with evaluation(model), root, half:
         generate = unwrapped(model).generate
         synced = dist.get_world_size() > 1
         yield functools.partial(generate, do_sample=False, synced_gpus=synced)
-    model.train()

@@ -54,8 +54,10 @@ def without_files() -> None:
         with torch.device("meta"):
             return model_class(config)
 
-    def streamed_init(model: PreTrainedModel, _: Path | None, device: torch.device) -> Callable:
-        fill = streamed(model, None, device)
+    def streamed_init(
+        args: Namespace, model: PreTrainedModel, _: Path | None, device: torch.device
+    ) -> Callable:
+        fill = streamed(args, model, None, device)
 
         def init(module: torch.nn.Module) -> None:
             fill(module)

@@ -77,7 +77,7 @@ def load(variant: str, args: argparse.Namespace, device: torch.device) -> FSDP:
         hf_weights._read = lambda path, key: tensors.pop(key).data
     if variant == "every":
 
-        def from_files(model: transformers.PreTrainedModel, *_: object) -> object:
+        def from_files(_: object, model: transformers.PreTrainedModel, *__: object) -> object:
             whole = type(model).from_pretrained(args.model_name, dtype=torch.float32)
             model.load_state_dict(whole.state_dict(), assign=True)
             model.model.rotary_emb = whole.model.rotary_emb

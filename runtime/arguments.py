@@ -16,7 +16,12 @@ PRECISIONS = ["bf16", "bf16-fp32-reduce", "fp16", "fp32"]
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults, and the program's docstring as it is written."""
+    """Shows the defaults that are not None, and the program's docstring as it is written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None:
+            return action.help
+        return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,6 +82,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of weights, data order and dropout")
 
     add = parser.add_argument_group("sharding").add_argument
+    add(
+        "--fsdp",
+        type=int,
+        choices=[1, 2],
+        help="1: FullyShardedDataParallel, 2: fully_shard (default: 1)",
+    )
     add("--strategy", choices=STRATEGIES, default="full_shard", help="what is sharded")
     add("--shard-group-size", type=int, default=0, help="hybrid_shard's (0: the ranks of a node)")
     add("--cpu-offload", **OFF, help="keep parameters, gradients and optimizer state on the CPU")
@@ -130,18 +141,21 @@ def common_problems(args: Namespace) -> list[str]:
         problems.append(f"--nproc_per_node {local_size} is above the {gpus} GPUs")
     if args.cpu_offload and (args.strategy == "ddp" or not gpus):
         problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
-    if args.cpu_offload and accumulates and not syncs_once:
+    if args.fsdp == 2 and args.strategy in ("no_shard", "ddp"):
+        problems.append(f"--fsdp 2 always shards: --strategy {args.strategy} is --fsdp 1's")
+    if args.cpu_offload and accumulates and not syncs_once and args.fsdp != 2:
         problems.append(
-            "--cpu-offload accumulates gradients only with --accumulate-no-sync, on two processes "
-            "or more"
+            "--cpu-offload accumulates gradients only with --fsdp 2, or with --accumulate-no-sync "
+            "on two processes or more"
         )
     if args.compile and not gpus and not has_cpp_compiler():
         problems.append("--compile on a CPU needs a C++ compiler: install g++, or name one in CXX")
-    # FSDP keeps a shard, or fp32, as the gradient of what is whole, or bf16, in the next forward
+    # FSDP1 keeps a shard, or fp32, as the gradient of what is whole, or bf16, in the next forward
     # pass. A new shape is traced there, and torch.compile does not take the two.
-    if args.compile and accumulates and args.strategy != "ddp" and not syncs_once:
+    fsdp1 = args.strategy != "ddp" and args.fsdp != 2
+    if args.compile and accumulates and fsdp1 and not syncs_once:
         problems.append(
-            "--compile accumulates gradients only with --strategy ddp, or with "
+            "--compile accumulates gradients only with --fsdp 2, with --strategy ddp, or with "
             "--accumulate-no-sync on two processes or more"
         )
     if args.accumulate_no_sync and args.strategy == "no_shard":
@@ -178,7 +192,7 @@ def resolve_precision(precision: str) -> str:
 
 
 def checked(args: Namespace, problems: list[str]) -> Namespace:
-    """The arguments with their precision resolved.
+    """The arguments with their precision and FSDP's version resolved.
 
     Ends with all that is wrong in one line: the `problems` of the script's own flags, and those of
     the common ones.
@@ -187,6 +201,7 @@ def checked(args: Namespace, problems: list[str]) -> Namespace:
     if problems:
         ranks.exit_with("; ".join(problems))
     args.precision = resolve_precision(args.precision)
+    args.fsdp = args.fsdp or 1
     return args
 
 

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
 from transformers import set_seed
@@ -320,7 +321,7 @@ def file_sum(path: Path) -> list[int]:
 
 def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     """FSDP1 copies what it puts into a state dict. The copies go to the host one by one: on the
-    GPU they would take as much again as the model and its optimizer. DDP copies nothing."""
+    GPU they would take as much again as the model and its optimizer. FSDP2 and DDP copy nothing."""
     return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP))
 
 
@@ -351,15 +352,37 @@ def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optim
     # optimizer for one without state, and nothing would be loaded.
     optimizer.zero_grad()
     settings = [group | {"params": []} for group in optimizer.param_groups]
+    if isinstance(model, FSDPModule):
+        _make_moments(optimizer)
     tensors = {"optimizer": dcp_state.get_optimizer_state_dict(model, optimizer, options=options)}
-    # The line above made moments of zeros. They go, or they would stand beside the loaded ones.
-    # Those of one parameter stay: an optimizer without any is given moments of zeros again.
-    for parameter in list(optimizer.state)[1:]:
-        del optimizer.state[parameter]
+    if isinstance(model, FSDP):
+        # The line above made moments of zeros, and copied them. They go, or they would stand beside
+        # the loaded ones. Those of one parameter stay: an optimizer without any is given moments of
+        # zeros again.
+        for parameter in list(optimizer.state)[1:]:
+            del optimizer.state[parameter]
     dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
     dcp_state.set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=options)
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group |= kept | {"params": group["params"]}
+
+
+def _make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter that is trained its state, by a step at rate 0 on a gradient of zeros.
+
+    `get_optimizer_state_dict` would do so for all at once, and hold a gradient of every parameter.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            parameter.grad = None
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def _read_random_states(shards: Path) -> list[Any]:

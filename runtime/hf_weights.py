@@ -8,8 +8,9 @@ import copy
 import json
 import re
 import shutil
+import zlib
 from argparse import Namespace
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,10 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from tqdm import tqdm
 from transformers import (
     AutoTokenizer,
@@ -38,7 +42,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .ranks import cpu_group, on_rank_zero
+from .ranks import cpu_group, on_every_rank, on_rank_zero
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
@@ -71,6 +75,10 @@ class StoredTensor(NamedTuple):
     shape: list[int]
     dtype: str  # as safetensors calls it, such as F32
 
+    def rows(self) -> int:
+        """Its size in the first dimension; 1 of a scalar."""
+        return self.shape[0] if self.shape else 1
+
 
 def _headers(directory: Path) -> Iterator[StoredTensor]:
     """Every tensor in a directory's safetensors files, unread; raises ValueError for a bad file."""
@@ -100,6 +108,14 @@ def _read(path: Path, key: str) -> torch.Tensor:
     """One tensor; the file is opened each time, or its mapped pages would count as memory held."""
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(key)
+
+
+def _read_rows(path: Path, stored: StoredTensor, start: int, end: int) -> torch.Tensor:
+    """Some rows of a tensor, of which the others are not read."""
+    with safe_open(path, framework="pt") as file:
+        if not stored.shape:
+            return file.get_tensor(stored.key)[None]
+        return file.get_slice(stored.key)[start:end]
 
 
 def _conversions(model: PreTrainedModel, add_legacy: bool) -> list[WeightTransform]:
@@ -252,71 +268,179 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def streamed_init(model: PreTrainedModel, directory: Path | None, device: torch.device) -> Init:
-    """A `param_init_fn` that gives a module on meta its storage on `device`, and its weights.
+def streamed_init(
+    args: Namespace, model: PreTrainedModel, directory: Path | None, device: torch.device
+) -> Init:
+    """What gives a module on meta its storage on `device`, and its weights; all ranks.
 
-    FSDP calls it for the modules of a unit and then shards the unit, so no rank ever holds more
-    than its shard and one unit: rank 0 reads a tensor from the safetensors files in `directory`
-    and broadcasts it. Without a directory it only allocates, for a checkpoint loaded next. Under
-    DDP call it for every module before wrapping. Tied parameters stay one tensor, frozen ones stay
-    frozen. Persistent buffers are treated as parameters are, in their own dtype. What is in no
-    file, such as rotary frequencies, is computed anew, in fp32.
+    FSDP1 takes it as `param_init_fn`: it calls it for the modules of a unit and then shards the
+    unit, so no rank ever holds more than its shard and one unit. Rank 0 reads a tensor from the
+    safetensors files in `directory` and broadcasts it. Under DDP call it for every module before
+    wrapping. Under FSDP2 call it for every module after sharding: `_load_shard` then gives each
+    rank its rows, on the CPU with --cpu-offload.
+
+    Without a directory it only allocates, for a checkpoint loaded next. Tied parameters stay one
+    tensor, frozen ones stay frozen. Persistent buffers are treated as parameters are, in their own
+    dtype. What is in no file, such as rotary frequencies, is computed anew, in fp32.
 
     Raises ValueError on all ranks, before any weight is read, if the files do not fit the model.
     """
-    found = on_rank_zero(_find_weights, model, directory) if directory else {}
-    names: dict[torch.Tensor, list[str]] = defaultdict(list)  # of what a state dict holds
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names[tensor].append(name)
-    tied: dict[torch.Tensor, torch.Tensor] = {}
+    found: dict[str, StoredTensor] = {}
+    everyone_reads = False
+    if directory:
+        found = on_rank_zero(_find_weights, model, directory)
+        if args.fsdp == 2:
+            everyone_reads = _everyone_sees(found, directory)
+    names = _names_of_places(model)
+    uses = Counter(names.values())
+    tied: dict[str, torch.Tensor] = {}
     bar = tqdm(total=len(found), desc="load", disable=dist.get_rank() != 0 or None)
 
     def allocate(meta: torch.Tensor) -> torch.Tensor:
-        tensor = torch.empty_like(meta, device=device)
+        place = device
+        if isinstance(meta, DTensor) and args.cpu_offload:
+            place = torch.device("cpu")
+        tensor = torch.empty_like(meta, device=place)
         if isinstance(meta, nn.Parameter):
             return nn.Parameter(tensor, requires_grad=meta.requires_grad)
         return tensor
 
     def load(tensor: torch.Tensor, stored: StoredTensor) -> None:
+        bar.update()
+        if isinstance(tensor, DTensor):
+            here = None
+            if everyone_reads:
+                here = directory / stored.path.name
+            _load_shard(tensor, stored, here, device)
+            return
         if dist.get_rank() == 0:
             tensor.data.copy_(_read(stored.path, stored.key))
         dist.broadcast(tensor.data, src=0)
-        bar.update()
+
+    def compute(module: nn.Module, metas: dict[str, torch.Tensor]) -> None:
+        for key, meta in metas.items():
+            whole = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+            if isinstance(meta, nn.Parameter):
+                whole = nn.Parameter(whole, requires_grad=meta.requires_grad)
+            setattr(module, key, whole)
+        model._init_weights(module)
+        for key, meta in metas.items():
+            whole = getattr(module, key)
+            dist.broadcast(whole.data, src=0)  # random values would differ between ranks
+            if isinstance(meta, DTensor):
+                sharded = allocate(meta)
+                _scatter(whole.data, sharded)
+                setattr(module, key, sharded)
 
     def init(module: nn.Module) -> None:
         parameters = list(module.named_parameters(recurse=False))
         buffers = list(module.named_buffers(recurse=False))
-        to_compute = []
+        to_compute = {}
         for key, meta in parameters + buffers:
+            name = names.get((module, key))
             if not meta.is_meta:
                 continue
-            if meta in tied:
-                setattr(module, key, tied[meta])
-                continue
-            tensor = allocate(meta)
-            setattr(module, key, tensor)
-            if len(names[meta]) > 1:
-                tied[meta] = tensor
-            if not names[meta]:  # in no checkpoint and no file
-                to_compute.append(tensor)
-            elif names[meta][0] in found:
-                load(tensor, found[names[meta][0]])
-                tensor._is_hf_initialized = True  # `_init_weights` leaves it alone then
-            elif directory:  # the files need not hold it; without them a checkpoint fills it
-                to_compute.append(tensor)
+            if name in tied:
+                setattr(module, key, tied[name])
+            elif name in found or (name and not directory):
+                tensor = allocate(meta)
+                setattr(module, key, tensor)
+                if name in found:  # or a checkpoint fills it
+                    load(tensor, found[name])
+                    tensor._is_hf_initialized = True  # `_init_weights` leaves it alone then
+            else:  # the files need not hold it, or no state dict does
+                to_compute[key] = meta
         if to_compute:
-            model._init_weights(module)
-        for tensor in to_compute:  # random values would differ between ranks
-            dist.broadcast(tensor.data, src=0)
+            compute(module, to_compute)
+        for key, _ in parameters + buffers:
+            name = names.get((module, key))
+            if uses[name] > 1:
+                tied[name] = getattr(module, key)
 
     return init
+
+
+def _names_of_places(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
+    """The first name in a state dict of what stands in a module under a key.
+
+    Tied tensors have one name in all their places. What no state dict holds has none.
+    """
+    first_name: dict[torch.Tensor, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        first_name.setdefault(tensor, name)
+    names = {}
+    for module in model.modules():
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for key, tensor in tensors:
+            if tensor in first_name:
+                names[module, key] = first_name[tensor]
+    return names
+
+
+def _everyone_sees(found: dict[str, StoredTensor], directory: Path) -> bool:
+    """Whether the files that rank 0 has `found` are in every rank's `directory`, with a row of
+    each tensor as it is there. Rank 0 says what follows; all ranks."""
+
+    def checksum_of_rows() -> int | None:
+        checksum = 0
+        try:
+            for stored in found.values():
+                middle = stored.rows() // 2
+                rows = _read_rows(directory / stored.path.name, stored, middle, middle + 1)
+                checksum = zlib.crc32(rows.contiguous().view(torch.uint8).numpy(), checksum)
+        except (OSError, SafetensorError):
+            return None
+        return checksum
+
+    sums = on_every_rank(checksum_of_rows)
+    everyone = len(set(sums)) == 1
+    if dist.get_rank() == 0:
+        how = "each rank reads its rows"
+        if not everyone:
+            how = "rank 0 reads and scatters, as not every rank sees the same files"
+        print(f"{directory}: {how}", flush=True)
+    return everyone
+
+
+def _load_shard(
+    tensor: DTensor, stored: StoredTensor, path: Path | None, device: torch.device
+) -> None:
+    """Fill a DTensor from a file, without more than one whole tensor on any rank; all ranks.
+
+    Each rank reads its rows from its own `path`. If that is None, rank 0 reads and scatters.
+    """
+    if path is None:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if dist.get_rank() == 0:
+            whole.copy_(_read(stored.path, stored.key))
+        _scatter(whole, tensor)
+        return
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    if shape[0]:  # small tensors may have no row for this rank
+        rows = _read_rows(path, stored, offset[0], offset[0] + shape[0])
+        tensor.to_local().data.copy_(rows)
+
+
+def _scatter(whole: torch.Tensor, tensor: DTensor) -> None:
+    """Fill a DTensor from what is `whole` on rank 0; all ranks."""
+    sharded = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+    tensor.to_local().data.copy_(sharded.to_local())
 
 
 def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of each parameter and persistent buffer of a wrapped model, in its dtype.
 
-    FSDP gathers the parameters a unit at a time, whole on rank 0 only. Buffers are never sharded.
+    FSDP1 gathers the parameters a unit at a time, whole on rank 0 only, FSDP2 a tensor at a time,
+    whole on all ranks. Buffers are never sharded.
     """
+    if isinstance(model, FSDPModule):
+        for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
+            if isinstance(tensor, DTensor):  # from the CPU, with --cpu-offload
+                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+            yield WRAPPERS.sub("", name), tensor
+        return
     whole = {"recurse": False, "writeback": False, "rank0_only": True}
     units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FSDP)]
     for prefix, unit in units or [("", model)]:
@@ -368,7 +492,7 @@ def export_model(
     """
     dtype = EXPORT_DTYPES[args.export_dtype]
     temporary = path.with_name(f"tmp-{path.name}")
-    inner = model.module
+    inner = getattr(model, "module", model)  # FSDP2 does not wrap it
     not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
     keys: dict[str, str] = {}
     if dist.get_rank() == 0:
@@ -382,7 +506,7 @@ def export_model(
     if dist.get_rank() == 0:
         files.finish()
         config = copy.deepcopy(inner.config)
-        config.architectures = [type(inner).__name__]
+        config.architectures = [_class_name(inner)]
         config.dtype = dtype
         config.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -391,6 +515,13 @@ def export_model(
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
     dist.barrier(group=cpu_group())
+
+
+def _class_name(model: nn.Module) -> str:
+    """The name of a model's class, without that which FSDP2 puts before it."""
+    if isinstance(model, FSDPModule):
+        return type(model).__mro__[2].__name__
+    return type(model).__name__
 
 
 class WeightFiles:

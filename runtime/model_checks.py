@@ -46,13 +46,11 @@ def check_head(
 
     `inputs` are keywords of the wrapped `model`, alike on all ranks, of a few tokens. With empty
     `targets` besides, the model returns the logits of its loss, [positions, vocabulary]; without,
-    its own, [batch, length, vocabulary], as `logits`. Both are computed in `dtype`. The model runs
-    as in evaluation, without torch.compile, and the random states stay as they are.
+    its own, [batch, length, vocabulary], as `logits`. Both are computed in `dtype`. The model, in
+    evaluation mode, runs without torch.compile. The random states stay as they are.
     """
     inputs = {key: value.to(device) for key, value in inputs.items()}
     devices = [] if device.type == "cpu" else [device.index]
-    training = model.training
-    model.eval()
     with (
         torch.compiler.set_stance("force_eager"),
         torch.random.fork_rng(devices, device_type=device.type),
@@ -60,7 +58,6 @@ def check_head(
         # The first pass sets FSDP's order of prefetching: it is the one that training makes.
         found = model(**inputs, targets=inputs["input_ids"].new_empty(0)).float()
         own = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
-    model.train(training)
     # A scale before the head rounds otherwise than one behind it.
     rounding = max(1e-5, 4 * torch.finfo(dtype).eps)
     largest = own.abs().nan_to_num(0, 0).max().item()

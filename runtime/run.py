@@ -622,7 +622,10 @@ class Run:
             load_memory=load_memory,
             arguments=vars(args),
         )
-        self.say(f"{dist.get_world_size()} x {device}, {args.strategy}, {args.precision}")
+        how = args.strategy
+        if args.fsdp == 2:
+            how += " (FSDP2)"
+        self.say(f"{dist.get_world_size()} x {device}, {how}, {args.precision}")
         self.say(
             f"{len(loader.dataset):,} training samples, {state.identity['global batch']:,} in a "
             f"step (global batch): {loader.batch_sampler.steps_per_epoch:,} steps in an epoch, "

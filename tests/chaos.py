@@ -4,7 +4,10 @@
 
 Two CPU ranks save at every step. At random times, many of them inside a save, one rank, torchrun
 alone, or all processes get SIGKILL; then the same command is started again. In the end every logged
-loss must equal that of an uninterrupted run, with each step logged once, and so must final/.
+loss must equal that of an uninterrupted run, with each step logged once, and so must final/: to the
+last bit, or with --alternate, under which FSDP1 and FSDP2 take turns, to 1e-5.
+
+Other flags go to the script, such as --fsdp 2.
 """
 
 import argparse
@@ -21,7 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from conftest import ROOT, check_equal_weights, logged, losses
+import pytest
+from conftest import ROOT, check_equal_weights, logged, losses, weights
 
 TINY = {
     "T5_training.py": ["--rouge-samples", "0", "--target-length", "16", "--source-length", "64"],
@@ -94,22 +98,42 @@ def attempt(
     return what, max(0, steps_logged(output) - steps_saved(output))
 
 
-def chaos(script: str, flags: list[str], directory: Path, kills: int, seed: int) -> dict:
+def check_near(torn: Path, whole: Path) -> None:
+    """Losses to 1e-5, weights to 1e-4."""
+    for event in ("train", "val"):
+        assert losses(torn, event) == pytest.approx(losses(whole, event), abs=1e-5)
+    there = weights(whole / "final")
+    for name, tensor in weights(torn / "final").items():
+        assert tensor.sub(there[name]).abs().max() < 1e-4, name
+
+
+def check_equal(torn: Path, whole: Path) -> None:
+    """To the last bit."""
+    for event in ("train", "val"):
+        assert losses(torn, event) == losses(whole, event)
+    check_equal_weights(torn / "final", whole / "final")
+
+
+def chaos(
+    script: str, flags: list[str], directory: Path, kills: int, seed: int, alternate: bool = False
+) -> dict:
     """Figures of a run killed `kills` times; AssertionError if it differs from another."""
     chance, began, killed = random.Random(seed), time.monotonic(), []
     flags = ["--max-steps", str(10 * kills + 6), *flags]
     whole, torn = directory / "whole", directory / "torn"
     assert start(script, flags, whole).wait(timeout=600) == 0
     first = time.monotonic() - began
-    for _ in range(kills):
-        found = attempt(script, flags, torn, chance)
+    for number in range(kills):
+        turn = ["--fsdp", str(1 + number % 2)] if alternate else []
+        found = attempt(script, [*flags, *turn], torn, chance)
         if found is None:
             break
         killed.append(found)
     assert start(script, flags, torn).wait(timeout=600) == 0, torn.with_suffix(".log").read_text()
-    for event in ("train", "val"):
-        assert losses(torn, event) == losses(whole, event)
-    check_equal_weights(torn / "final", whole / "final")
+    if alternate:
+        check_near(torn, whole)
+    else:
+        check_equal(torn, whole)
     assert not [*torn.glob("checkpoints/tmp-*"), *torn.glob("lock*")]
     return {
         "kills": len(killed),
@@ -128,9 +152,12 @@ def main() -> None:
     parser.add_argument("script", choices=list(TINY))
     parser.add_argument("--kills", type=int, default=50, help="how often")
     parser.add_argument("--seed", type=int, default=0, help="of the random times")
+    parser.add_argument("--alternate", action="store_true", help="--fsdp 1 and 2 in turn")
     args, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as directory:
-        print(args.script, chaos(args.script, flags, Path(directory), args.kills, args.seed))
+        place = Path(directory)
+        found = chaos(args.script, flags, place, args.kills, args.seed, args.alternate)
+        print(args.script, found)
 
 
 if __name__ == "__main__":

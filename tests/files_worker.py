@@ -20,6 +20,7 @@ from transformers import ByT5Tokenizer, PegasusConfig, PegasusForConditionalGene
 from transformers import initialization as init
 from transformers.models.pegasus.modeling_pegasus import PegasusDecoderLayer, PegasusEncoderLayer
 
+import policies
 from runtime import checkpoints, hf_weights
 
 CPU = torch.device("cpu")
@@ -55,14 +56,21 @@ def wrap(directory: Path, strategy: str, pretrained: bool) -> torch.nn.Module:
     """The model in `directory`, or its allocated storage, under a strategy."""
     config = PegasusConfig.from_pretrained(directory)
     model = hf_weights.meta_model(CountingPegasus, config, directory)
-    fill = hf_weights.streamed_init(model, directory if pretrained else None, CPU)
+    args = Namespace(fsdp=1, cpu_offload=False, precision="fp32", strategy=strategy)
+    if strategy == "fsdp2":
+        args.fsdp, args.strategy = 2, "full_shard"
+    fill = hf_weights.streamed_init(args, model, directory if pretrained else None, CPU)
+    blocks = (PegasusEncoderLayer, PegasusDecoderLayer)
     if strategy == "ddp":
-        for module in list(model.modules()):
-            fill(module)
+        hf_weights.materialize(model, fill)
         return DDP(model)
+    if strategy == "fsdp2":
+        model = policies.fully_shard_units(args, CPU, model, policies.wrap_policy(blocks))
+        hf_weights.materialize(model, fill)
+        return model
     return FSDP(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({PegasusEncoderLayer, PegasusDecoderLayer}),
+        auto_wrap_policy=ModuleWrapPolicy(blocks),
         device_mesh=init_device_mesh("cpu", (dist.get_world_size(),)),
         device_id=CPU,
         use_orig_params=True,
@@ -85,7 +93,7 @@ def train(state: checkpoints.TrainState) -> None:
     state.optimizer.step()
     state.optimizer.zero_grad()
     state.scheduler.step()
-    state.model.module.counter.seen += 1
+    policies.unwrapped(state.model).counter.seen += 1
     state.step += 1
 
 
@@ -93,7 +101,7 @@ def main() -> None:
     """Load, train and save under each strategy, and go on under the other one."""
     directory, output = map(Path, sys.argv[1:])
     dist.init_process_group("gloo")
-    for first, second in (("full_shard", "ddp"), ("ddp", "full_shard")):
+    for first, second in (("full_shard", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "full_shard")):
         path = output / first
         state = train_state(wrap(directory, first, pretrained=True))
         hf_weights.export_model(state.model, ByT5Tokenizer(), path / "loaded", EXPORT)

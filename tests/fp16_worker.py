@@ -17,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from runtime import batches, checkpoints, ranks
 from runtime.run import Run, open_output
 
 STRATEGIES = {  # what differs between them is the same in every script
     "T5_training": ("full_shard",),
-    "gpt2_fsdp": ("full_shard", "shard_grad_op", "ddp"),
+    "gpt2_fsdp": ("full_shard", "shard_grad_op", "ddp", "fsdp2"),
     "llama_fsdp": ("full_shard",),
 }
 SCALE = 2.0**12  # the default, 2**16, overflows once in the first step of the Llama
@@ -43,6 +44,17 @@ def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tu
     return {"losses": losses, "scale": state.scaler.get_scale()}, (state, loader)
 
 
+def shards(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of what this rank has of the parameters."""
+    found = []
+    for parameter in model.parameters():
+        shard = parameter.detach()
+        if isinstance(shard, DTensor):
+            shard = shard.to_local()
+        found.append(shard.clone())
+    return found
+
+
 def overflow(
     script: types.ModuleType, args: Namespace, state: checkpoints.TrainState, batch: dict,
     place: str,
@@ -50,7 +62,7 @@ def overflow(
     """One step whose gradients overflow on rank 1: in its `loss`, so before they are reduced, or in
     its `shard`, after that. What moved, on any rank."""
     summed_loss, unscale = script.summed_loss, state.scaler.unscale_
-    before = [parameter.detach().clone() for parameter in state.model.parameters()]
+    before = shards(state.model)
     scale, schedule = state.scaler.get_scale(), state.scheduler.last_epoch
 
     def infinite_loss(*args: object) -> torch.Tensor:
@@ -58,7 +70,10 @@ def overflow(
 
     def infinite_shard(optimizer: torch.optim.Optimizer) -> None:
         largest = max(state.model.parameters(), key=lambda parameter: parameter.numel())
-        largest.grad[..., 0] = float("inf")
+        shard = largest.grad
+        if isinstance(shard, DTensor):
+            shard = shard.to_local()
+        shard[..., 0] = float("inf")
         unscale(optimizer)
 
     if dist.get_rank() == 1 and place == "loss":
@@ -72,7 +87,7 @@ def overflow(
         ended = True
     script.summed_loss = summed_loss
     state.scaler.unscale_ = unscale
-    pairs = zip(before, state.model.parameters(), strict=True)
+    pairs = zip(before, shards(state.model), strict=True)
     changed = any(not torch.equal(old, new) for old, new in pairs)
     return {
         "changed": ranks.ranks_where(changed),
@@ -88,7 +103,8 @@ def try_strategy(
     """Train in both precisions, overflow, resume, overflow with a scale that is small."""
     script = importlib.import_module(name)
     open_output(directory, "auto", name)
-    flags = [*flags, "--strategy", strategy, "--output-dir", str(directory)]
+    chosen = ["--fsdp", "2"] if strategy == "fsdp2" else ["--strategy", strategy]
+    flags = [*flags, *chosen, "--output-dir", str(directory)]
     exact, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
     args = script.parse_args([*flags, "--precision", "fp16"])
     half, (state, loader) = train(script, args, device)

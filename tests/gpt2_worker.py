@@ -13,9 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 from ten_steps import compile_without_compiler, ten_steps
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
+import policies
 from runtime import checkpoints
 from runtime.run import open_output
 
@@ -38,10 +40,11 @@ def main() -> None:
         checkpoints.Saver(output_dir, trained, keep=1, full=False).save()
         checkpoint = output_dir / f"checkpoints/step-{trained.step:08d}"
         state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, checkpoint)
-        results[name]["units"] = sum(isinstance(m, FSDP) for m in state.model.modules())
+        unit = FSDPModule if args.fsdp == 2 else FSDP
+        results[name]["units"] = sum(isinstance(m, unit) for m in state.model.modules())
         results[name]["tied"] = all(
             inner.lm_head.weight is inner.transformer.wte.weight
-            for inner in (trained.model.module, state.model.module)
+            for inner in (policies.unwrapped(trained.model), policies.unwrapped(state.model))
         )
         texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
         results[name]["texts"] = texts

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 from ten_steps import compile_without_compiler, ten_steps
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
@@ -67,7 +68,8 @@ def main() -> None:
         open_output(Path(args.output_dir), "auto", "llama_fsdp")
         results[name], trained = ten_steps(llama_fsdp, args, device)
         results[name]["frequencies"] = frequencies[-1]
-        results[name]["units"] = sum(isinstance(m, FSDP) for m in trained.model.modules())
+        unit = FSDPModule if args.fsdp == 2 else FSDP
+        results[name]["units"] = sum(isinstance(m, unit) for m in trained.model.modules())
     if dist.get_rank() == 0:
         torch.save(results, output)
     llama_fsdp.cleanup()

@@ -28,6 +28,7 @@ if SIMULATED:
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
 
 import gpt2_fsdp
 from runtime import checkpoints
@@ -70,9 +71,16 @@ def prepared(args: Namespace, device: torch.device, steps: int) -> checkpoints.T
     return state
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, or the tensor itself."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
 def momentum(state: checkpoints.TrainState) -> float:
     """The sum of the first moments' sizes."""
-    moments = [values["exp_avg"] for values in state.optimizer.state.values()]
+    moments = [local(values["exp_avg"]) for values in state.optimizer.state.values()]
     return sum(tensor.double().abs().sum().item() for tensor in moments)
 
 
@@ -92,8 +100,8 @@ def main() -> None:
     units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
     found = {
-        "shard": 4 * sum(parameter.numel() for parameter in state.model.parameters()),
-        "unit": 4 * max(sizes),
+        "shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters()),
+        "unit": 4 * max(sizes, default=0),  # none under FSDP2, of which a state dict gathers none
         "save": peaks(checkpoints.Saver(directory, state, 2, full).save),
         "momentum_saved": momentum(state),
     }
@@ -101,7 +109,7 @@ def main() -> None:
 
     state = prepared(args, device, 0)
     if not SIMULATED:  # as the forward pass of a start leaves it with --cpu-offload
-        first = next(parameter for parameter in state.model.parameters() if parameter.numel())
+        first = next(p for p in state.model.parameters() if local(p).numel())
         first.grad = torch.zeros_like(first)
     path = directory / "checkpoints" / "step-00000002"
     found["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, args))

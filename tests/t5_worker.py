@@ -61,8 +61,11 @@ def main() -> None:
     # Generation by that model, of seven examples in batches of 2: one rank has none in the last.
     flags += ["--rouge-samples", "7", "--batch-size", "2"]
     for precision in ("fp32", "bf16"):
-        for strategy in ("full_shard", "shard_grad_op", "ddp"):
-            chosen = ["--precision", precision, "--strategy", strategy]
+        for strategy in ("full_shard", "shard_grad_op", "ddp", "fsdp2"):
+            chosen = ["--strategy", strategy]
+            if strategy == "fsdp2":
+                chosen = ["--fsdp", "2"]
+            chosen += ["--precision", precision]
             args = T5_training.parse_args([*common, *flags, *chosen])
             state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
             checkpoints.load_weights(best, state.model)

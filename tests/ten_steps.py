@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
 
 import policies
 from runtime import arguments, batches
@@ -28,6 +29,12 @@ SHARED_VARIANTS = {
                        "2"],
     "activation_checkpointing": ["--activation-checkpointing"],
     "ddp_activation_checkpointing": ["--activation-checkpointing", "--strategy", "ddp"],
+    "fsdp2": ["--fsdp", "2"],
+    "fsdp2_shard_grad_op": ["--fsdp", "2", "--strategy", "shard_grad_op"],
+    "fsdp2_accumulate": ["--fsdp", "2", "--batch-size", "2", "--gradient-accumulation-steps", "2"],
+    "fsdp2_accumulate_no_sync": ["--fsdp", "2", "--batch-size", "2",
+                                 "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
+    "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing"],
 }  # fmt: skip
 # Micro-batches of 2, and a short last one: several lengths and sizes of a batch.
 COMPILED = ["--compile", "--activation-checkpointing", *SHARED_VARIANTS["accumulate_no_sync"]]
@@ -39,6 +46,13 @@ def compile_without_compiler() -> None:
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, or the tensor itself."""
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
+
+
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The whole gradient of each parameter, by the name it had before wrapping."""
     sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
@@ -46,7 +60,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             found = {name: p.grad.clone() for name, p in model.named_parameters()}
     else:
-        found = {name: p.grad.clone() for name, p in model.named_parameters()}
+        found = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
     for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
         found = {name.replace(wrapper, ""): grad for name, grad in found.items()}
     return {name.removeprefix("module."): grad for name, grad in found.items()}
@@ -54,7 +68,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def held(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the storages behind these tensors, each counted once."""
-    storages = [t.untyped_storage() for t in tensors if t is not None and t.numel()]
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    storages = [t.untyped_storage() for t in tensors if t.numel()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 

@@ -18,16 +18,19 @@ import gpt2_fsdp
 from runtime import arguments
 
 TWO_RANKS = SHARED_VARIANTS | {
-    "compile": COMPILED,
     "size": ["--wrap", "size", "--min-num-params", "3000"],
     "bf16": ["--precision", "bf16"],
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
+    "fsdp2_compile": ["--fsdp", "2", *COMPILED],
+    "fsdp2_bf16": ["--fsdp", "2", "--precision", "bf16"],
 }
 FOUR_RANKS = {
     "full_shard": [],
     "shard_grad_op": ["--strategy", "shard_grad_op"],
     "hybrid_shard": ["--strategy", "hybrid_shard", "--shard-group-size", "2"],
     "ddp": ["--strategy", "ddp"],
+    "fsdp2_full_shard": ["--fsdp", "2"],
+    "fsdp2_hybrid_shard": ["--fsdp", "2", "--strategy", "hybrid_shard", "--shard-group-size", "2"],
 }
 
 
@@ -101,7 +104,7 @@ def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, reference: dict) 
 
 def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
     """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
-    compiled = two_ranks["compile"]
+    compiled = two_ranks["fsdp2_compile"]
     assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
     assert len({length for _, length in compiled["shapes"]}) > 1
     assert not two_ranks["full_shard"]["graphs"]
@@ -113,7 +116,7 @@ def test_ten_steps_on_four_ranks(variant: str, four_ranks: dict, reference: dict
     check_parity(four_ranks[variant], reference)
 
 
-@pytest.mark.parametrize("variant", ["bf16", "ddp_bf16"])
+@pytest.mark.parametrize("variant", ["bf16", "ddp_bf16", "fsdp2_bf16"])
 def test_bf16_is_near(variant: str, two_ranks: dict, reference: dict) -> None:
     """And not equal: the policy, or under DDP autocast, is in force."""
     losses = two_ranks[variant]["losses"]
@@ -123,13 +126,15 @@ def test_bf16_is_near(variant: str, two_ranks: dict, reference: dict) -> None:
 
 def test_units(two_ranks: dict) -> None:
     """Blocks and the root; by size, more of them, and never one that holds the tied embedding."""
-    assert two_ranks["full_shard"]["units"] == 4
+    assert two_ranks["full_shard"]["units"] == two_ranks["fsdp2"]["units"] == 4
     assert two_ranks["size"]["units"] > 4
     assert two_ranks["ddp"]["units"] == 0
 
 
-@pytest.mark.parametrize("strategy, share", [("full_shard", 4), ("shard_grad_op", 4),
-                                             ("hybrid_shard", 2), ("ddp", 1)])  # fmt: skip
+@pytest.mark.parametrize("strategy, share", [
+    ("full_shard", 4), ("shard_grad_op", 4), ("hybrid_shard", 2), ("ddp", 1),
+    ("fsdp2_full_shard", 4), ("fsdp2_hybrid_shard", 2),
+])  # fmt: skip
 def test_bytes_held_are_what_the_strategy_promises(
     strategy: str, share: int, four_ranks: dict, reference: dict
 ) -> None:
@@ -145,9 +150,9 @@ def test_bytes_held_are_what_the_strategy_promises(
 
 def test_prompts_are_continued_alike(two_ranks: dict) -> None:
     """After ten steps and a resume: the same under FSDP and DDP; bf16 at least goes through."""
-    for variant in ("shard_grad_op", "no_shard", "ddp", "size"):
+    for variant in ("shard_grad_op", "no_shard", "ddp", "size", "fsdp2", "fsdp2_shard_grad_op"):
         assert two_ranks[variant]["texts"] == two_ranks["full_shard"]["texts"]
-    assert len(two_ranks["bf16"]["texts"]) == 3
+    assert len(two_ranks["bf16"]["texts"]) == len(two_ranks["fsdp2_bf16"]["texts"]) == 3
 
 
 def test_prompts_are_continued_as_by_plain_generate(two_ranks: dict, gpt2_directory: Path) -> None:

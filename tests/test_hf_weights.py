@@ -79,9 +79,8 @@ def streamed(model_class: type[PreTrainedModel], directory: Path) -> DDP:
     """The model in `directory` as the scripts load it; needs a process group."""
     config = model_class.config_class.from_pretrained(directory)
     model = hf_weights.meta_model(model_class, config, directory)
-    init = hf_weights.streamed_init(model, directory, CPU)
-    for module in list(model.modules()):
-        init(module)
+    args = Namespace(fsdp=1, cpu_offload=False)
+    hf_weights.materialize(model, hf_weights.streamed_init(args, model, directory, CPU))
     return DDP(model)
 
 
@@ -334,7 +333,7 @@ def test_buffers_on_two_ranks(tmp_path: Path) -> None:
     counting_model().save_pretrained(tmp_path / "made")
     made = weights(tmp_path / "made")
     launch(2, "tests/files_worker.py", tmp_path / "made", tmp_path)
-    for strategy in ("full_shard", "ddp"):
+    for strategy in ("full_shard", "fsdp2", "ddp"):
         states = {path.name: weights(path) for path in (tmp_path / strategy).glob("*ed")}
         assert len(states) == 5
         check_equal(states["loaded"], made, least=90)

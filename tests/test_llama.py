@@ -23,8 +23,10 @@ TWO_RANKS = SHARED_VARIANTS | {
     "eager": ["--attention", "eager"],
     "bf16": ["--precision", "bf16"],
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
+    "fsdp2_bf16": ["--fsdp", "2", "--precision", "bf16"],
 }
-FOUR_RANKS = {"hybrid_shard": ["--strategy", "hybrid_shard", "--shard-group-size", "2"]}
+HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
+FOUR_RANKS = {"hybrid_shard": HYBRID, "fsdp2_hybrid_shard": ["--fsdp", "2", *HYBRID]}
 
 NAMES = ("frequencies", "index", "missing file", "truncated", "absent tensor", "vocabulary", "fp16",
          "bin", "gpt2")  # fmt: skip
@@ -162,12 +164,13 @@ def test_ten_steps_padded(two_ranks: dict, llama_directory: Path) -> None:
     check_parity(two_ranks["padded"], reference(two_ranks["padded"], llama_directory))
 
 
-def test_ten_steps_on_four_ranks(four_ranks: dict, plain: dict) -> None:
+@pytest.mark.parametrize("variant", FOUR_RANKS)
+def test_ten_steps_on_four_ranks(variant: str, four_ranks: dict, plain: dict) -> None:
     """HYBRID_SHARD as 2 x 2."""
-    check_parity(four_ranks["hybrid_shard"], plain)
+    check_parity(four_ranks[variant], plain)
 
 
-@pytest.mark.parametrize("variant", ["bf16", "ddp_bf16"])
+@pytest.mark.parametrize("variant", ["bf16", "ddp_bf16", "fsdp2_bf16"])
 def test_bf16_is_near_and_frequencies_stay_fp32(variant: str, two_ranks: dict, plain: dict) -> None:
     """The policy is in force, but not on the rotary buffers."""
     losses = two_ranks[variant]["losses"]

@@ -143,7 +143,8 @@ def test_nothing_is_left_behind(chats: Path, device: torch.device) -> None:
     for mode in (True, False):
         model.train(mode)
         before = torch.get_rng_state()
-        check_head(model, {"input_ids": ids}, device, torch.float32)
+        with policies.evaluation(model):
+            check_head(model, {"input_ids": ids}, device, torch.float32)
         assert torch.equal(torch.get_rng_state(), before)
         assert all(module.training is mode for module in model.modules())
     assert modes == [False] * 4 and not compiled

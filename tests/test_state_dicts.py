@@ -52,6 +52,19 @@ def test_on_the_cpu(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_under_fsdp2(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
+    """A save copies nothing. A resume makes the moments, and loads in place."""
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
+    found = measured(deep_gpt2, texts[0], tmp_path, "--fsdp", "2", **malloc)
+    parameter = found["shard"] / 4
+    assert found["save"]["host"] < parameter
+    assert found["resume"]["host"] < 9 * parameter  # of which the moments, 8, live on
+    assert found["momentum_resumed"] == pytest.approx(found["momentum_saved"], rel=1e-9)
+    assert found["momentum_saved"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
 @pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
 @pytest.mark.parametrize("flags", [[], ["--cpu-offload"]], ids=" ".join)

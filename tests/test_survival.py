@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from chaos import chaos, workers
+from chaos import workers
 from conftest import ROOT, check_equal_weights, launch, logged, losses, metrics
 from slurm_cluster import wait_until
 
@@ -65,15 +65,6 @@ def wait_for_step(output: Path, step: int) -> None:
     while step not in [line["step"] for line in logged(output, "train")]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-@pytest.mark.parametrize("script, kills", [
-    ("T5_training.py", 5), ("gpt2_fsdp.py", 2), ("llama_fsdp.py", 2),
-])  # fmt: skip
-def test_chaos(script: str, kills: int, tmp_path: Path) -> None:
-    """SIGKILL at random times, by many saves many of them inside one."""
-    flags = ["--max-steps", str(5 * kills + 5)]
-    assert chaos(script, flags, tmp_path, kills, seed=1)["kills"] >= kills / 2
 
 
 def test_stopped_by_a_signal_to_torchrun(

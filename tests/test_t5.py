@@ -95,7 +95,7 @@ def test_a_batch_can_be_overfitted(results: dict) -> None:
     assert results["overfitted"] < 0.1
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp", "fsdp2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_generation_gives_back_what_was_learnt(
     precision: str, strategy: str, results: dict

@@ -1,0 +1,75 @@
+"""Run under torchrun by test_fsdp2.py: models loaded under FSDP2, and what a load drew.
+
+    fsdp2_load_worker.py RESULT.json OUTPUT_DIR MODELS.json
+
+MODELS.json has a directory by script. Each is loaded on one mesh and on two, from files that every
+rank sees, and from files that rank 0 alone sees, and exported. Rank 0 writes what each rank had.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import policies
+from runtime import hf_weights
+
+MESHES = {
+    "one mesh": ["--strategy", "full_shard"],
+    "two meshes": ["--strategy", "hybrid_shard", "--shard-group-size", "2"],
+}
+LENGTHS = {
+    "T5_training": ["--dataset", "docstrings"],
+    "gpt2_fsdp": ["--block-size", "32"],
+    "llama_fsdp": ["--max-seq-length", "64"],
+}
+
+
+def without_weights(directory: Path, place: Path) -> Path:
+    """A copy of all but the weights."""
+    ignore = shutil.ignore_patterns("*.safetensors*")
+    return Path(shutil.copytree(directory, place, ignore=ignore, dirs_exist_ok=True))
+
+
+def main() -> None:
+    """All loads in one process group."""
+    result, output, models = sys.argv[1:]
+    rank, found, device = int(os.environ["RANK"]), {}, None
+    for name, directory in json.loads(models).items():
+        script = importlib.import_module(name)
+        for mesh, flags in MESHES.items():
+            own = ["--model-name", directory, *LENGTHS[name], "--export-dtype", "fp32"]
+            args = script.parse_args(["--fsdp", "2", *own, *flags])
+            device = device or script.setup(args)
+            for seen_by in ("all", "rank 0"):
+                place = Path(directory)
+                if seen_by == "rank 0" and rank != 0:
+                    place = without_weights(place, Path(output) / f"{name} {rank}")
+                hf_weights.model_directory = lambda _, place=place: place
+                model, tokenizer, _ = script.setup_model(args, device, pretrained=True)
+                path = Path(output) / name / mesh / seen_by
+                hf_weights.export_model(model, tokenizer, path, args)
+                tied = policies.unwrapped(model).get_output_embeddings().weight
+                mine = {
+                    "bytes": sum(p.to_local().nbytes for p in model.parameters()),
+                    "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
+                    "tied": tied is policies.unwrapped(model).get_input_embeddings().weight,
+                }
+                everyone = [None] * dist.get_world_size()
+                dist.all_gather_object(everyone, mine)
+                found[f"{name}, {mesh}, {seen_by}"] = everyone
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+    script.cleanup()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # as the scripts do, and why

@@ -1,0 +1,110 @@
+"""--fsdp 2: loads, checkpoints that cross to FSDP1 and DDP, and what is refused.
+
+That ten steps equal plain PyTorch stands with each script's other strategies.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import launch, losses, metrics, weights
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+import gpt2_fsdp
+
+MESHES = {"one mesh": 4, "two meshes": 2}  # and how many ranks share a model
+
+
+@pytest.fixture(scope="module")
+def loads(
+    t5_directory: Path, gpt2_directory: Path, llama_directory: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict:  # fmt: skip
+    """What fsdp2_load_worker.py found on four ranks, where it exported, and what it said."""
+    directory = tmp_path_factory.mktemp("loads")
+    models = {
+        "T5_training": str(t5_directory),
+        "gpt2_fsdp": str(gpt2_directory),
+        "llama_fsdp": str(llama_directory),
+    }
+    result = directory / "result.json"
+    worker = ["tests/fsdp2_load_worker.py", result, directory, json.dumps(models)]
+    said = launch(4, *worker).stdout
+    return {"directory": directory, "models": models, "said": said} | json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("seen_by", ["all", "rank 0"])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
+def test_weights_are_those_of_the_files(script: str, mesh: str, seen_by: str, loads: dict) -> None:
+    """To the last bit, tied ones too; and each rank has its share of the bytes."""
+    path = loads["directory"] / script / mesh / seen_by
+    kind = AutoModelForSeq2SeqLM if script == "T5_training" else AutoModelForCausalLM
+    ours, theirs = kind.from_pretrained(path), kind.from_pretrained(loads["models"][script])
+    there = theirs.state_dict()
+    assert ours.state_dict().keys() == there.keys()
+    for name, tensor in ours.state_dict().items():
+        assert tensor.equal(there[name]), name
+    assert json.loads((path / "config.json").read_text())["architectures"] == [type(ours).__name__]
+    everyone = loads[f"{script}, {mesh}, {seen_by}"]
+    whole = 4 * sum(parameter.numel() for parameter in theirs.parameters())
+    assert sum(rank["bytes"] for rank in everyone) == whole * 4 // MESHES[mesh]
+    assert all(rank["sharded"] for rank in everyone)
+    assert {rank["tied"] for rank in everyone} == {theirs.config.tie_word_embeddings}
+
+
+def test_a_load_says_who_reads(loads: dict) -> None:
+    """Found out, and said once for each load."""
+    assert loads["said"].count("each rank reads its rows") == 6
+    assert loads["said"].count("rank 0 reads and scatters") == 6
+
+
+def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
+    """FSDP1 on two ranks, 2 on four, 1 on two, killed each time, then DDP on one: the losses of a
+    run that was not interrupted. Saved in shards, in one file in the background, and again."""
+    common = ["--model-name", str(gpt2_directory), "--train-file", str(texts[0]), "--val-file",
+              str(texts[1]), "--block-size", "32", "--num-train-samples", "35",
+              "--num-val-samples", "0", "--max-steps", "8", "--log-every", "1", "--eval-every", "3",
+              "--save-every", "2", "--lr", "1e-3"]  # fmt: skip
+    whole = [*common, "--fsdp", "2", "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
+    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(whole))
+    output = tmp_path / "parts"
+    common += ["--output-dir", str(output)]
+    one = ["--fsdp", "1", "--batch-size", "4"]
+    two = ["--fsdp", "2", "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
+    hybrid = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
+    for ranks, step, flags in ((2, 3, one), (4, 7, [*two, *hybrid]), (2, 8, one)):
+        killed = ["tests/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
+        assert launch(ranks, *killed, check=False).returncode
+    last = [*common, "--strategy", "ddp", "--batch-size", "8"]
+    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(last))
+    starts = [line["step"] for line in metrics(output, "start")]
+    assert starts in ([0, 2, 5, 6], [0, 2, 6, 6])  # the save under way may be lost
+    for event in ("train", "val"):
+        there = losses(tmp_path / "whole", event)
+        assert losses(output, event) == pytest.approx(there, abs=1e-5)
+    for name in ("final", "best"):
+        there = weights(tmp_path / "whole" / name)
+        for key, tensor in weights(output / name).items():
+            assert tensor.sub(there[key]).abs().max() < 1e-4
+    before = weights(output / "final")
+    args = gpt2_fsdp.parse_args([*common, "--batch-size", "8", "--fsdp", "2", "--export-only"])
+    gpt2_fsdp.fsdp_main(args)
+    assert all(tensor.equal(before[key]) for key, tensor in weights(output / "final").items())
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--strategy", "no_shard"], "--fsdp 2 always shards"),
+    (["--strategy", "ddp"], "--fsdp 2 always shards"),
+    (["--wrap", "size", "--min-num-params", "9"], "--wrap size needs --fsdp 1"),
+])  # fmt: skip
+def test_what_it_has_not_is_refused(
+    flags: list[str], said: str, capfd: pytest.CaptureFixture
+) -> None:
+    """In a sentence; under --fsdp 1, the default, the same flags are taken."""
+    with pytest.raises(SystemExit) as end:
+        gpt2_fsdp.parse_args(["--fsdp", "2", *flags])
+    assert end.value.code
+    (error,) = capfd.readouterr().err.splitlines()
+    assert error.startswith("error: ") and said in error
+    assert gpt2_fsdp.parse_args(flags).fsdp == gpt2_fsdp.parse_args([]).fsdp == 1
