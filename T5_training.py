@@ -265,7 +265,7 @@ def train_step(
     average gradients over ranks, hence the factor of the world size. Returns this rank's share
     of the loss, to be summed over ranks, and the global gradient norm before clipping.
     """
-    counts = torch.tensor([count_tokens(batch) for batch in micro_batches]).sum(dim=0)
+    counts = [count_tokens(batch) for batch in micro_batches]
     targets, tokens = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
     if targets == 0:
         ranks.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")

@@ -177,7 +177,7 @@ def load_model(
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         eos = tokenizer.eos_token_id
-        ids = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": tokenizer.pad_token_id}
+        ids = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": None}  # no text is padded
         config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
     else:
         directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
@@ -319,7 +319,7 @@ def train_step(
     average gradients over ranks, hence the factor of the world size. Returns this rank's share
     of the loss, to be summed over ranks, and the global gradient norm before clipping.
     """
-    counts = torch.tensor([count_tokens(batch) for batch in micro_batches]).sum(dim=0)
+    counts = [count_tokens(batch) for batch in micro_batches]
     targets, tokens = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
     if targets == 0:
         ranks.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -466,13 +466,14 @@ class Run:
         total, done = self.state.total_steps, self.state.step
         self._bar = tqdm(total=total, initial=done, unit="step", disable=hidden)
 
-    def exchange(self, counts: Tensor) -> list[int]:
-        """The sums of `counts`, int64 [n] on the CPU, over all ranks.
+    def exchange(self, counts: list[tuple[int, ...]]) -> list[int]:
+        """The sums of each column of `counts`, over its rows and all ranks.
 
         Call it where a step begins: it raises Stopped, on all ranks, if one was asked to stop.
         """
-        asked = torch.tensor([self.stop.begin_step()])
-        sums = torch.cat((counts, asked))
+        columns = zip(*counts, strict=True)
+        asked = int(self.stop.begin_step())
+        sums = torch.tensor([*map(sum, columns), asked])
         dist.all_reduce(sums, group=ranks.cpu_group())
         *totals, stops = sums.tolist()
         if stops:
