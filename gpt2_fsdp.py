@@ -151,7 +151,7 @@ class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
     def forward(
         self, input_ids: Tensor | None = None, targets: Tensor | None = None, **options: Any
     ) -> Any:
-        """As ever without `targets`; with them the summed loss in nats of the next tokens.
+        """As ever without `targets`; with them their summed loss in nats.
 
         `input_ids` and `targets` are int64 [batch, length], `targets[i, j]` follows
         `input_ids[i, j]` and is -100 where nothing does.

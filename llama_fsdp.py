@@ -185,7 +185,7 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
     def forward(
         self, input_ids: Tensor | None = None, targets: Tensor | None = None, **options: Any
     ) -> Any:
-        """As ever without `targets`; with them the summed loss in nats of packed documents.
+        """As ever without `targets`; with them their summed loss in nats.
 
         `input_ids`, `targets` and `position_ids` are int64 [batch, length] as `collate` makes them:
         a document begins wherever the positions begin again.

@@ -15,7 +15,9 @@ what kernels use while they run, and what the allocator reserves beyond what is 
 can be far more: 32.14 GiB were reserved where 23.58 were active (torchtitan's issue 165); with
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is less. Not counted on the CPU: the processes
 themselves, and files in the page cache. Saves are sharded ones: for --checkpoint-type full rank 0
-holds 12 bytes per parameter of the model twice, and --async-save holds the copies once more.
+holds 12 bytes per parameter of the model twice, and --async-save holds the copies once more. With
+--accumulate-no-sync every GPU holds the whole gradient besides, in the compute dtype under FSDP1,
+in that of the reduction under FSDP2: 2 bytes per parameter of the model, or 4.
 
 DDP is shown with the activations of FSDP; autocast keeps 5% (GPT-2, T5) to 22% (Llama) more, as
 residuals and norms stay in fp32.
@@ -138,6 +140,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--seq-length", type=int, default=0, help="tokens, of T5's source (0: as the script)")
     add("--target-length", type=int, default=150, help="tokens of T5's target")
     add("--precision", choices=list(policies.PRECISIONS), default="bf16", help="weights stay fp32")
+    add("--fsdp", type=int, choices=[1, 2], default=1, help="as the scripts' flag")
     add("--attention", choices=list(ATTENTIONS), default="fused",
         help="fused is flash, varlen or sdpa; eager keeps the score matrices")  # fmt: skip
     add("--activation-checkpointing", action=BooleanOptionalAction,
@@ -253,10 +256,15 @@ ATTENTIONS = {"fused": fused_attention, "eager": eager_attention}
 class Model:
     """A model and one micro-batch of it on one GPU."""
 
-    units: list[tuple[int, ...]]  # elements of each parameter, by FSDP unit, the root's first
+    units: list[list[torch.Size]]  # shapes of the parameters, by FSDP unit, the root's first
+    parameters: int
+    largest: int  # elements of the largest parameter
+    head: int  # elements of the output head's weight
+    tied: bool  # whether that is the input embedding too
     checkpointing: bool  # the script's default
     chunked: bool  # whether the loss makes the logits of a chunk at a time
-    logits: int  # bytes
+    logit_count: int  # elements of the logits that are held at a time
+    logits: int  # their bytes
     activations: int  # bytes, without activation checkpointing
     inputs: int  # bytes, those that stay with activation checkpointing
     block: int  # bytes that the largest block keeps when it is recomputed
@@ -290,7 +298,8 @@ def read_model(args: Namespace) -> Model:
     policy = policies.wrap_policy(units)
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
     inner = {p for module in wrapped for p in module.parameters()}
-    root = tuple(p.numel() for p in model.parameters() if p not in inner)
+    root = [p.shape for p in model.parameters() if p not in inner]
+    head = model.get_output_embeddings().weight
     compute = policies.PRECISIONS[args.precision].param_dtype
     chunked = hasattr(script, "CHUNK")
     tokens = args.batch_size * args.target_length
@@ -299,9 +308,14 @@ def read_model(args: Namespace) -> Model:
         tokens = min(args.batch_size * args.seq_length, script.CHUNK)
         each = 4
     return Model(
-        units=[root, *(tuple(p.numel() for p in m.parameters()) for m in wrapped)],
+        units=[root, *([p.shape for p in module.parameters()] for module in wrapped)],
+        parameters=sum(p.numel() for p in model.parameters()),
+        largest=max(p.numel() for p in model.parameters()),
+        head=head.numel(),
+        tied=head is model.get_input_embeddings().weight,
         checkpointing=getattr(script, "RECIPE", {}).get("activation_checkpointing", False),
         chunked=chunked,
+        logit_count=tokens * config.vocab_size,
         logits=tokens * config.vocab_size * (each + compute.itemsize % 4),
         **forward_pass(model.to(compute).train(), script.BLOCKS, args),
     )
@@ -391,16 +405,33 @@ def flat_parameter(sizes: tuple[int, ...], shards: int, aligned: int) -> tuple[i
     return shards * shard, sum(max(0, min(end, shard) - start) for start, end in spans)
 
 
+def sharded_by_rows(shapes: list[torch.Size], shards: int) -> tuple[int, int]:
+    """Elements of a unit with padding, and how many of rank 0's are no padding.
+
+    As FSDP2 does: each parameter is split by rows, and all ranks have as many as rank 0
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    """
+    mine = sum(-(-shape[0] // shards) * shape[1:].numel() for shape in shapes)
+    return shards * mine, mine
+
+
 def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list[int]]:
     """How many GPUs share the model, elements of it that rank 0 has without padding, and those of
     each unit with padding. DDP has one unit, and no padding."""
     if strategy == "ddp":
-        whole = sum(map(sum, model.units))
-        return 1, whole, [whole]
-    shards = args.gpus_per_node * (1 if strategy == "hybrid_shard" else args.nodes)
+        return 1, model.parameters, [model.parameters]
+    shards = args.gpus_per_node
+    if strategy != "hybrid_shard":
+        shards *= args.nodes
     aligned = 16 // policies.PRECISIONS[args.precision].param_dtype.itemsize
-    flat = [flat_parameter(unit, shards, aligned) for unit in model.units]
-    return shards, sum(mine for _, mine in flat), [whole for whole, _ in flat]
+    units = []
+    for shapes in model.units:
+        if args.fsdp == 2:
+            units.append(sharded_by_rows(shapes, shards))
+        else:
+            sizes = tuple(shape.numel() for shape in shapes)
+            units.append(flat_parameter(sizes, shards, aligned))
+    return shards, sum(mine for _, mine in units), [whole for whole, _ in units]
 
 
 def power_of_two(size: int) -> int:
@@ -409,7 +440,7 @@ def power_of_two(size: int) -> int:
 
 
 def state_dicts(
-    strategy: str, offload: bool, states: list[int], moments: int, unit: int
+    fsdp: int, strategy: str, offload: bool, states: list[int], moments: int, unit: int
 ) -> tuple[int, int, int]:
     """Bytes on each GPU at the peak of a save and of a resume, and of the save's copies on the CPU.
 
@@ -422,10 +453,12 @@ def state_dicts(
     - A resume loads the weights, then makes moments, for which it needs gradients.
     - With offload a save holds three units on the GPU; a resume puts the loaded moments together
       there.
-    - DDP's state dict is made of the tensors themselves.
+    - DDP's and FSDP2's state dicts are made of the tensors themselves.
     """
     if strategy == "ddp":
         return sum(states), sum(states), 0
+    if fsdp == 2:
+        return states[0] + states[2], states[0] + states[2], 0
     copies = states[0] + moments
     if offload:
         return 3 * unit, unit + moments, copies
@@ -463,10 +496,13 @@ def memory(
     cpu = int(on_cpu * mine)
     moments = states[2] + cpu
     unit = 4 * max([root, *others])
-    save, resume, copies = state_dicts(strategy, offload, states, moments, unit)
+    save, resume, copies = state_dicts(args.fsdp, strategy, offload, states, moments, unit)
     if offload:
-        pinned = sum(power_of_two(4 * size // shards) for size in (root, *others))
-        cpu = 2 * pinned + moments
+        together = (root, *others)  # what is pinned in one piece
+        if args.fsdp == 2:
+            shapes = itertools.chain.from_iterable(model.units)
+            together = [sharded_by_rows([shape], shards)[0] for shape in shapes]
+        cpu = 2 * sum(power_of_two(4 * size // shards) for size in together) + moments
         states = [0, 0, 0]
     neighbours = itertools.pairwise([*others, 0])
     at_work = root + max((one + next_one for one, next_one in neighbours), default=0)
@@ -481,12 +517,15 @@ def memory(
     if checkpointing:
         kept = model.inputs
         activations = kept + model.block
-    terms = [*states, whole, activations, model.logits]
-    total = sum(terms)
+    logits = model.logits
+    total = sum([*states, whole, activations, logits])
     if args.gradient_accumulation_steps == 1:
         total -= min(states[1], kept)
+    if args.fsdp == 2 and strategy != "ddp":
+        whole, logits, total = fsdp2_peak(model, args, strategy, states, kept, activations - kept)
+    terms = [*states, whole, activations, logits]
     sizes = {f"{term}_bytes": size for term, size in zip(TERMS, terms, strict=True)}
-    streamed = 4 * max(map(max, model.units))  # a tensor at a time
+    streamed = 4 * model.largest  # a tensor at a time
     if offload:
         streamed += args.gpus_per_node * 4 * held
     peak = max(total, save, resume)
@@ -500,8 +539,47 @@ def memory(
         "save_cpu_bytes_per_node": args.gpus_per_node * (cpu + copies),
         "resume_cpu_bytes_per_node": args.gpus_per_node * (cpu + min(copies, moments)),
         "load_cpu_bytes_per_node": streamed,
-        "load_cpu_bytes_per_node_whole": args.gpus_per_node * 4 * sum(map(sum, model.units)),
+        "load_cpu_bytes_per_node_whole": args.gpus_per_node * 4 * model.parameters,
     }
+
+
+def fsdp2_peak(
+    model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
+) -> tuple[int, int, int]:
+    """Bytes of what is whole while a block's gradients are computed, of the loss, and at the peak.
+
+    `states` are parameters, gradients and moments, `kept` and `block` what autograd keeps of all
+    blocks, and of one while it is recomputed. The peak is in one of three phases (as FSDPMemTracker
+    finds them, with torch 2.13):
+
+    - the loss: no gradients yet. The chunked loss has two copies of the head's gradient in fp32,
+      in 16 bits one more, and the logits of a chunk in fp32;
+    - a block: its parameters, gathered, and its gradients; the next block's parameters as they are
+      gathered; the gradients of the block before as they are reduced;
+    - the root, at last: all gradients, and of a tied weight three, of both its uses and the sum.
+    """
+    precision = policies.PRECISIONS[args.precision]
+    compute, reduce = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize
+    shards, _, (root, *others) = layout(model, args, strategy)
+    gathered = compute * root
+    if strategy == "shard_grad_op":
+        gathered += compute * sum(others)
+    pairs = itertools.pairwise([*others, 0])
+    at_work = max((2 * compute + reduce) * one + compute * other for one, other in pairs)
+    of_tied = 0
+    if model.tied:
+        of_tied = compute * model.head
+    logits = model.logits
+    if model.chunked:
+        logits = (8 + compute % 4) * model.head + 4 * model.logit_count
+    in_loss = kept + compute * others[-1] + logits
+    in_block = max(kept, states[1]) + at_work + of_tied + block
+    in_root = states[1] + reduce * others[-1] + 3 * of_tied
+    if args.gradient_accumulation_steps > 1:
+        in_loss += states[1]
+        in_block = kept + states[1] + at_work + of_tied + block
+    peak = states[0] + states[2] + gathered + max(in_loss, in_block, in_root)
+    return gathered + at_work, logits, peak
 
 
 def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -> dict[str, Any]:
@@ -622,7 +700,7 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps({"estimates": rows}))
     else:
         print(
-            f"{args.model_name}: {sum(map(sum, model.units)):,} parameters in {len(model.units)} "
+            f"{args.model_name}: {model.parameters:,} parameters in {len(model.units)} "
             f"units; {args.nodes} x {args.gpus_per_node} GPUs of {args.gpu_memory_gb:g} GB; "
             f"{args.precision}, {args.batch_size} x {args.seq_length} tokens per GPU"
         )

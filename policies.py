@@ -39,6 +39,8 @@ from torch.optim import Optimizer
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
 warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
 warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy is deprecated")
+# A block may hand on a view, such as a bias of positions, which none here changes in place.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
 
 # Buffers are never cast: in bf16 the rotary frequencies of Llama are off by whole turns at
 # position 4096. Inputs are cast for each unit, which generation outside the root's forward needs.

@@ -159,7 +159,8 @@ def launch(processes: int, *command: str) -> dict | list:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(processes), *map(str, command)]
     environment = environment_for(processes)
-    environment["MALLOC_ARENA_MAX"] = "1"  # or each thread of `relay` would keep what it once had
+    # Or each thread of `relay` would keep what it once had, and a freed tensor would stay.
+    environment |= {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     output = subprocess.run(
         torchrun, stdout=subprocess.PIPE, text=True, check=True, env=environment
     ).stdout

@@ -4,9 +4,11 @@
     python benchmarks/load_memory.py --model DIRECTORY --processes 8
 
 `streamed` is this repository's: rank 0 reads and broadcasts a tensor at a time, as FSDP comes to a
-unit. In `whole` rank 0 holds the whole model and broadcasts from it, in `every` each rank loads it
-all, and on GPUs `accelerate` is Accelerate's RAM-efficient loading. Each runs in a torchrun of its
-own, because peaks never fall. Then `export` writes the model again in files of 500 MB.
+unit. `ddp` is the same under DistributedDataParallel. `rows` and `scattered` are FSDP2's: each rank
+reads its rows, or rank 0 reads a tensor and scatters it. In `whole` rank 0 holds the whole model
+and broadcasts from it, in `every` each rank loads it all, and on GPUs `accelerate` is Accelerate's
+RAM-efficient loading. Each runs in a torchrun of its own, because peaks never fall. Then `export`
+writes the model again in files of 500 MB.
 
 Files of fp32 are mapped, not read, by Transformers, so that to load them whole costs little; but
 models on the hub are in 16 bits: `--stored-dtype bfloat16`.
@@ -14,7 +16,9 @@ models on the hub are in 16 bits: `--stored-dtype bfloat16`.
 The last line is one JSON object; MB are 10^6 bytes. The exit code is 1 if a bound is missed: for
 `streamed`, rank 0's peak is at most 1.05 times that of rank 1, and rises by at most its shard, two
 of the largest unit, and 250 MB; by `export` it rises by at most a file, the largest unit, and
-250 MB; and the weights are those of `from_pretrained`.
+250 MB; and the weights are those of `from_pretrained`. For FSDP2 anonymous memory counts, without
+the mapped pages of the files: it rises by at most 1.02 times the shard, one tensor where each rank
+reads, and two on rank 0 where it scatters.
 """
 
 import argparse
@@ -22,6 +26,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -31,12 +36,14 @@ import transformers
 from common import launch
 from safetensors import safe_open
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
 from transformers import ByT5Tokenizer, LlamaConfig
 
 import llama_fsdp
 from runtime import hf_weights
 
-VARIANTS = ["streamed", "whole", "every"]
+FSDP2 = {"rows": 1, "scattered": 2}  # and how many tensors rank 0 may hold beside its shard
+VARIANTS = ["streamed", "ddp", *FSDP2, "whole", "every"]
 if torch.cuda.is_available():
     VARIANTS += ["accelerate"]  # which has no FSDP on a CPU
 SLACK, FILE = 250, 500  # MB
@@ -47,6 +54,35 @@ def memory(peak: bool) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     key = "VmHWM:" if peak else "VmRSS:"
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1.024e-3
+
+
+class AnonymousMemory(threading.Thread):
+    """While entered, looks every millisecond at this process's anonymous memory, in MB."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.first = self.peak = self.now()
+        self.over = False
+
+    @staticmethod
+    def now() -> float:
+        """RssAnon of /proc/self/status."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1.024e-3
+
+    def run(self) -> None:
+        """Until it is left."""
+        while not self.over:
+            self.peak = max(self.peak, self.now())
+            time.sleep(1e-3)
+
+    def __enter__(self) -> "AnonymousMemory":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over = True
+        self.join()
 
 
 def make_model(directory: Path, dtype: torch.dtype) -> None:
@@ -68,8 +104,10 @@ def read_files(directory: Path) -> float:
     return time.perf_counter() - start
 
 
-def load(variant: str, args: argparse.Namespace, device: torch.device) -> FSDP:
-    """The model under FSDP."""
+def load(variant: str, args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
+    """The wrapped model."""
+    if variant == "scattered":
+        hf_weights._everyone_sees = lambda *_: False
     if variant == "whole" and dist.get_rank() == 0:
         whole = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
         tensors = dict(whole.named_parameters())
@@ -126,22 +164,32 @@ def equal_tensors(model: FSDP, directory: Path) -> int:
 def worker(variant: str, directory: Path) -> None:
     """Load, and print the figures of all ranks as JSON on rank 0."""
     flags = ["--precision", "fp32", "--max-shard-size", str(FILE / 1e3), "--export-dtype", "fp32"]
+    if variant in FSDP2:
+        flags += ["--fsdp", "2"]
+    if variant == "ddp":
+        flags += ["--strategy", "ddp"]
     args = llama_fsdp.parse_args(["--model-name", str(directory), *flags])
     device = llama_fsdp.setup(args)
     dist.barrier()
     baseline, start = memory(peak=False), time.perf_counter()
-    model = load(variant, args, device)
+    with AnonymousMemory() as anonymous:
+        model = load(variant, args, device)
     dist.barrier()
     seconds = time.perf_counter() - start
     flat = [m._flat_param for m in model.modules() if isinstance(m, FSDP)]
+    sizes = [p._unpadded_unsharded_size.numel() for p in flat]
+    parameters = list(model.parameters())
+    shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     mine = {
         "baseline_mb": baseline,
         "peak_mb": memory(peak=True),
+        "anonymous_rise_mb": anonymous.peak - anonymous.first,
         "seconds": seconds,
-        "shard_mb": sum(p.nbytes for p in flat) / 1e6,
-        "largest_unit_mb": max(p._unpadded_unsharded_size.numel() for p in flat) * 4e-6,
+        "shard_mb": sum(p.nbytes for p in flat or shards) / 1e6,
+        "largest_unit_mb": max(sizes, default=0) * 4e-6,
+        "largest_tensor_mb": max(p.numel() for p in parameters) * 4e-6,
     }
-    if variant == "streamed":
+    if variant in ("streamed", *FSDP2):
         mine["export"] = export(model, directory, args)
         mine["equal_tensors"] = equal_tensors(model, directory)
     ranks: list = [None] * dist.get_world_size()
@@ -169,6 +217,20 @@ def missed(ranks: list[dict]) -> list[str]:
     return [sentence for sentence, is_so in found.items() if is_so]
 
 
+def missed_by_fsdp2(variant: str, ranks: list[dict]) -> list[str]:
+    """The bounds that a variant of FSDP2 misses."""
+    found = []
+    for rank, mine in enumerate(ranks):
+        tensors = FSDP2[variant] if rank == 0 else 1
+        most = 1.02 * mine["shard_mb"] + tensors * mine["largest_tensor_mb"]
+        rise = mine["anonymous_rise_mb"]
+        if rise > most:
+            found.append(f"{variant}: rank {rank} rises by {rise:,.0f} MB, more than {most:,.0f}")
+        if mine["equal_tensors"] < 0 and rank == 0:
+            found.append(f"{variant}: the weights are not those of from_pretrained")
+    return found
+
+
 def main() -> int:
     """Print a table and a JSON object; 1 if a bound is missed."""
     parser = argparse.ArgumentParser(
@@ -192,14 +254,19 @@ def main() -> int:
         for variant in VARIANTS:
             command = [__file__, "--worker", variant, "--model", directory]
             results[variant] = launch(args.processes, *command)
-    print("| variant | rank | s | MB before | MB at the peak | rise |\n|---|---|---|---|---|---|")
+    print("| variant | rank | s | MB before | MB at the peak | rise | anonymous | shard |")
+    print("|---|---|---|---|---|---|---|---|")
     rows = [(name, rank, r) for name, ranks in results.items() for rank, r in enumerate(ranks)]
     rows += [("export", rank, r["export"]) for rank, r in enumerate(results["streamed"])]
     for name, rank, r in rows:
         before, peak = r["baseline_mb"], r["peak_mb"]
         numbers = f"{before:,.0f} | {peak:,.0f} | {peak - before:,.0f}"
+        for key in ("anonymous_rise_mb", "shard_mb"):
+            numbers += f" | {r[key]:,.0f}" if key in r else " | "
         print(f"| {name} | {rank} | {r['seconds']:.1f} | {numbers} |")
     problems = missed(results["streamed"])
+    for variant in FSDP2:
+        problems += missed_by_fsdp2(variant, results[variant])
     print(f"\nthe files are read once in {read_seconds:.1f} s; bounds missed: {problems or 'none'}")
     print(json.dumps({"read_seconds": read_seconds, "variants": results, "missed": problems}))
     return len(problems) > 0

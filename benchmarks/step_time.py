@@ -142,6 +142,7 @@ def trainer_loop(
     return loop
 
 
+OURS = {"ddp": ["--strategy", "ddp"], "full_shard": [], "full_shard, FSDP2": ["--fsdp", "2"]}
 PEERS = {"accelerate": accelerate_loop, "trainer": trainer_loop}
 
 
@@ -157,9 +158,9 @@ def worker(options: argparse.Namespace, directory: str) -> None:
     device, how = gpt2_fsdp.setup(args), {}
     open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
     loops: dict[str, Loop] = {}
-    for strategy in ("ddp", "full_shard"):
-        loop, bare, rows = ours(gpt2_fsdp.parse_args([*common, "--strategy", strategy]), device)
-        loops |= {f"ours, {strategy}": loop, f"bare, {strategy}": bare}
+    for name, flags in OURS.items():
+        loop, bare, rows = ours(gpt2_fsdp.parse_args([*common, *flags]), device)
+        loops |= {f"ours, {name}": loop, f"bare, {name}": bare}
     rows = rows.select(range(len(rows) - 1))  # without the last block, which is short
 
     def describe(name: str, model: torch.nn.Module) -> None:

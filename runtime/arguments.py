@@ -63,8 +63,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add(
         "--accumulate-no-sync",
         **OFF,
-        help="communicate once per step, not per micro-batch; costs every rank the memory of the "
-        "whole unsharded gradient",
+        help="communicate once per step, not per micro-batch; every rank then holds the whole "
+        "gradient, summed in the compute dtype (--fsdp 2: in that of the reduction)",
     )
     add("--epochs", type=int, default=2, help="passes over the training set")
     add("--max-steps", type=int, default=0, help="train just so many steps (0: --epochs decides)")
