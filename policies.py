@@ -32,7 +32,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
@@ -184,9 +183,17 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Clip to the global norm and return it from before; all ranks."""
     if isinstance(model, FSDP):  # torch.nn.utils would see only a shard
         return model.clip_grad_norm_(max_norm)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    if isinstance(norm, DTensor):
-        return norm.full_tensor()
+    if not isinstance(model, FSDPModule):
+        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    # As clip_grad_norm_ does with DTensors, but for one thing: offloaded gradients are on the CPU,
+    # and only the device can communicate.
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    mesh = gradients[0].device_mesh
+    shards = [gradient.to_local() for gradient in gradients]
+    square = nn.utils.get_total_norm(shards).square().to(mesh.device_type)
+    dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))  # of the ranks that share a model
+    norm = square.sqrt()
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(shards[0].device))
     return norm
 
 

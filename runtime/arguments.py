@@ -143,6 +143,9 @@ def common_problems(args: Namespace) -> list[str]:
         problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
     if args.fsdp == 2 and args.strategy in ("no_shard", "ddp"):
         problems.append(f"--fsdp 2 always shards: --strategy {args.strategy} is --fsdp 1's")
+    if args.fsdp == 2 and args.cpu_offload and args.precision == "fp16":
+        # The scaler looks for overflow in gradients on the CPU, and asks the other ranks there.
+        problems.append("--cpu-offload with --precision fp16 needs --fsdp 1")
     if args.cpu_offload and accumulates and not syncs_once and args.fsdp != 2:
         problems.append(
             "--cpu-offload accumulates gradients only with --fsdp 2, or with --accumulate-no-sync "

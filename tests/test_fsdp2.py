@@ -11,6 +11,7 @@ from conftest import launch, losses, metrics, weights
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import gpt2_fsdp
+from runtime import ranks
 
 MESHES = {"one mesh": 4, "two meshes": 2}  # and how many ranks share a model
 
@@ -73,9 +74,9 @@ def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -
     one = ["--fsdp", "1", "--batch-size", "4"]
     two = ["--fsdp", "2", "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
     hybrid = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
-    for ranks, step, flags in ((2, 3, one), (4, 7, [*two, *hybrid]), (2, 8, one)):
+    for processes, step, flags in ((2, 3, one), (4, 7, [*two, *hybrid]), (2, 8, one)):
         killed = ["tests/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
-        assert launch(ranks, *killed, check=False).returncode
+        assert launch(processes, *killed, check=False).returncode
     last = [*common, "--strategy", "ddp", "--batch-size", "8"]
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(last))
     starts = [line["step"] for line in metrics(output, "start")]
@@ -97,11 +98,13 @@ def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -
     (["--strategy", "no_shard"], "--fsdp 2 always shards"),
     (["--strategy", "ddp"], "--fsdp 2 always shards"),
     (["--wrap", "size", "--min-num-params", "9"], "--wrap size needs --fsdp 1"),
+    (["--cpu-offload", "--precision", "fp16"], "--precision fp16 needs --fsdp 1"),
 ])  # fmt: skip
 def test_what_it_has_not_is_refused(
-    flags: list[str], said: str, capfd: pytest.CaptureFixture
+    flags: list[str], said: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a sentence; under --fsdp 1, the default, the same flags are taken."""
+    monkeypatch.setattr(ranks, "device_count", lambda: 1)  # --cpu-offload needs a GPU
     with pytest.raises(SystemExit) as end:
         gpt2_fsdp.parse_args(["--fsdp", "2", *flags])
     assert end.value.code

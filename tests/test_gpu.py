@@ -42,6 +42,9 @@ FLAGS = [
     ["--precision", "bf16", "--strategy", "ddp"],
     ["--precision", "fp16", "--strategy", "ddp"],
     ["--precision", "bf16", "--cpu-offload"],
+    ["--precision", "bf16", "--fsdp", "2"],
+    ["--precision", "fp16", "--fsdp", "2"],
+    ["--precision", "bf16", "--fsdp", "2", "--cpu-offload"],
 ]
 
 

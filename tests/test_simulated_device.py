@@ -32,6 +32,8 @@ CHAIN = [
     ["--precision", "fp16", "--cpu-offload"],
     ["--precision", "fp16", "--strategy", "ddp"],
     ["--precision", "fp32", "--strategy", "no_shard"],
+    ["--fsdp", "2", "--precision", "bf16", "--cpu-offload", "--async-save"],
+    ["--fsdp", "2", "--precision", "fp16", "--strategy", "shard_grad_op"],
 ]  # fmt: skip
 
 
