@@ -136,7 +136,7 @@ def load_model(
         config.decoder_start_token_id = config.pad_token_id
     model = hf_weights.meta_model(MODEL, config, directory)
     source = directory if pretrained else None
-    return model, tokenizer, hf_weights.streamed_init(args, model, source, device)
+    return model, tokenizer, hf_weights.WeightLoader(args, model, source, device).fill
 
 
 def wrap_model(

@@ -228,7 +228,7 @@ def load_model(
         return MODEL(config), tokenizer, None  # the seed is the same on all ranks
     model = hf_weights.meta_model(MODEL, config, directory)
     source = directory if pretrained else None
-    return model, tokenizer, hf_weights.streamed_init(args, model, source, device)
+    return model, tokenizer, hf_weights.WeightLoader(args, model, source, device).fill
 
 
 def units(model: nn.Module) -> policies.Classes:

@@ -46,28 +46,30 @@ def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
     ByT5Tokenizer().save_pretrained(directory)
 
 
+class RandomWeights(hf_weights.WeightLoader):
+    """Fills a model whose directory has only a config."""
+
+    def __init__(
+        self, args: Namespace, model: PreTrainedModel, _: Path | None, device: torch.device
+    ) -> None:
+        super().__init__(args, model, None, device)
+
+    def fill(self, module: torch.nn.Module) -> None:
+        """With random values."""
+        super().fill(module)
+        with torch.no_grad():
+            for parameter in module.parameters(recurse=False):
+                parameter.normal_(std=0.02)
+
+
 def without_files() -> None:
     """Have the scripts give random weights to a model whose directory has only a config."""
-    streamed = hf_weights.streamed_init
 
     def meta_model(model_class: type, config: PretrainedConfig, _: Path) -> PreTrainedModel:
         with torch.device("meta"):
             return model_class(config)
 
-    def streamed_init(
-        args: Namespace, model: PreTrainedModel, _: Path | None, device: torch.device
-    ) -> Callable:
-        fill = streamed(args, model, None, device)
-
-        def init(module: torch.nn.Module) -> None:
-            fill(module)
-            with torch.no_grad():
-                for parameter in module.parameters(recurse=False):
-                    parameter.normal_(std=0.02)
-
-        return init
-
-    hf_weights.meta_model, hf_weights.streamed_init = meta_model, streamed_init
+    hf_weights.meta_model, hf_weights.WeightLoader = meta_model, RandomWeights
 
 
 def random_state(

@@ -104,6 +104,17 @@ def read_files(directory: Path) -> float:
     return time.perf_counter() - start
 
 
+class EveryRank:
+    """Has each rank load the whole model, before it is sharded."""
+
+    fill = None
+
+    def __init__(self, args: argparse.Namespace, model: transformers.PreTrainedModel, *_: object):
+        whole = type(model).from_pretrained(args.model_name, dtype=torch.float32)
+        model.load_state_dict(whole.state_dict(), assign=True)
+        model.model.rotary_emb = whole.model.rotary_emb
+
+
 def load(variant: str, args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     """The wrapped model."""
     if variant == "scattered":
@@ -114,13 +125,7 @@ def load(variant: str, args: argparse.Namespace, device: torch.device) -> torch.
         del whole
         hf_weights._read = lambda path, key: tensors.pop(key).data
     if variant == "every":
-
-        def from_files(_: object, model: transformers.PreTrainedModel, *__: object) -> object:
-            whole = type(model).from_pretrained(args.model_name, dtype=torch.float32)
-            model.load_state_dict(whole.state_dict(), assign=True)
-            model.model.rotary_emb = whole.model.rotary_emb
-
-        hf_weights.streamed_init = from_files
+        hf_weights.WeightLoader = EveryRank
     if variant == "accelerate":
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
 

@@ -268,96 +268,112 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def streamed_init(
-    args: Namespace, model: PreTrainedModel, directory: Path | None, device: torch.device
-) -> Init:
-    """What gives a module on meta its storage on `device`, and its weights; all ranks.
+class WeightLoader:
+    """Gives the modules of a model on meta their storage on `device`, and their weights.
 
-    FSDP1 takes it as `param_init_fn`: it calls it for the modules of a unit and then shards the
+    FSDP1 takes `fill` as `param_init_fn`: it calls it for the modules of a unit and then shards the
     unit, so no rank ever holds more than its shard and one unit. Rank 0 reads a tensor from the
     safetensors files in `directory` and broadcasts it. Under DDP call it for every module before
-    wrapping. Under FSDP2 call it for every module after sharding: `_load_shard` then gives each
-    rank its rows, on the CPU with --cpu-offload.
+    wrapping. Under FSDP2 call it for every module after sharding: each rank then gets its rows, on
+    the CPU with --cpu-offload.
 
     Without a directory it only allocates, for a checkpoint loaded next. Tied parameters stay one
     tensor, frozen ones stay frozen. Persistent buffers are treated as parameters are, in their own
     dtype. What is in no file, such as rotary frequencies, is computed anew, in fp32.
 
-    Raises ValueError on all ranks, before any weight is read, if the files do not fit the model.
+    To make one raises ValueError on all ranks, before any weight is read, if the files do not fit
+    the model.
     """
-    found: dict[str, StoredTensor] = {}
-    everyone_reads = False
-    if directory:
-        found = on_rank_zero(_find_weights, model, directory)
-        if args.fsdp == 2:
-            everyone_reads = _everyone_sees(found, directory)
-    names = _names_of_places(model)
-    uses = Counter(names.values())
-    tied: dict[str, torch.Tensor] = {}
-    bar = tqdm(total=len(found), desc="load", disable=dist.get_rank() != 0 or None)
 
-    def allocate(meta: torch.Tensor) -> torch.Tensor:
-        place = device
-        if isinstance(meta, DTensor) and args.cpu_offload:
-            place = torch.device("cpu")
-        tensor = torch.empty_like(meta, device=place)
-        if isinstance(meta, nn.Parameter):
-            return nn.Parameter(tensor, requires_grad=meta.requires_grad)
-        return tensor
+    def __init__(
+        self, args: Namespace, model: PreTrainedModel, directory: Path | None, device: torch.device
+    ) -> None:
+        self.model = model
+        self.directory = directory
+        self.device = device
+        self.shard_device = device  # of what FSDP2 shards
+        if args.cpu_offload:
+            self.shard_device = torch.device("cpu")
+        self.found: dict[str, StoredTensor] = {}
+        self.everyone_reads = False
+        if directory:
+            self.found = on_rank_zero(_find_weights, model, directory)
+            if args.fsdp == 2:
+                self.everyone_reads = _everyone_sees(self.found, directory)
+        self.names = _names_of_places(model)
+        self.uses = Counter(self.names.values())
+        self.tied: dict[str, torch.Tensor] = {}  # those that have their storage, by name
+        hidden = dist.get_rank() != 0 or None
+        self.bar = tqdm(total=len(self.found), desc="load", disable=hidden)
 
-    def load(tensor: torch.Tensor, stored: StoredTensor) -> None:
-        bar.update()
-        if isinstance(tensor, DTensor):
-            here = None
-            if everyone_reads:
-                here = directory / stored.path.name
-            _load_shard(tensor, stored, here, device)
-            return
-        if dist.get_rank() == 0:
-            tensor.data.copy_(_read(stored.path, stored.key))
-        dist.broadcast(tensor.data, src=0)
-
-    def compute(module: nn.Module, metas: dict[str, torch.Tensor]) -> None:
-        for key, meta in metas.items():
-            whole = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-            if isinstance(meta, nn.Parameter):
-                whole = nn.Parameter(whole, requires_grad=meta.requires_grad)
-            setattr(module, key, whole)
-        model._init_weights(module)
-        for key, meta in metas.items():
-            whole = getattr(module, key)
-            dist.broadcast(whole.data, src=0)  # random values would differ between ranks
-            if isinstance(meta, DTensor):
-                sharded = allocate(meta)
-                _scatter(whole.data, sharded)
-                setattr(module, key, sharded)
-
-    def init(module: nn.Module) -> None:
+    def fill(self, module: nn.Module) -> None:
+        """Fill a module, without those inside it; all ranks."""
         parameters = list(module.named_parameters(recurse=False))
         buffers = list(module.named_buffers(recurse=False))
         to_compute = {}
         for key, meta in parameters + buffers:
-            name = names.get((module, key))
+            name = self.names.get((module, key))
             if not meta.is_meta:
                 continue
-            if name in tied:
-                setattr(module, key, tied[name])
-            elif name in found or (name and not directory):
-                tensor = allocate(meta)
+            if name in self.tied:
+                setattr(module, key, self.tied[name])
+            elif name in self.found:
+                tensor = self._allocate(meta)
                 setattr(module, key, tensor)
-                if name in found:  # or a checkpoint fills it
-                    load(tensor, found[name])
-                    tensor._is_hf_initialized = True  # `_init_weights` leaves it alone then
+                self._load(tensor, self.found[name])
+                tensor._is_hf_initialized = True  # `_init_weights` leaves it alone then
+            elif name and not self.directory:  # a checkpoint fills it
+                setattr(module, key, self._allocate(meta))
             else:  # the files need not hold it, or no state dict does
                 to_compute[key] = meta
         if to_compute:
-            compute(module, to_compute)
+            self._compute(module, to_compute)
         for key, _ in parameters + buffers:
-            name = names.get((module, key))
-            if uses[name] > 1:
-                tied[name] = getattr(module, key)
+            name = self.names.get((module, key))
+            if self.uses[name] > 1:
+                self.tied[name] = getattr(module, key)
 
-    return init
+    def _allocate(self, meta: torch.Tensor) -> torch.Tensor:
+        device = self.device
+        if isinstance(meta, DTensor):
+            device = self.shard_device
+        tensor = torch.empty_like(meta, device=device)
+        if isinstance(meta, nn.Parameter):
+            return nn.Parameter(tensor, requires_grad=meta.requires_grad)
+        return tensor
+
+    def _load(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
+        """Of a DTensor each rank reads its rows, or rank 0 scatters: no rank holds more beside its
+        shard than one tensor."""
+        self.bar.update()
+        if isinstance(tensor, DTensor) and self.everyone_reads:
+            _load_rows(tensor, stored, self.directory / stored.path.name)
+            return
+        whole = tensor.data
+        if isinstance(tensor, DTensor):
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if dist.get_rank() == 0:
+            whole.copy_(_read(stored.path, stored.key))
+        if isinstance(tensor, DTensor):
+            _scatter(whole, tensor)
+        else:
+            dist.broadcast(whole, src=0)
+
+    def _compute(self, module: nn.Module, metas: dict[str, torch.Tensor]) -> None:
+        """Have the model initialise what `metas` has of a module; sharded only afterwards."""
+        for key, meta in metas.items():
+            whole = torch.empty(meta.shape, dtype=meta.dtype, device=self.device)
+            if isinstance(meta, nn.Parameter):
+                whole = nn.Parameter(whole, requires_grad=meta.requires_grad)
+            setattr(module, key, whole)
+        self.model._init_weights(module)
+        for key, meta in metas.items():
+            whole = getattr(module, key).data
+            dist.broadcast(whole, src=0)  # random values would differ between ranks
+            if isinstance(meta, DTensor):
+                sharded = self._allocate(meta)
+                _scatter(whole, sharded)
+                setattr(module, key, sharded)
 
 
 def _names_of_places(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
@@ -402,19 +418,8 @@ def _everyone_sees(found: dict[str, StoredTensor], directory: Path) -> bool:
     return everyone
 
 
-def _load_shard(
-    tensor: DTensor, stored: StoredTensor, path: Path | None, device: torch.device
-) -> None:
-    """Fill a DTensor from a file, without more than one whole tensor on any rank; all ranks.
-
-    Each rank reads its rows from its own `path`. If that is None, rank 0 reads and scatters.
-    """
-    if path is None:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if dist.get_rank() == 0:
-            whole.copy_(_read(stored.path, stored.key))
-        _scatter(whole, tensor)
-        return
+def _load_rows(tensor: DTensor, stored: StoredTensor, path: Path) -> None:
+    """Fill this rank's shard of a DTensor from a file."""
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )

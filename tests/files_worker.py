@@ -59,7 +59,8 @@ def wrap(directory: Path, strategy: str, pretrained: bool) -> torch.nn.Module:
     args = Namespace(fsdp=1, cpu_offload=False, precision="fp32", strategy=strategy)
     if strategy == "fsdp2":
         args.fsdp, args.strategy = 2, "full_shard"
-    fill = hf_weights.streamed_init(args, model, directory if pretrained else None, CPU)
+    source = directory if pretrained else None
+    fill = hf_weights.WeightLoader(args, model, source, CPU).fill
     blocks = (PegasusEncoderLayer, PegasusDecoderLayer)
     if strategy == "ddp":
         hf_weights.materialize(model, fill)

@@ -80,7 +80,7 @@ def streamed(model_class: type[PreTrainedModel], directory: Path) -> DDP:
     config = model_class.config_class.from_pretrained(directory)
     model = hf_weights.meta_model(model_class, config, directory)
     args = Namespace(fsdp=1, cpu_offload=False)
-    hf_weights.materialize(model, hf_weights.streamed_init(args, model, directory, CPU))
+    hf_weights.materialize(model, hf_weights.WeightLoader(args, model, directory, CPU).fill)
     return DDP(model)
 
 

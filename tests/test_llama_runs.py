@@ -74,6 +74,7 @@ def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
     assert val[-1]["loss"] == pytest.approx(total / sum(counts), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -> None:
     """Its embedding and head stay in the root, and one tensor: in the loss, and in final/."""
     config = LlamaConfig.from_pretrained(llama_directory)
@@ -115,6 +116,7 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     assert not list(tmp_path.glob("checkpoints/tmp-*"))
 
 
+@pytest.mark.slow
 def test_resumed_by_one_process_under_ddp(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def flags_of(model: str | Path, strategy: str, precision: str) -> list[str]:
     return [*flags, *(["--shard-group-size", "2"] if strategy == "hybrid_shard" else [])]
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bytes_held_and_sent_are_those_measured(
     nodes: int, odd_models: dict[str, Path], tmp_path: Path
 ) -> None:

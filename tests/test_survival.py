@@ -158,6 +158,7 @@ def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
     assert names == ["step-00000002", "step-00000004"]
 
 
+@pytest.mark.slow
 def test_restarted_by_torchrun(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     """--max-restarts goes on from the last save, and the lock of before does not stop it."""
     command = ["tests/faulty.py", "gpt2_fsdp", "once", 1, 6, *flags, "--output-dir", tmp_path]
@@ -169,6 +170,7 @@ def test_restarted_by_torchrun(uninterrupted: Path, flags: list[str], tmp_path: 
     check_equal(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
@@ -181,7 +183,9 @@ def test_a_disk_that_is_full_for_a_while(
     check_equal(tmp_path, uninterrupted)
 
 
-@pytest.mark.parametrize("mode", ["--no-async-save", "--async-save"])
+@pytest.mark.parametrize(
+    "mode", ["--no-async-save", pytest.param("--async-save", marks=pytest.mark.slow)]
+)
 def test_a_disk_that_stays_full(mode: str, flags: list[str], tmp_path: Path) -> None:
     """The second failure ends the run with one sentence; what was saved before is whole."""
     command = ["gpt2_fsdp", "full for good", 0, 6, *flags, "--output-dir", tmp_path, mode]
@@ -215,6 +219,7 @@ def test_a_last_save_that_fails(
     assert (tmp_path / "status").read_text() == "failed\n"
 
 
+@pytest.mark.slow
 def test_async_save_is_exact(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     """Killed and run again: the copy is of the step it was made in, not of later ones."""
     command = [*flags, "--output-dir", tmp_path, "--async-save"]
@@ -271,7 +276,9 @@ def test_no_whole_checkpoint_is_no_fresh_start(
         assert "is whole: give another --output-dir" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "first", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_asked_to_stop_during_a_slow_save(first: int, flags: list[str], tmp_path: Path) -> None:
     """It is no rank that hangs: SIGTERM, also after SIGUSR1, lets the save end."""
     script = [sys.executable, ROOT / "tests/faulty.py", "gpt2_fsdp", "slow", 0, 0]

@@ -76,6 +76,7 @@ def test_killed_and_run_again_is_as_if_nothing_was(
         check_equal_weights(tmp_path / kind, uninterrupted / kind)
 
 
+@pytest.mark.slow
 def test_resumed_by_fewer_processes_under_another_strategy(
     alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
@@ -91,6 +92,7 @@ def test_resumed_by_fewer_processes_under_another_strategy(
     assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_resumed_by_more_processes_under_another_strategy(
     alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
 ) -> None:
@@ -269,6 +271,7 @@ def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixtur
         assert word[0] in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_hybrid_shard_on_two_by_two(
     alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
 ) -> None:
@@ -307,6 +310,7 @@ def test_bad_data_is_said_once_by_two_ranks(flags: list[str], tmp_path: Path) ->
     assert "Traceback" not in ours and "Connection closed" not in result.stderr
 
 
+@pytest.mark.slow
 def test_an_untied_head_stays_untied(
     flags: list[str], t5_directory: Path, pairs: Path, tmp_path: Path
 ) -> None:
