@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch
-from ten_steps import COMPILED, SHARED_VARIANTS
+from ten_steps import SHARED_VARIANTS
 from transformers import ByT5Tokenizer, GPT2Config
 
 import block_dataset
@@ -21,9 +21,10 @@ TWO_RANKS = SHARED_VARIANTS | {
     "size": ["--wrap", "size", "--min-num-params", "3000"],
     "bf16": ["--precision", "bf16"],
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
-    "fsdp2_compile": ["--fsdp", "2", *COMPILED],
+    "fsdp2_compile": ["--fsdp", "2", "--compile", "--activation-checkpointing",
+                      *SHARED_VARIANTS["accumulate"]],
     "fsdp2_bf16": ["--fsdp", "2", "--precision", "bf16"],
-}
+}  # fmt: skip
 FOUR_RANKS = {
     "full_shard": [],
     "shard_grad_op": ["--strategy", "shard_grad_op"],
