@@ -8,12 +8,6 @@ from chaos import chaos
 SCRIPTS = ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"]
 
 
-def test_killed_twice(tmp_path: Path) -> None:
-    """By many saves often inside one. Equal to the last bit."""
-    flags = ["--max-steps", "15", "--fsdp", "2"]
-    assert chaos("gpt2_fsdp.py", flags, tmp_path, kills=2, seed=1)["kills"] >= 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("fsdp", ["1", "2"])

@@ -49,9 +49,9 @@ def reloaded(directory: Path, text: Path, size: int) -> dict:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks, with dropout."""
+    """A finished run of two ranks under FSDP2, with dropout."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
-    command = [*flags, "--batch-size", "4", "--output-dir", output, "--track-memory"]
+    command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", output, "--track-memory"]
     launch(2, "gpt2_fsdp.py", *command)
     return output
 
@@ -59,8 +59,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 def test_killed_and_run_again_is_as_if_nothing_was(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """The same command after SIGKILL in the middle of an epoch: equal to the last bit."""
-    command = [*flags, "--batch-size", "4", "--output-dir", tmp_path]
+    """The same command after SIGKILL in the middle of an epoch: equal to the last bit. Under FSDP2;
+    the other scripts' tests have FSDP1."""
+    command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", tmp_path]
     assert launch(2, "tests/killed.py", "gpt2_fsdp", 1, 8, *command, check=False).returncode
     launch(2, "gpt2_fsdp.py", *command)
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]

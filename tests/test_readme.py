@@ -123,10 +123,10 @@ def test_flags_in_the_readme_exist(
         with pytest.raises(SystemExit):
             runpy.run_path(str(program), run_name="__main__")
         known |= set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    ours, compared = README.split("## Coming from")[0], README.split("**Why FSDP1?**")[1]
+    ours, compared = README.split("## Coming from")[0], README.split("## FSDP1 or 2")[1]
     named = set(re.findall(r"--[a-z][a-z-]+", ours + compared))
     assert named and named <= known
-    table = README.split("## Coming from")[1].split("**Why FSDP1?**")[0]
+    table = README.split("## Coming from")[1].split("## FSDP1 or 2")[0]
     here = "".join(row.split("|")[4] for row in table.splitlines() if row.startswith("|"))
     named = set(re.findall(r"--[a-z][a-z-]+", here))
     assert named and named <= known
