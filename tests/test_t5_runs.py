@@ -272,12 +272,14 @@ def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [1, 2])
 def test_hybrid_shard_on_two_by_two(
-    alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
+    fsdp: int, alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
 ) -> None:
     """Four ranks, two copies of the model: the losses of one process, and its weights."""
     command = [*flags, "--model-name", t5_directory, "--batch-size", "2", "--output-dir", tmp_path]
-    launch(4, "T5_training.py", *command, "--strategy", "hybrid_shard", "--shard-group-size", "2")
+    hybrid = ["--fsdp", fsdp, "--strategy", "hybrid_shard", "--shard-group-size", "2"]
+    launch(4, "T5_training.py", *command, *hybrid)
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
     there = weights(alone / "final")
     for name, tensor in weights(tmp_path / "final").items():
