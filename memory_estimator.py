@@ -29,7 +29,6 @@ import importlib
 import importlib.util
 import itertools
 import json
-import math
 import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections import ChainMap
@@ -321,6 +320,20 @@ def read_model(args: Namespace) -> Model:
     )
 
 
+def count(*parts: dict[int, torch.UntypedStorage]) -> int:
+    """Bytes of all storages, by address, that stand in at least one of the parts."""
+    return sum(storage.nbytes() for storage in ChainMap(*parts).values())
+
+
+def micro_batch(model: nn.Module, args: Namespace) -> dict[str, Tensor]:
+    """The model's inputs for one forward pass on a GPU, int64 [batch, length] on meta."""
+    ids = torch.empty(args.batch_size, args.seq_length, dtype=torch.int64, device="meta")
+    batch = {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
+    if model.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = ids.new_empty(args.batch_size, args.target_length)
+    return batch
+
+
 def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, int]:
     """What autograd keeps of a forward pass, and its FLOPs, seen on meta.
 
@@ -337,12 +350,6 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     L layers, a heads of size q, T tokens, masked or not (Chowdhery et al. 2022, PaLM, appendix B).
     The backward pass costs twice as much again.
     """
-    size = (args.batch_size, args.seq_length)
-    ids = torch.empty(size, dtype=torch.int64, device="meta")
-    batch = {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
-    if model.config.is_encoder_decoder:
-        size = (args.batch_size, args.target_length)
-        batch["decoder_input_ids"] = torch.empty(size, dtype=torch.int64, device="meta")
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     # Storages by address. Those that autograd keeps, outside of the blocks and in each:
     outside: dict[int, torch.UntypedStorage] = {}
@@ -367,9 +374,6 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     def leave(*_: Any) -> None:
         scopes.pop()
 
-    def count(*parts: dict[int, torch.UntypedStorage]) -> int:
-        return sum(storage.nbytes() for storage in ChainMap(*parts).values())
-
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module.p:  # with a mask of bytes, as on a GPU
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
@@ -377,15 +381,17 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    batch = micro_batch(model, args)
     with hooks, FlopCounterMode(display=False) as counter:
         model(**batch, use_cache=False)
+    targets = batch.get("decoder_input_ids", batch["input_ids"]).numel()
     stays = count(outside, inputs)
     return {
         "activations": count(outside, *blocks),
         "inputs": stays,
         "block": max(count(outside, inputs, block) for block in blocks) - stays,
         "flops": counter.get_total_flops(),
-        "head_flops": 2 * math.prod(size) * model.lm_head.weight.numel(),
+        "head_flops": 2 * targets * model.lm_head.weight.numel(),
     }
 
 
@@ -475,59 +481,30 @@ def memory(
     Parameters, gradients and AdamW's moments are fp32, 4 + 4 + 8 bytes per parameter, divided by
     the shards (Rajbhandari et al. 2020, ZeRO, section 3.1, where a 16-bit copy of parameters and
     gradients comes on top: here only units that are whole have one). Offload has them on the CPU.
-
-    FSDP holds some parameters whole, in the compute dtype. Under FULL_SHARD and HYBRID_SHARD these
-    are the root, from its forward to its backward pass, the unit at work, and the one prefetched;
-    under SHARD_GRAD_OP all units, from forward to backward. The gradients are whole of the root,
-    of the unit at work, and of the one being reduced. One GPU alone shards nothing, but casts a
-    unit at a time. DDP has a bucket for each gradient, in fp32, and what autocast has cast.
-
-    Activations go while gradients come, so the peak has the larger of the two; where gradients are
-    accumulated it has both. What a block keeps while it is recomputed, and the logits, come on top.
-
-    Offloaded parameters and gradients are pinned, each unit's in memory of a power of two
-    (PyTorch's CachingHostAllocator); the moments are not.
     """
-    itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
-    shards, mine, (root, *others) = layout(model, args, strategy)
-    held = (root + sum(others)) // shards
+    shards, mine, units = layout(model, args, strategy)
+    held = sum(units) // shards
     on_gpu, on_cpu = OPTIMIZERS[optimizer]
     states = [4 * held, 4 * held, int(on_gpu * mine)]  # parameters, gradients, moments
     cpu = int(on_cpu * mine)
     moments = states[2] + cpu
-    unit = 4 * max([root, *others])
-    save, resume, copies = state_dicts(args.fsdp, strategy, offload, states, moments, unit)
+    save, resume, copies = state_dicts(
+        args.fsdp, strategy, offload, states, moments, unit=4 * max(units)
+    )
+    load = 4 * model.largest  # a tensor at a time
     if offload:
-        together = (root, *others)  # what is pinned in one piece
-        if args.fsdp == 2:
-            shapes = itertools.chain.from_iterable(model.units)
-            together = [sharded_by_rows([shape], shards)[0] for shape in shapes]
-        cpu = 2 * sum(power_of_two(4 * size // shards) for size in together) + moments
+        cpu = 2 * pinned_bytes(model, args, units, shards) + moments
+        load += args.gpus_per_node * states[0]
         states = [0, 0, 0]
-    neighbours = itertools.pairwise([*others, 0])
-    at_work = root + max((one + next_one for one, next_one in neighbours), default=0)
-    whole_parameters = at_work
-    if strategy == "shard_grad_op" and shards > 1:
-        whole_parameters = held * shards
-    whole = itemsize * (whole_parameters + at_work)
-    if strategy == "ddp":
-        whole = held * (4 + itemsize % 4)
-    kept = model.activations
-    activations = kept
+    kept, block = model.activations, 0
     if checkpointing:
-        kept = model.inputs
-        activations = kept + model.block
-    logits = model.logits
-    total = sum([*states, whole, activations, logits])
-    if args.gradient_accumulation_steps == 1:
-        total -= min(states[1], kept)
+        kept, block = model.inputs, model.block
+    find_peak = fsdp1_peak
     if args.fsdp == 2 and strategy != "ddp":
-        whole, logits, total = fsdp2_peak(model, args, strategy, states, kept, activations - kept)
-    terms = [*states, whole, activations, logits]
+        find_peak = fsdp2_peak
+    whole, logits, total = find_peak(model, args, strategy, states, kept, block)
+    terms = [*states, whole, kept + block, logits]
     sizes = {f"{term}_bytes": size for term, size in zip(TERMS, terms, strict=True)}
-    streamed = 4 * model.largest  # a tensor at a time
-    if offload:
-        streamed += args.gpus_per_node * 4 * held
     peak = max(total, save, resume)
     return sizes | {
         "total_bytes": total,
@@ -538,9 +515,55 @@ def memory(
         "cpu_bytes_per_node": args.gpus_per_node * cpu,
         "save_cpu_bytes_per_node": args.gpus_per_node * (cpu + copies),
         "resume_cpu_bytes_per_node": args.gpus_per_node * (cpu + min(copies, moments)),
-        "load_cpu_bytes_per_node": streamed,
+        "load_cpu_bytes_per_node": load,
         "load_cpu_bytes_per_node_whole": args.gpus_per_node * 4 * model.parameters,
     }
+
+
+def pinned_bytes(model: Model, args: Namespace, units: list[int], shards: int) -> int:
+    """Of offloaded parameters in fp32; gradients have as much again, moments are not pinned.
+
+    What is pinned in one piece, a unit's shard under FSDP1 and a parameter's under FSDP2, takes
+    memory of a power of two (PyTorch's CachingHostAllocator).
+    """
+    pieces = units
+    if args.fsdp == 2:
+        shapes = itertools.chain.from_iterable(model.units)
+        pieces = [sharded_by_rows([shape], shards)[0] for shape in shapes]
+    return sum(power_of_two(4 * size // shards) for size in pieces)
+
+
+def fsdp1_peak(
+    model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
+) -> tuple[int, int, int]:
+    """Bytes of what is whole for a while, of the logits, and at the peak; FSDP1's, and DDP's.
+
+    `states` are parameters, gradients and moments, `kept` and `block` what autograd keeps of all
+    blocks, and of one while it is recomputed.
+
+    FSDP holds some parameters whole, in the compute dtype. Under FULL_SHARD and HYBRID_SHARD these
+    are the root, from its forward to its backward pass, the unit at work, and the one prefetched;
+    under SHARD_GRAD_OP all units, from forward to backward. The gradients are whole of the root,
+    of the unit at work, and of the one being reduced. One GPU alone shards nothing, but casts a
+    unit at a time. DDP has a bucket for each gradient, in fp32, and what autocast has cast.
+
+    Activations go while gradients come, so the peak has the larger of the two; where gradients are
+    accumulated it has both. What a block keeps while it is recomputed, and the logits, come on top.
+    """
+    itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
+    shards, _, (root, *others) = layout(model, args, strategy)
+    neighbours = itertools.pairwise([*others, 0])
+    at_work = root + max((one + next_one for one, next_one in neighbours), default=0)
+    whole_parameters = at_work
+    if strategy == "shard_grad_op" and shards > 1:
+        whole_parameters = root + sum(others)
+    whole = itemsize * (whole_parameters + at_work)
+    if strategy == "ddp":
+        whole = root * (4 + itemsize % 4)
+    peak = sum([*states, whole, kept, block, model.logits])
+    if args.gradient_accumulation_steps == 1:
+        peak -= min(states[1], kept)
+    return whole, model.logits, peak
 
 
 def fsdp2_peak(
@@ -548,9 +571,8 @@ def fsdp2_peak(
 ) -> tuple[int, int, int]:
     """Bytes of what is whole while a block's gradients are computed, of the loss, and at the peak.
 
-    `states` are parameters, gradients and moments, `kept` and `block` what autograd keeps of all
-    blocks, and of one while it is recomputed. The peak is in one of three phases (as FSDPMemTracker
-    finds them, with torch 2.13):
+    Takes what `fsdp1_peak` takes. The peak is in one of three phases (as FSDPMemTracker finds them,
+    with torch 2.13):
 
     - the loss: no gradients yet. The chunked loss has two copies of the head's gradient in fp32,
       in 16 bits one more, and the logits of a chunk in fp32;
@@ -573,11 +595,12 @@ def fsdp2_peak(
     if model.chunked:
         logits = (8 + compute % 4) * model.head + 4 * model.logit_count
     in_loss = kept + compute * others[-1] + logits
-    in_block = max(kept, states[1]) + at_work + of_tied + block
+    in_block = kept + states[1] + at_work + of_tied + block
     in_root = states[1] + reduce * others[-1] + 3 * of_tied
-    if args.gradient_accumulation_steps > 1:
+    if args.gradient_accumulation_steps == 1:
+        in_block -= min(states[1], kept)  # activations go while gradients come
+    else:
         in_loss += states[1]
-        in_block = kept + states[1] + at_work + of_tied + block
     peak = states[0] + states[2] + gathered + max(in_loss, in_block, in_root)
     return gathered + at_work, logits, peak
 

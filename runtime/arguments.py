@@ -37,6 +37,12 @@ class Parser(argparse.ArgumentParser):
 
 def add_common(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of every script; `set_defaults` changes a default."""
+    _add_run(parser)
+    _add_optimization(parser)
+    _add_sharding(parser)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", default="output", help="checkpoints, metrics and the final model")
     add("--resume", default="auto", help="auto (newest complete checkpoint), none, or a PATH")
@@ -57,6 +63,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--track-memory", **OFF, help="report peak memory: allocated and reserved, or RSS")
     add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download")
 
+
+def _add_optimization(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", type=int, default=4, help="samples per rank and micro-batch")
     add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
@@ -81,6 +89,8 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--max-grad-norm", type=float, default=1.0, help="gradients are clipped to this norm")
     add("--seed", type=int, default=0, help="of weights, data order and dropout")
 
+
+def _add_sharding(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("sharding").add_argument
     add(
         "--fsdp",

@@ -497,7 +497,7 @@ def export_model(
     """
     dtype = EXPORT_DTYPES[args.export_dtype]
     temporary = path.with_name(f"tmp-{path.name}")
-    inner = getattr(model, "module", model)  # FSDP2 does not wrap it
+    inner = model if isinstance(model, FSDPModule) else model.module
     not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
     keys: dict[str, str] = {}
     if dist.get_rank() == 0:

@@ -17,15 +17,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from ten_steps import local, strategy_flags
 
 from runtime import batches, checkpoints, ranks
 from runtime.run import Run, open_output
 
 STRATEGIES = {  # what differs between them is the same in every script
-    "T5_training": ("full_shard",),
+    "T5_training": ("full_shard", "fsdp2"),
     "gpt2_fsdp": ("full_shard", "shard_grad_op", "ddp", "fsdp2"),
-    "llama_fsdp": ("full_shard",),
+    "llama_fsdp": ("full_shard", "fsdp2"),
 }
 SCALE = 2.0**12  # the default, 2**16, overflows once in the first step of the Llama
 
@@ -46,13 +46,7 @@ def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tu
 
 def shards(model: torch.nn.Module) -> list[torch.Tensor]:
     """Copies of what this rank has of the parameters."""
-    found = []
-    for parameter in model.parameters():
-        shard = parameter.detach()
-        if isinstance(shard, DTensor):
-            shard = shard.to_local()
-        found.append(shard.clone())
-    return found
+    return [local(parameter.detach()).clone() for parameter in model.parameters()]
 
 
 def overflow(
@@ -70,10 +64,7 @@ def overflow(
 
     def infinite_shard(optimizer: torch.optim.Optimizer) -> None:
         largest = max(state.model.parameters(), key=lambda parameter: parameter.numel())
-        shard = largest.grad
-        if isinstance(shard, DTensor):
-            shard = shard.to_local()
-        shard[..., 0] = float("inf")
+        local(largest.grad)[..., 0] = float("inf")
         unscale(optimizer)
 
     if dist.get_rank() == 1 and place == "loss":
@@ -103,8 +94,7 @@ def try_strategy(
     """Train in both precisions, overflow, resume, overflow with a scale that is small."""
     script = importlib.import_module(name)
     open_output(directory, "auto", name)
-    chosen = ["--fsdp", "2"] if strategy == "fsdp2" else ["--strategy", strategy]
-    flags = [*flags, *chosen, "--output-dir", str(directory)]
+    flags = [*flags, *strategy_flags(strategy), "--output-dir", str(directory)]
     exact, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
     args = script.parse_args([*flags, "--precision", "fp16"])
     half, (state, loader) = train(script, args, device)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import policies
-from runtime import hf_weights
+from runtime import hf_weights, ranks
 
 MESHES = {
     "one mesh": ["--strategy", "full_shard"],
@@ -62,9 +62,8 @@ def main() -> None:
                     "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
                     "tied": tied is policies.unwrapped(model).get_input_embeddings().weight,
                 }
-                everyone = [None] * dist.get_world_size()
-                dist.all_gather_object(everyone, mine)
-                found[f"{name}, {mesh}, {seen_by}"] = everyone
+                key = f"{name}, {mesh}, {seen_by}"
+                found[key] = ranks.on_every_rank(lambda mine=mine: mine)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     script.cleanup()

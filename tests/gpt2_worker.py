@@ -48,10 +48,11 @@ def main() -> None:
         )
         texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
         results[name]["texts"] = texts
-    args = gpt2_fsdp.parse_args(common)
-    state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, None)
-    texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
-    results["untrained"] = {"texts": texts}
+    for fsdp in ("1", "2"):
+        args = gpt2_fsdp.parse_args([*common, "--fsdp", fsdp])
+        state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, None)
+        texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
+        results[f"untrained {fsdp}"] = {"texts": texts}
     if dist.get_rank() == 0:
         torch.save(results, output)
     gpt2_fsdp.cleanup()

@@ -27,8 +27,8 @@ if SIMULATED:
 
 import torch
 import torch.distributed as dist
+from ten_steps import local
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor
 
 import gpt2_fsdp
 from runtime import checkpoints
@@ -69,13 +69,6 @@ def prepared(args: Namespace, device: torch.device, steps: int) -> checkpoints.T
     for _ in range(steps):
         gpt2_fsdp.train_step(args, state, [next(batches)], [0], Run(args, device, ""))
     return state
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, or the tensor itself."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
 
 
 def momentum(state: checkpoints.TrainState) -> float:

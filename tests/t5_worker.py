@@ -11,11 +11,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from ten_steps import SHARED_VARIANTS, compile_without_compiler, ten_steps
+from ten_steps import SHARED_VARIANTS, compile_without_compiler, strategy_flags, ten_steps
 
 import T5_training
 from runtime import checkpoints
 from runtime.run import Run, open_output
+
+VARIANTS = SHARED_VARIANTS | {
+    "bf16": ["--precision", "bf16"],
+    "fsdp2_bf16": ["--precision", "bf16", "--fsdp", "2"],
+}
 
 
 def main() -> None:
@@ -29,7 +34,7 @@ def main() -> None:
     device = T5_training.setup(args)
     open_output(Path(args.output_dir), "auto", "T5_training")
     results = {}
-    for name, flags in SHARED_VARIANTS.items():
+    for name, flags in VARIANTS.items():
         args = T5_training.parse_args([*common, *flags])
         results[name], _ = ten_steps(T5_training, args, device)
 
@@ -62,10 +67,7 @@ def main() -> None:
     flags += ["--rouge-samples", "7", "--batch-size", "2"]
     for precision in ("fp32", "bf16"):
         for strategy in ("full_shard", "shard_grad_op", "ddp", "fsdp2"):
-            chosen = ["--strategy", strategy]
-            if strategy == "fsdp2":
-                chosen = ["--fsdp", "2"]
-            chosen += ["--precision", precision]
+            chosen = ["--precision", precision, *strategy_flags(strategy)]
             args = T5_training.parse_args([*common, *flags, *chosen])
             state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
             checkpoints.load_weights(best, state.model)

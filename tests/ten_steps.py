@@ -53,6 +53,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, or the tensor itself."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+def strategy_flags(name: str) -> list[str]:
+    """Those of a --strategy, or of FSDP2 with its default one."""
+    if name == "fsdp2":
+        return ["--fsdp", "2"]
+    return ["--strategy", name]
+
+
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The whole gradient of each parameter, by the name it had before wrapping."""
     sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
@@ -68,8 +82,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def held(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the storages behind these tensors, each counted once."""
-    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
-    storages = [t.untyped_storage() for t in tensors if t.numel()]
+    shards = [local(tensor) for tensor in tensors if tensor is not None]
+    storages = [shard.untyped_storage() for shard in shards if shard.numel()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 

@@ -60,33 +60,35 @@ def test_a_compiled_block_gives_what_it_gave(name: str) -> None:
 
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["1", "2"])
+@pytest.mark.parametrize("script", SMALL)
 def test_whole_scripts_by_inductor(
-    t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
-    chats: Path, tmp_path: Path,
+    script: str, fsdp: str, t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple,
+    llama_directory: Path, chats: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     """Losses, names and weights in final/ are those of the blocks as they are, under FSDP with
     recomputation. T5's batches are of several lengths, and take it minutes."""
-    for script, *flags in (
-        ["gpt2_fsdp.py", "--model-name", gpt2_directory, "--train-file", texts[0],
-         "--val-file", texts[1], "--block-size", "32"],
-        ["llama_fsdp.py", "--model-name", llama_directory, "--dataset", chats,
-         "--max-seq-length", "64", "--no-packing"],
-        ["T5_training.py", "--model-name", t5_directory, "--dataset", pairs,
-         "--rouge-samples", "0", "--source-length", "40", "--target-length", "8"],
-    ):  # fmt: skip
-        for flag in ("--no-compile", "--compile"):
-            command = [*flags, "--max-steps", "4", "--log-every", "1", "--batch-size", "2", flag,
-                       "--activation-checkpointing", "--export-dtype", "fp32"]  # fmt: skip
-            launch(2, script, *command, "--output-dir", tmp_path / script / flag, timeout=3600)
-        eager, compiled = tmp_path / script / "--no-compile", tmp_path / script / "--compile"
-        for event in ("train", "val"):
-            expected = losses(eager, event)
-            assert losses(compiled, event) == pytest.approx(expected, abs=1e-5)
-        expected = weights(eager / "final")
-        found = weights(compiled / "final")
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
+    own = {
+        "gpt2_fsdp": ["--model-name", gpt2_directory, "--train-file", texts[0],
+                      "--val-file", texts[1], "--block-size", "32"],
+        "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats,
+                       "--max-seq-length", "64", "--no-packing"],
+        "T5_training": ["--model-name", t5_directory, "--dataset", pairs,
+                        "--rouge-samples", "0", "--source-length", "40", "--target-length", "8"],
+    }  # fmt: skip
+    for flag in ("--no-compile", "--compile"):
+        command = [*own[script], "--max-steps", "4", "--log-every", "1", "--batch-size", "2"]
+        command += [flag, "--fsdp", fsdp, "--activation-checkpointing", "--export-dtype", "fp32"]
+        launch(2, f"{script}.py", *command, "--output-dir", tmp_path / flag, timeout=3600)
+    eager, compiled = tmp_path / "--no-compile", tmp_path / "--compile"
+    for event in ("train", "val"):
+        expected = losses(eager, event)
+        assert losses(compiled, event) == pytest.approx(expected, abs=1e-5)
+    expected = weights(eager / "final")
+    found = weights(compiled / "final")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
 
 
 def refused(flags: list[str], capsys: pytest.CaptureFixture) -> str:

@@ -24,6 +24,7 @@ TWO_RANKS = SHARED_VARIANTS | {
     "bf16": ["--precision", "bf16"],
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
     "fsdp2_bf16": ["--fsdp", "2", "--precision", "bf16"],
+    "fsdp2_compile": ["--fsdp", "2", *COMPILED],
 }
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
 FOUR_RANKS = {"hybrid_shard": HYBRID, "fsdp2_hybrid_shard": ["--fsdp", "2", *HYBRID]}
@@ -150,9 +151,10 @@ def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, plain: dict) -> N
     check_parity(two_ranks[variant], plain)
 
 
-def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
+@pytest.mark.parametrize("variant", ["compile", "fsdp2_compile"])
+def test_compiled_blocks_are_compiled(variant: str, two_ranks: dict) -> None:
     """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
-    compiled = two_ranks["compile"]
+    compiled = two_ranks[variant]
     assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
     assert len({length for _, length in compiled["shapes"]}) > 1
     assert not two_ranks["full_shard"]["graphs"]

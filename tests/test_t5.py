@@ -90,6 +90,14 @@ def test_every_sample_once_an_epoch(results: dict) -> None:
     assert len(first[-1]) < len(first[0])
 
 
+@pytest.mark.parametrize("variant", ["bf16", "fsdp2_bf16"])
+def test_bf16_is_near(variant: str, results: dict, reference: dict) -> None:
+    """And not equal: the policy is in force."""
+    losses = results[variant]["losses"]
+    assert losses == pytest.approx(reference["losses"], abs=0.05)
+    assert losses != pytest.approx(reference["losses"], abs=1e-5)
+
+
 def test_a_batch_can_be_overfitted(results: dict) -> None:
     """The loss of one batch falls below 0.1."""
     assert results["overfitted"] < 0.1
