@@ -320,7 +320,7 @@ def read_model(args: Namespace) -> Model:
     )
 
 
-def count(*parts: dict[int, torch.UntypedStorage]) -> int:
+def storage_bytes(*parts: dict[int, torch.UntypedStorage]) -> int:
     """Bytes of all storages, by address, that stand in at least one of the parts."""
     return sum(storage.nbytes() for storage in ChainMap(*parts).values())
 
@@ -385,11 +385,11 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     with hooks, FlopCounterMode(display=False) as counter:
         model(**batch, use_cache=False)
     targets = batch.get("decoder_input_ids", batch["input_ids"]).numel()
-    stays = count(outside, inputs)
+    stays = storage_bytes(outside, inputs)
     return {
-        "activations": count(outside, *blocks),
+        "activations": storage_bytes(outside, *blocks),
         "inputs": stays,
-        "block": max(count(outside, inputs, block) for block in blocks) - stays,
+        "block": max(storage_bytes(outside, inputs, block) for block in blocks) - stays,
         "flops": counter.get_total_flops(),
         "head_flops": 2 * targets * model.lm_head.weight.numel(),
     }

@@ -42,7 +42,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .ranks import cpu_group, on_every_rank, on_rank_zero
+from .ranks import cpu_group, hide_bar, on_every_rank, on_rank_zero
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
@@ -303,8 +303,7 @@ class WeightLoader:
         self.names = _names_of_places(model)
         self.uses = Counter(self.names.values())
         self.tied: dict[str, torch.Tensor] = {}  # those that have their storage, by name
-        hidden = dist.get_rank() != 0 or None
-        self.bar = tqdm(total=len(self.found), desc="load", disable=hidden)
+        self.bar = tqdm(total=len(self.found), desc="load", disable=hide_bar())
 
     def fill(self, module: nn.Module) -> None:
         """Fill a module, without those inside it; all ranks."""

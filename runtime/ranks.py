@@ -141,10 +141,14 @@ def gather_in_turn(mine: list[Any]) -> list[Any]:
 
 def progress(items: Any, text: str) -> tqdm:
     """`items` with a bar, on rank 0 and on a terminal; it goes when they are done."""
-    hidden = True
-    if dist.get_rank() == 0:
-        hidden = None  # shown, but only on a terminal
-    return tqdm(items, desc=text, leave=False, disable=hidden)
+    return tqdm(items, desc=text, leave=False, disable=hide_bar())
+
+
+def hide_bar() -> bool | None:
+    """What tqdm takes as `disable`, for a bar on rank 0 alone."""
+    if dist.get_rank() != 0:
+        return True
+    return None  # shown, but only on a terminal
 
 
 def rendezvous(timeout: timedelta) -> dict[str, Any]:

@@ -460,11 +460,8 @@ class Run:
         )
 
     def _show_bar(self) -> None:
-        hidden = True
-        if dist.get_rank() == 0:
-            hidden = None  # shown, but only on a terminal
         total, done = self.state.total_steps, self.state.step
-        self._bar = tqdm(total=total, initial=done, unit="step", disable=hidden)
+        self._bar = tqdm(total=total, initial=done, unit="step", disable=ranks.hide_bar())
 
     def exchange(self, counts: list[tuple[int, ...]]) -> list[int]:
         """The sums of each column of `counts`, over its rows and all ranks.

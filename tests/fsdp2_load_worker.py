@@ -2,8 +2,9 @@
 
     fsdp2_load_worker.py RESULT.json OUTPUT_DIR MODELS.json
 
-MODELS.json has a directory by script. Each is loaded on one mesh and on two, from files that every
-rank sees, and from files that rank 0 alone sees, and exported. Rank 0 writes what each rank had.
+MODELS.json has a directory by script. Each is loaded on a 1-D and on a 2-D mesh, from files that
+every rank sees, and from files that rank 0 alone sees, and exported. Rank 0 writes what each rank
+had.
 """
 
 import importlib
@@ -22,8 +23,8 @@ import policies
 from runtime import hf_weights, ranks
 
 MESHES = {
-    "one mesh": ["--strategy", "full_shard"],
-    "two meshes": ["--strategy", "hybrid_shard", "--shard-group-size", "2"],
+    "1-D mesh": ["--strategy", "full_shard"],
+    "2-D mesh": ["--strategy", "hybrid_shard", "--shard-group-size", "2"],
 }
 LENGTHS = {
     "T5_training": ["--dataset", "docstrings"],

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import gpt2_fsdp
 from runtime import ranks
 
-MESHES = {"one mesh": 4, "two meshes": 2}  # and how many ranks share a model
+MESHES = {"1-D mesh": 4, "2-D mesh": 2}  # and how many ranks share a model
 
 
 @pytest.fixture(scope="module")
