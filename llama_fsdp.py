@@ -12,8 +12,6 @@ again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging Face
 script of your own, copy this one with policies.py, chat_dataset.py and the folder runtime/, and
 change, in this order: BLOCKS, TINY, MODEL and its class's name and base, which is all for another
 model of this kind, such as Qwen 3; `load_model`, `setup_data`, `forward`.
-
-Left out on purpose: adapters and quantisation, which other libraries do well.
 """
 
 import functools
@@ -40,7 +38,16 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import chat_dataset
 import policies
-from runtime import arguments, attention, batches, checkpoints, hf_weights, optimization, ranks
+from runtime import (
+    adapters,
+    arguments,
+    attention,
+    batches,
+    checkpoints,
+    hf_weights,
+    optimization,
+    ranks,
+)
 from runtime.checkpoints import TrainState
 from runtime.model_checks import check_head, flops_per_token
 from runtime.run import Run, launch
@@ -48,7 +55,7 @@ from runtime.run import Run, launch
 BLOCKS = (LlamaDecoderLayer,)  # FSDP units, compiled and recomputed one by one
 TINY = {
     "hidden_size": 128,
-    "intermediate_size": 352,
+    "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -106,11 +113,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help=arguments.MODEL_NAME)
     add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
     chat_dataset.add_arguments(parser)
+    adapters.add_arguments(parser)
     arguments.add_common(parser)
     parser.set_defaults(**RECIPE)
     args = parser.parse_args(argv)
     args.dataset = args.dataset or ["docstrings"]
-    problems = chat_dataset.check_arguments(args)
+    problems = chat_dataset.check_arguments(args) + adapters.check_arguments(args)
     precision = arguments.resolve_precision(args.precision)
     try:
         args.attention = attention.resolve(args.attention, precision)
@@ -225,8 +233,13 @@ def load_model(
     tokenizer.chat_template = tokenizer.chat_template or chat_dataset.TEMPLATE  # final/ has it too
     attention.choose(args, config)
     if args.model_name == "tiny":
-        return MODEL(config), tokenizer, None  # the seed is the same on all ranks
-    model = hf_weights.meta_model(MODEL, config, directory)
+        model = MODEL(config)  # the seed is the same on all ranks
+    else:
+        model = hf_weights.meta_model(MODEL, config, directory)
+    if args.lora_rank:
+        adapters.add(args, model, BLOCKS, policies.PRECISIONS[args.precision].param_dtype, device)
+    if args.model_name == "tiny":
+        return model, tokenizer, None
     source = directory if pretrained else None
     return model, tokenizer, hf_weights.WeightLoader(args, model, source, device).fill
 
@@ -278,6 +291,8 @@ def setup_model(
     model, tokenizer, init = load_model(args, device, pretrained)
     hf_weights.say_size(args.model_name, model)
     identity = {"script": SCRIPT, "model": checkpoints.shapes_sum(model)}
+    if args.lora_rank:
+        identity |= adapters.identity(args, model)
     return wrap_model(args, device, model, init), tokenizer, identity
 
 
@@ -303,7 +318,9 @@ def prepare(
     args: Namespace, device: torch.device, checkpoint: Path | None
 ) -> tuple[TrainState, Tokenizer, DataLoader, Loaders]:
     """Model, data and optimizer, as `checkpoint` left them if there is one; all ranks."""
-    model, tokenizer, identity = setup_model(args, device, pretrained=checkpoint is None)
+    # A checkpoint of adapters holds nothing of the weights below them.
+    pretrained = checkpoint is None or args.lora_rank > 0
+    model, tokenizer, identity = setup_model(args, device, pretrained)
     loader, val_loaders = setup_data(args, tokenizer)
     epoch_steps = loader.batch_sampler.steps_per_epoch
     total_steps = args.max_steps or args.epochs * epoch_steps

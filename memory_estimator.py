@@ -58,7 +58,7 @@ GPT2_KEYS = "n_embd n_layer n_head vocab_size"
 T5_KEYS = "d_model d_kv d_ff num_layers num_heads vocab_size"
 SIZES = [  # as published, and the scripts' tiny models
     (LLAMA, LLAMA_KEYS, {
-        "llama-2-7b": (4096, 11008, 32, 32, 32, 32000), "tiny": (128, 352, 4, 4, 2, 384),
+        "llama-2-7b": (4096, 11008, 32, 32, 32, 32000), "tiny": (128, 384, 4, 4, 2, 384),
         "llama-2-13b": (5120, 13824, 40, 40, 40, 32000),
         "llama-2-70b": (8192, 28672, 80, 64, 8, 32000),
     }),

@@ -123,7 +123,7 @@ def load(variant: str, args: argparse.Namespace, device: torch.device) -> torch.
         whole = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
         tensors = dict(whole.named_parameters())
         del whole
-        hf_weights._read = lambda path, key: tensors.pop(key).data
+        hf_weights.read = lambda path, key: tensors.pop(key).data
     if variant == "every":
         hf_weights.WeightLoader = EveryRank
     if variant == "accelerate":

@@ -152,7 +152,9 @@ def common_problems(args: Namespace) -> list[str]:
     if args.cpu_offload and (args.strategy == "ddp" or not gpus):
         problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
     if args.fsdp == 2 and args.strategy in ("no_shard", "ddp"):
-        problems.append(f"--fsdp 2 always shards: --strategy {args.strategy} is --fsdp 1's")
+        problems.append(
+            f"--fsdp 2 (adapters need it) always shards: --strategy {args.strategy} is --fsdp 1's"
+        )
     if args.fsdp == 2 and args.cpu_offload and args.precision == "fp16":
         # The scaler looks for overflow in gradients on the CPU, and asks the other ranks there.
         problems.append("--cpu-offload with --precision fp16 needs --fsdp 1")

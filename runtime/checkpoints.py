@@ -36,6 +36,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
 from transformers import set_seed
 
+from . import adapters
 from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero
 
 FULL = "full.pt"  # --checkpoint-type full
@@ -110,6 +111,7 @@ class Saver:
         model, optimizer = dcp_state.get_state_dict(
             state.model, state.optimizer, options=_options(state.model)
         )
+        model = adapters.only(state.model, model)
         random_states = pickle.dumps([read() for read, _ in _random_generators()])
         # Under one key for all ranks only rank 0's would be kept.
         rng = {str(dist.get_rank()): random_states}
@@ -144,9 +146,7 @@ class Saver:
         failures_before = self.failures
         state.best_loss = loss
         state.best_step = state.step
-        tensors = {
-            "model": dcp_state.get_model_state_dict(state.model, options=_options(state.model))
-        }
+        tensors = {"model": _weights(state.model)}
         self._attempt(_write, best_path(self.directory.parent, state), tensors, _describe(state))
         if self.failures:
             state.best_loss, state.best_step = before
@@ -322,7 +322,14 @@ def file_sum(path: Path) -> list[int]:
 def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     """FSDP1 copies what it puts into a state dict. The copies go to the host one by one: on the
     GPU they would take as much again as the model and its optimizer. FSDP2 and DDP copy nothing."""
-    return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP))
+    return dcp_state.StateDictOptions(
+        cpu_offload=isinstance(model, FSDP), strict=not adapters.has(model)
+    )
+
+
+def _weights(model: nn.Module) -> dict[str, Any]:
+    """What is saved of a model: all its weights, or its adapters."""
+    return adapters.only(model, dcp_state.get_model_state_dict(model, options=_options(model)))
 
 
 @contextlib.contextmanager
@@ -339,10 +346,9 @@ def _shards(path: Path) -> Iterator[Path]:
 
 
 def _read_weights(shards: Path, model: nn.Module) -> None:
-    options = _options(model)
-    tensors = {"model": dcp_state.get_model_state_dict(model, options=options)}
+    tensors = {"model": _weights(model)}
     dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
-    dcp_state.set_model_state_dict(model, tensors["model"], options=options)
+    dcp_state.set_model_state_dict(model, tensors["model"], options=_options(model))
 
 
 def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -6,12 +6,13 @@ Names no model. All ranks call a function together.
 import contextlib
 import copy
 import json
+import math
 import re
 import shutil
 import zlib
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import empty as distributed_empty
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from tqdm import tqdm
 from transformers import (
@@ -104,7 +106,7 @@ def _headers(directory: Path) -> Iterator[StoredTensor]:
             raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def _read(path: Path, key: str) -> torch.Tensor:
+def read(path: Path, key: str) -> torch.Tensor:
     """One tensor; the file is opened each time, or its mapped pages would count as memory held."""
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(key)
@@ -116,6 +118,34 @@ def _read_rows(path: Path, stored: StoredTensor, start: int, end: int) -> torch.
         if not stored.shape:
             return file.get_tensor(stored.key)[None]
         return file.get_slice(stored.key)[start:end]
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name before wrapping, and without the adapter beside it."""
+    return WRAPPERS.sub("", name).replace(".base_layer.", ".")
+
+
+def _own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The parameters and persistent buffers that the model's files hold, by their plain names."""
+    own = model.state_dict(keep_vars=True).items()
+    return {plain_name(name): tensor for name, tensor in own if ".lora_" not in name}
+
+
+def files_sum(directory: Path) -> str:
+    """A checksum of a directory's weights: of all names, shapes and dtypes, and a row of each."""
+    headers = sorted(_headers(directory), key=lambda header: header.key)
+    described = [(header.key, header.shape, header.dtype) for header in headers]
+    return f"{zlib.crc32(repr(described).encode()):08x} {_sum_of_rows(headers, directory):08x}"
+
+
+def _sum_of_rows(tensors: Iterable[StoredTensor], directory: Path) -> int:
+    """The CRC-32 of a row of each tensor, as it stands in this rank's `directory`."""
+    checksum = 0
+    for stored in tensors:
+        middle = stored.rows() // 2
+        rows = _read_rows(directory / stored.path.name, stored, middle, middle + 1)
+        checksum = zlib.crc32(rows.contiguous().view(torch.uint8).numpy(), checksum)
+    return checksum
 
 
 def _conversions(model: PreTrainedModel, add_legacy: bool) -> list[WeightTransform]:
@@ -139,7 +169,7 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
     renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
     converters = [step for step in conversions if isinstance(step, WeightConverter)]
     prefix = model.base_model_prefix
-    own = model.state_dict()
+    own = _own_tensors(model)
     stored = {}
     for header in sorted(_headers(directory), key=lambda header: header.key):
         name, converter = rename_source_key(header.key, renamings, converters, prefix, own)
@@ -156,13 +186,20 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
     return stored
 
 
+def stored_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
+    """Where the model's own tensors stand in a directory, by their plain names; rank 0 alone."""
+    own = _own_tensors(model)
+    stored = _stored_tensors(model, directory)
+    return {name: place for name, place in stored.items() if name in own}
+
+
 def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
     """Where each parameter and persistent buffer stands, by its first name in the model.
 
     Tied parameters may stand under any of their names. What the model declares as dispensable may
     be missing: a line says so, and it is left out. Raises ValueError with all that is wrong.
     """
-    own = model.state_dict(keep_vars=True)
+    own = _own_tensors(model)
     first_name: dict[torch.Tensor, str] = {}
     for name, tensor in own.items():
         first_name.setdefault(tensor, name)
@@ -176,8 +213,9 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTe
             found[first_name[tensor]] = stored
             if tensor.is_floating_point():
                 dtypes.add(stored.dtype)
-            if stored.shape != list(tensor.shape):
-                problems.append(f"{stored.key} has shape {stored.shape}, not {list(tensor.shape)}")
+            shape = list(getattr(tensor, "whole_shape", tensor.shape))
+            if stored.shape != shape:
+                problems.append(f"{stored.key} has shape {stored.shape}, not {shape}")
         elif not ignored.search(name):
             problems.append(f"{stored.key} is not the model's")
     dispensable = model._keys_to_ignore_on_load_missing or []
@@ -215,8 +253,8 @@ def meta_model(
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first = first_name[parameter]
             if name != first and name in stored and first in stored:
-                one = _read(stored[first].path, stored[first].key)
-                other = _read(stored[name].path, stored[name].key)
+                one = read(stored[first].path, stored[first].key)
+                other = read(stored[name].path, stored[name].key)
                 if not torch.equal(one, other):
                     differing.append(name)
         return differing
@@ -236,7 +274,10 @@ def check_type(config: PretrainedConfig, model_class: type[PreTrainedModel], nam
 
 def say_size(name: str, model: nn.Module) -> None:
     """Print, on rank 0, how many parameters a model has, and how many of them are trained."""
-    sizes = [parameter.numel() for parameter in model.parameters()]
+    shapes = [
+        getattr(parameter, "whole_shape", parameter.shape) for parameter in model.parameters()
+    ]
+    sizes = [math.prod(shape) for shape in shapes]
     trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
     if dist.get_rank() == 0:
         print(f"{name}: {sum(sizes):,} parameters, {sum(trained):,} trained", flush=True)
@@ -319,7 +360,10 @@ class WeightLoader:
             elif name in self.found:
                 tensor = self._allocate(meta)
                 setattr(module, key, tensor)
-                self._load(tensor, self.found[name])
+                if hasattr(module, "quantize") and key == "weight":
+                    self._quantize(module, tensor, self.found[name])
+                else:
+                    self._load(tensor, self.found[name])
                 tensor._is_hf_initialized = True  # `_init_weights` leaves it alone then
             elif name and not self.directory:  # a checkpoint fills it
                 setattr(module, key, self._allocate(meta))
@@ -352,7 +396,7 @@ class WeightLoader:
         if isinstance(tensor, DTensor):
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         if dist.get_rank() == 0:
-            whole.copy_(_read(stored.path, stored.key))
+            whole.copy_(read(stored.path, stored.key))
         if isinstance(tensor, DTensor):
             _scatter(whole, tensor)
         else:
@@ -365,7 +409,7 @@ class WeightLoader:
             if isinstance(meta, nn.Parameter):
                 whole = nn.Parameter(whole, requires_grad=meta.requires_grad)
             setattr(module, key, whole)
-        self.model._init_weights(module)
+        self._initialize(module)
         for key, meta in metas.items():
             whole = getattr(module, key).data
             dist.broadcast(whole, src=0)  # random values would differ between ranks
@@ -373,6 +417,25 @@ class WeightLoader:
                 sharded = self._allocate(meta)
                 _scatter(whole, sharded)
                 setattr(module, key, sharded)
+
+    def _initialize(self, module: nn.Module) -> None:
+        """Adapters begin as peft's do: the first projection as any nn.Linear, the second as 0."""
+        name = self.names.get((module, "weight"), "")
+        if ".lora_A." in name:
+            module.reset_parameters()
+        elif ".lora_B." in name:
+            nn.init.zeros_(module.weight)
+        else:
+            self.model._init_weights(module)
+
+    def _quantize(self, module: nn.Module, packed: DTensor, stored: StoredTensor) -> None:
+        """Each rank is given the whole tensor, has the module quantise it, and keeps its rows."""
+        mesh, placements = packed.device_mesh, packed.placements
+        sharded = distributed_empty(stored.shape, device_mesh=mesh, placements=placements)
+        self._load(sharded, stored)
+        whole = module.quantize(sharded.full_tensor())
+        shape, offset = compute_local_shape_and_global_offset(packed.shape, mesh, placements)
+        packed.to_local().copy_(whole[offset[0] : offset[0] + shape[0]])
 
 
 def _names_of_places(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
@@ -382,7 +445,7 @@ def _names_of_places(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     """
     first_name: dict[torch.Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        first_name.setdefault(tensor, name)
+        first_name.setdefault(tensor, plain_name(name))
     names = {}
     for module in model.modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -397,15 +460,10 @@ def _everyone_sees(found: dict[str, StoredTensor], directory: Path) -> bool:
     each tensor as it is there. Rank 0 says what follows; all ranks."""
 
     def checksum_of_rows() -> int | None:
-        checksum = 0
         try:
-            for stored in found.values():
-                middle = stored.rows() // 2
-                rows = _read_rows(directory / stored.path.name, stored, middle, middle + 1)
-                checksum = zlib.crc32(rows.contiguous().view(torch.uint8).numpy(), checksum)
+            return _sum_of_rows(found.values(), directory)
         except (OSError, SafetensorError):
             return None
-        return checksum
 
     sums = on_every_rank(checksum_of_rows)
     everyone = len(set(sums)) == 1
@@ -433,6 +491,13 @@ def _scatter(whole: torch.Tensor, tensor: DTensor) -> None:
     tensor.to_local().data.copy_(sharded.to_local())
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, gathered on the device though it is offloaded, or the tensor itself."""
+    if isinstance(tensor, DTensor):
+        return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor
+
+
 def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of each parameter and persistent buffer of a wrapped model, in its dtype.
 
@@ -441,16 +506,14 @@ def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     if isinstance(model, FSDPModule):
         for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
-            if isinstance(tensor, DTensor):  # from the CPU, with --cpu-offload
-                tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
-            yield WRAPPERS.sub("", name), tensor
+            yield WRAPPERS.sub("", name), whole(tensor)
         return
-    whole = {"recurse": False, "writeback": False, "rank0_only": True}
+    gathered = {"recurse": False, "writeback": False, "rank0_only": True}
     units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FSDP)]
     for prefix, unit in units or [("", model)]:
         with contextlib.ExitStack() as stack:
             if units:  # not DDP
-                stack.enter_context(FSDP.summon_full_params(unit, **whole))
+                stack.enter_context(FSDP.summon_full_params(unit, **gathered))
             tensors = [*unit.module.named_parameters(), *_persistent_buffers(unit.module)]
             for name, tensor in tensors:
                 if "_fsdp_wrapped_module." not in name:  # or it is a nested unit's
@@ -494,31 +557,43 @@ def export_model(
     replaces the one before when it is complete. Floating-point tensors are written as
     --export-dtype, under the keys that `save_pretrained` would give them.
     """
-    dtype = EXPORT_DTYPES[args.export_dtype]
-    temporary = path.with_name(f"tmp-{path.name}")
     inner = model if isinstance(model, FSDPModule) else model.module
     not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
     keys: dict[str, str] = {}
     if dist.get_rank() == 0:
-        temporary.mkdir(parents=True)
         keys = _keys_to_save(inner)  # rank 0 alone has looked at the files
-    files = WeightFiles(temporary, limit=args.max_shard_size * 1e9)
-    for name, tensor in _whole_tensors(model):  # all ranks gather it
-        if dist.get_rank() == 0 and name not in not_saved:
-            written_as = dtype if tensor.is_floating_point() else tensor.dtype
-            files.add(keys[name], tensor.detach(), written_as)
+    with new_directory(path) as temporary:
+        files = WeightFiles(temporary, args)
+        for name, tensor in _whole_tensors(model):  # all ranks gather it
+            if dist.get_rank() == 0 and name not in not_saved:
+                files.add(keys[name], tensor.detach())
+        if dist.get_rank() == 0:
+            files.finish()
+            save_settings(inner, temporary, args)
+            tokenizer.save_pretrained(temporary)
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory for rank 0 to write to, which takes the place of `path` on leaving; all ranks."""
+    temporary = path.with_name(f"tmp-{path.name}")
     if dist.get_rank() == 0:
-        files.finish()
-        config = copy.deepcopy(inner.config)
-        config.architectures = [_class_name(inner)]
-        config.dtype = dtype
-        config.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        generation = inner.generation_config.to_json_string()  # save_pretrained may refuse it
-        (temporary / "generation_config.json").write_text(generation)
+        temporary.mkdir(parents=True)
+    yield temporary
+    if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
     dist.barrier(group=cpu_group())
+
+
+def save_settings(model: PreTrainedModel, directory: Path, args: Namespace) -> None:
+    """Write the configurations of an exported model, and of its generation; rank 0 alone."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [_class_name(model)]
+    config.dtype = EXPORT_DTYPES[args.export_dtype]
+    config.save_pretrained(directory)
+    generation = model.generation_config.to_json_string()  # save_pretrained may refuse it
+    (directory / "generation_config.json").write_text(generation)
 
 
 def _class_name(model: nn.Module) -> str:
@@ -529,16 +604,23 @@ def _class_name(model: nn.Module) -> str:
 
 
 class WeightFiles:
-    """The safetensors files of a model, of at most `limit` bytes each, and their index."""
+    """The safetensors files of a model, of at most --max-shard-size each, and their index.
 
-    def __init__(self, directory: Path, limit: float) -> None:
+    Floating-point tensors are written as --export-dtype.
+    """
+
+    def __init__(self, directory: Path, args: Namespace) -> None:
         self.directory = directory
-        self.limit = limit
+        self.limit = args.max_shard_size * 1e9
+        self.dtype = EXPORT_DTYPES[args.export_dtype]
         self.pending: dict[str, torch.Tensor] = {}
         self.written: list[dict[str, int]] = []  # bytes of each tensor, by file
 
-    def add(self, key: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    def add(self, key: str, tensor: torch.Tensor) -> None:
         """Take a copy of a tensor; write a file first if it would become too large."""
+        dtype = tensor.dtype
+        if dtype.is_floating_point:
+            dtype = self.dtype
         size = tensor.numel() * dtype.itemsize
         if self.pending and sum(x.nbytes for x in self.pending.values()) + size > self.limit:
             self._write()

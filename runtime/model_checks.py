@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from . import adapters
 from .ranks import ranks_where
 
 
@@ -14,7 +15,8 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
 
     They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N parameters stand in matrix
     products, the head's among them, L layers have heads of d in all, and T is the length, masked or
-    not. Recomputed activations do not count. Both terms are read off two forward passes of a copy
+    not. Recomputed activations do not count, nor do adapters, but frozen weights are 4 N, as they
+    have no gradients. Both terms are read off two forward passes of a copy
     of the unwrapped Transformers `model` on meta: a pass over n tokens costs a n + b n^2. None
     where the model looks at values in its forward pass, for on meta there are none.
     """
@@ -35,7 +37,10 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
         return None
     quadratic = (long - 2 * short) / (2 * 8**2)
     linear = (short - quadratic * 8**2) / 8
-    return 3 * linear + 3 * quadratic * length
+    passes = 3
+    if adapters.has(model):
+        passes = 2
+    return passes * linear + 3 * quadratic * length
 
 
 @torch.no_grad()

@@ -14,12 +14,14 @@ from .checkpoints import TrainState
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW's groups: biases and norms have no weight decay.
+    """AdamW's groups of what is trained: biases and norms have no weight decay.
 
     They are told by their names, since FSDP's shards are all one-dimensional.
     """
     decayed, others = [], []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", name):
             others.append(parameter)
         else:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from . import checkpoints, hf_weights, ranks
+from . import adapters, checkpoints, hf_weights, ranks
 from .checkpoints import SaveError, Saver, TrainState
 
 STOPPED = 75  # exit code of a run that stopped on request, and goes on when it is started again
@@ -335,6 +335,16 @@ def speed(state: TrainState, tokens: int, seconds: float) -> dict[str, float]:
     return values
 
 
+def export_model(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
+) -> None:
+    """Write a wrapped model, or its adapters, as a Hugging Face directory."""
+    if adapters.has(model):
+        adapters.export(model, tokenizer, path, args)
+    else:
+        hf_weights.export_model(model, tokenizer, path, args)
+
+
 class Run:
     """Owns OUTPUT_DIR while it is entered: lock, status, metrics, saves, and how the run ends.
 
@@ -543,11 +553,11 @@ class Run:
         Returns what the event "done" says of them.
         """
         state = self.state
-        hf_weights.export_model(state.model, tokenizer, self.directory / "final", self.args)
+        export_model(state.model, tokenizer, self.directory / "final", self.args)
         if state.best_step:  # or no validation followed on a checkpoint taken from elsewhere
             best = checkpoints.best_path(self.directory, state)
             checkpoints.load_weights(best, state.model)
-        hf_weights.export_model(state.model, tokenizer, self.directory / "best", self.args)
+        export_model(state.model, tokenizer, self.directory / "best", self.args)
         self.say(
             f"last model: {self.directory / 'final'}, of lowest validation loss: "
             f"{self.directory / 'best'}"
@@ -562,7 +572,7 @@ class Run:
             raise ValueError(f"--export-only finds no checkpoint in {self.directory}")
         checkpoints.check_identity(self.checkpoint, identity)
         checkpoints.load_weights(self.checkpoint, model)
-        hf_weights.export_model(model, tokenizer, self.directory / "final", self.args)
+        export_model(model, tokenizer, self.directory / "final", self.args)
         self.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")
 
     def _memory(self) -> dict[str, float]:

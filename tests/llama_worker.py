@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from ten_steps import compile_without_compiler, ten_steps
+from ten_steps import compile_without_compiler, ten_steps, whole
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -53,10 +53,18 @@ def main() -> None:
     loaded, _, _ = llama_fsdp.setup_model(args, device, pretrained=True)
     results["loaded"] = {n: p.clone() for n, p in hf_weights._whole_tensors(loaded)}
     frequencies: list[torch.Tensor] = []  # as the last forward pass found them
+    begun: list[dict[str, torch.Tensor]] = []  # the adapters as they were made
     setup_model = llama_fsdp.setup_model
 
     def watched(*arguments: object, **options: object) -> tuple:
         made = setup_model(*arguments, **options)
+        begun.append(
+            {
+                hf_weights.WRAPPERS.sub("", name): whole(parameter).clone()
+                for name, parameter in made[0].named_parameters()
+                if ".lora_" in name
+            }
+        )
         rotary(made[0]).register_forward_hook(
             lambda module, *_: frequencies.append(module.inv_freq.clone())
         )
@@ -68,6 +76,7 @@ def main() -> None:
         open_output(Path(args.output_dir), "auto", "llama_fsdp")
         results[name], trained = ten_steps(llama_fsdp, args, device)
         results[name]["frequencies"] = frequencies[-1]
+        results[name]["begun"] = begun[-1]
         unit = FSDPModule if args.fsdp == 2 else FSDP
         results[name]["units"] = sum(isinstance(m, unit) for m in trained.model.modules())
     if dist.get_rank() == 0:

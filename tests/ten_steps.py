@@ -74,7 +74,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             found = {name: p.grad.clone() for name, p in model.named_parameters()}
     else:
-        found = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        found = {name: whole(p.grad).clone() for name, p in trained}
     for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
         found = {name.replace(wrapper, ""): grad for name, grad in found.items()}
     return {name.removeprefix("module."): grad for name, grad in found.items()}

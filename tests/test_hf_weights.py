@@ -299,7 +299,7 @@ def test_more_than_renaming_is_refused_before_anything_is_read(
     made = new_model(Qwen3MoeForCausalLM, **shape)
     made.save_pretrained(tmp_path / "made")
     with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
-        patch.setattr(hf_weights, "_read", None)
+        patch.setattr(hf_weights, "read", None)
         streamed(Qwen3MoeForCausalLM, tmp_path / "made")
     assert "experts.0.down_proj.weight" in str(error.value)
     assert "save_pretrained(..., save_original_format=False)" in str(error.value)

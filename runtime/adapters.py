@@ -1,0 +1,222 @@
+"""LoRA: small trainable matrices beside frozen weights, which may be held in 4 bits (QLoRA).
+
+Names no model. It needs peft, and for 4 bits bitsandbytes, which are imported where they are used.
+All ranks call a function together.
+"""
+
+import argparse
+import copy
+import importlib.util
+import logging
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from . import hf_weights, ranks
+from .arguments import ANY, OFF, TINY, out_of_range
+
+INSTALL = "pip install -r requirements-extras.txt"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    add = parser.add_argument_group("adapters, under --fsdp 2").add_argument
+    add("--lora-rank", type=int, default=0, help="train adapters of this rank (0: all weights)")
+    add("--lora-alpha", type=float, default=16.0, help="their product counts alpha / rank times")
+    add("--lora-dropout", type=float, default=0.0, help="share of their inputs that is dropped")
+    add("--lora-targets", nargs="+", metavar="NAME",
+        help="the projections that get one, such as q_proj v_proj (default: all of the blocks)"
+    )  # fmt: skip
+    add("--load-in-4bit", **OFF, help="hold the blocks' frozen projections in NF4 (QLoRA)")
+    add("--merge", **OFF, help="write best/ and final/ as whole models, not as adapters")
+
+
+def check_arguments(args: Namespace) -> list[str]:
+    """What is wrong with the values of `add_arguments`, a sentence each.
+
+    Adapters make FSDP2 the default: FSDP1 would hold gradients of the frozen weights too.
+    """
+    problems = out_of_range(
+        args, {"lora_rank": (0, ANY), "lora_alpha": (TINY, ANY), "lora_dropout": (0, 1)}
+    )
+    if not args.lora_rank:
+        for name in ("lora_targets", "load_in_4bit", "merge"):
+            if getattr(args, name):
+                problems.append(f"--{name.replace('_', '-')} needs adapters: give a --lora-rank")
+        return problems
+    if args.fsdp == 1:
+        problems.append("--lora-rank needs --fsdp 2: 1 holds gradients of frozen weights too")
+    args.fsdp = 2
+    if args.merge and args.model_name == "tiny":
+        problems.append("--merge needs a model in files: tiny is in none")
+    if importlib.util.find_spec("peft") is None:
+        problems.append(f"--lora-rank needs peft: {INSTALL}")
+    if args.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        problems.append(f"--load-in-4bit needs bitsandbytes: {INSTALL}")
+    return problems
+
+
+def add(
+    args: Namespace,
+    model: PreTrainedModel,
+    blocks: tuple[type[nn.Module], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Freeze a model, and add adapters in fp32 to the projections in its `blocks`; in place.
+
+    The frozen weights are held in `dtype`, in which the model computes, or with --load-in-4bit the
+    blocks' projections in NF4, on `device`. What is on meta stays there. Raises ValueError if a
+    target is not there, or cannot be held in 4 bits.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels for CPUs
+    import peft
+
+    projections = {}
+    for name, block in model.named_modules():
+        if isinstance(block, blocks):
+            for inner, module in block.named_modules():
+                if isinstance(module, nn.Linear | Conv1D):
+                    projections[f"{name}.{inner}"] = module
+    there = sorted({name.rpartition(".")[2] for name in projections})
+    targets = args.lora_targets or there
+    for target in targets:
+        if target not in there:
+            raise ValueError(f"--lora-targets {target}: the projections are {', '.join(there)}")
+    if args.load_in_4bit:
+        _hold_in_4bit(model, projections, dtype, device)
+    config = peft.LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules=targets,
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+        base_model_name_or_path=args.model_name,
+    )
+    on_meta = model.get_input_embeddings().weight.is_meta
+    peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
+    frozen: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad or parameter.dtype in (dtype, torch.uint8):
+                continue
+            if parameter not in frozen:
+                frozen[parameter] = nn.Parameter(parameter.to(dtype), requires_grad=False)
+            setattr(module, key, frozen[parameter])
+
+
+def _hold_in_4bit(
+    model: nn.Module, projections: dict[str, nn.Module], dtype: torch.dtype, device: torch.device
+) -> None:
+    from . import nf4
+
+    for name, module in projections.items():
+        if not isinstance(module, nn.Linear):
+            raise ValueError(f"--load-in-4bit: {name} is a {type(module).__name__}, no nn.Linear")
+        if device.type == "cpu" and module.in_features % nf4.BLOCK:
+            raise ValueError(
+                f"--load-in-4bit on a CPU: {name} is {module.in_features} wide, which bitsandbytes "
+                f"computes wrongly there, as it is no multiple of {nf4.BLOCK}"
+            )
+        quantized = nf4.Linear4bit(module, dtype)
+        if not module.weight.is_meta:
+            quantized.hold(quantized.quantize(module.weight.detach().to(device)))
+        model.set_submodule(name, quantized)
+
+
+def has(model: nn.Module) -> bool:
+    """Whether a model, wrapped or not, has adapters, and trains these alone."""
+    return hasattr(model, "peft_config")
+
+
+def only(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Of a model's state dict that which a checkpoint holds: all of it, or its adapters."""
+    if not has(model):
+        return state_dict
+    return {name: tensor for name, tensor in state_dict.items() if ".lora_" in name}
+
+
+def identity(args: Namespace, model: nn.Module) -> dict[str, Any]:
+    """What must not differ between a run that trains adapters and its continuation."""
+    (config,) = model.peft_config.values()
+    base = f"tiny of --seed {args.seed}"
+    if args.model_name != "tiny":
+        base = ranks.on_rank_zero(_base_sum, args.model_name)
+    targets = " ".join(sorted(config.target_modules))
+    return {
+        "adapters": f"rank {config.r}, alpha {config.lora_alpha:g}, on {targets}",
+        "base": base,
+        "in 4 bits": args.load_in_4bit,
+    }
+
+
+def _base_sum(name: str) -> str:
+    return hf_weights.files_sum(hf_weights.model_directory(name))
+
+
+def export(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
+) -> None:
+    """Write a sharded model's adapters as a directory that `PeftModel.from_pretrained` loads.
+
+    They stay fp32. With --merge it is a whole model, in --export-dtype: rank 0 reads the files of
+    the base again, a tensor at a time, and adds the adapters' product in fp32. That replaces the
+    directory before when it is complete.
+    """
+    adapters = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:  # all ranks gather it
+            adapters[hf_weights.WRAPPERS.sub("", name)] = hf_weights.whole(parameter).cpu()
+    write = _write_adapters
+    if args.merge:
+        write = _write_merged
+    with hf_weights.new_directory(path) as temporary:
+        ranks.on_rank_zero(write, model, adapters, temporary, args)
+        if dist.get_rank() == 0:
+            tokenizer.save_pretrained(temporary)
+
+
+def _write_adapters(
+    model: nn.Module, adapters: dict[str, Tensor], directory: Path, args: Namespace
+) -> None:
+    named = {
+        f"base_model.model.{name.replace('.default.', '.')}": tensor.contiguous()
+        for name, tensor in adapters.items()
+    }
+    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (config,) = model.peft_config.values()
+    config = copy.deepcopy(config)
+    config.inference_mode = True  # as peft writes it
+    config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(directory)
+
+
+def _write_merged(
+    model: nn.Module, adapters: dict[str, Tensor], directory: Path, args: Namespace
+) -> None:
+    layers = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            layers[hf_weights.plain_name(f"{name}.weight")] = module
+    files = hf_weights.WeightFiles(directory, args)
+    base = hf_weights.model_directory(args.model_name)
+    for name, stored in hf_weights.stored_weights(model, base).items():
+        tensor = hf_weights.read(stored.path, stored.key)
+        if name in layers:
+            stem = name.removesuffix("weight")
+            down = adapters[f"{stem}lora_A.default.weight"]
+            up = adapters[f"{stem}lora_B.default.weight"]
+            product = up @ down
+            if layers[name].fan_in_fan_out:  # the weight is stored the other way round
+                product = product.T
+            tensor = tensor.float() + product * layers[name].scaling["default"]
+        files.add(stored.key, tensor)
+    files.finish()
+    hf_weights.save_settings(model, directory, args)

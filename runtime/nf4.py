@@ -1,0 +1,53 @@
+"""Linear layers whose frozen weight is held in 4 bits; importing this needs bitsandbytes.
+
+The format is NF4 with double quantisation (Dettmers et al. 2023, QLoRA): 4 bits for a weight, 8 for
+the largest of 64 weights, and 32 for every 256 of those.
+"""
+
+import torch
+from bitsandbytes import matmul_4bit
+from bitsandbytes.functional import QuantState, quantize_4bit
+from torch import Tensor, nn
+
+BLOCK = 64  # weights that share a scale
+
+
+class Linear4bit(nn.Linear):
+    """Takes the place of a linear layer. The weight is bytes, [weights / 2, 1], for FSDP2 to shard.
+
+    They are on meta until `quantize` has made them. The scales stay whole on every rank, 1/64 of a
+    byte for each weight.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        width, outputs = linear.in_features, linear.out_features
+        super().__init__(width, outputs, bias=False, device="meta")
+        self.bias = linear.bias
+        self.dtype = dtype  # that it computes in
+        self.storage = torch.uint8
+        if torch.__version__ < "2.13":  # FSDP2 casts bytes to its param_dtype, but not what has it
+            self.storage = dtype
+        size = width * outputs // 2 // self.storage.itemsize
+        self.quant_state: QuantState | None = None
+        self.hold(torch.empty(size, 1, dtype=self.storage, device="meta"))
+
+    def hold(self, packed: Tensor) -> None:
+        """Make what `quantize` has made the weight, before it is sharded."""
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight.whole_shape = (self.out_features, self.in_features)
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """What `self.weight` must hold for the whole `weight`, floats of [outputs, width].
+
+        Quantise whole tensors: the second quantisation takes the mean of all scales.
+        """
+        packed, self.quant_state = quantize_4bit(
+            weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+        )
+        self.quant_state.dtype = self.dtype
+        return packed.view(self.storage)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """As nn.Linear's."""
+        packed = self.weight.view(torch.uint8)
+        return matmul_4bit(inputs, packed, quant_state=self.quant_state, bias=self.bias)

@@ -1,0 +1,287 @@
+"""Adapters of llama_fsdp.py, on weights in 16, 32 and 4 bits, against single-process peft."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import check_equal_weights, errors_said, launch, losses, metrics, weights
+from safetensors.torch import save_file
+from test_llama import HYBRID, check_parity
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import BitsAndBytesConfig, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+import chat_dataset
+import llama_fsdp
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LORA = ["--lora-rank", "4", "--lora-alpha", "8"]
+NF4 = [*LORA, "--load-in-4bit"]
+ACCUMULATE = ["--batch-size", "2", "--gradient-accumulation-steps", "2"]
+FEWER = ["--lora-targets", "q_proj", "down_proj"]
+TWO_RANKS = {
+    "lora": LORA,
+    "lora_accumulate_no_sync": [*LORA, *ACCUMULATE, "--accumulate-no-sync"],
+    "lora_recomputed": [*LORA, "--activation-checkpointing"],
+    "lora_bf16": [*LORA, "--precision", "bf16"],
+    "lora_targets": [*LORA, *FEWER],
+    "lora_padded": [*LORA, "--no-packing"],
+    "nf4": NF4,
+    "nf4_accumulate": [*NF4, *ACCUMULATE],
+    "nf4_recomputed": [*NF4, "--activation-checkpointing"],
+    "nf4_shard_grad_op": [*NF4, "--strategy", "shard_grad_op"],
+    "nf4_bf16": [*NF4, "--precision", "bf16"],
+}
+OTHER_RANKS = {  # number of ranks: samples of each, variants
+    3: (4, {"lora": LORA, "nf4": NF4}),
+    4: (2, {"lora": [*LORA, *HYBRID], "nf4": [*NF4, *HYBRID]}),
+}
+
+
+@pytest.fixture(scope="session")
+def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama whose widths are multiples of 64, in 16 bits."""
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer()
+    config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **WIDE)
+    path = tmp_path_factory.mktemp("wide")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory, wide_llama: Path, chats: Path) -> dict:
+    """Results by number of ranks and variant."""
+    directory = tmp_path_factory.mktemp("results")
+    results = {}
+    for ranks, (batch, variants) in ({2: (4, TWO_RANKS)} | OTHER_RANKS).items():
+        path = directory / f"{ranks}.pt"
+        worker = [path, wide_llama, chats, batch, json.dumps(variants), "{}"]
+        launch(ranks, "tests/llama_worker.py", *worker)
+        results[ranks] = torch.load(path, weights_only=False)
+    return results
+
+
+def base(directory: Path, in_4bit: bool) -> LlamaForCausalLM:
+    """As Transformers and bitsandbytes load it."""
+    options = {}
+    if in_4bit:
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        )
+    return LlamaForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, device_map="cpu", **options
+    )
+
+
+def reference(result: dict, directory: Path, in_4bit: bool, targets: list[str]) -> dict:
+    """The same steps by Transformers and peft on one process, a document at a time."""
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
+    model = peft.get_peft_model(base(directory, in_4bit), config).train()
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    begun = {f"base_model.model.{name}": tensor for name, tensor in result["begun"].items()}
+    assert adapters.keys() == begun.keys()
+    for name, tensor in begun.items():
+        adapters[name].data.copy_(tensor)
+    optimizer = torch.optim.AdamW(adapters.values(), lr=1e-3, weight_decay=0.1)
+    cosine = [(1 + torch.tensor(torch.pi * step / 9).cos().item()) / 2 for step in range(10)]
+    rates = [0.5, *cosine]  # one step of warm-up
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
+    found: dict = {"losses": []}
+    for rows in result["rows"]:
+        loss, count = torch.zeros(()), 0
+        for document in (document for row in rows for document in row):
+            labels = torch.tensor(document["labels"][1:])
+            if (labels == -100).all():
+                continue
+            ids = torch.tensor([document["input_ids"][:-1]])
+            logits = model(ids, use_cache=False).logits[0]
+            loss = loss + F.cross_entropy(logits, labels, reduction="sum")
+            count += int((labels != -100).sum())
+        loss = loss / count
+        loss.backward()
+        gradient = {
+            n.removeprefix("base_model.model."): p.grad.clone() for n, p in adapters.items()
+        }
+        found.setdefault("gradient", gradient)
+        torch.nn.utils.clip_grad_norm_(adapters.values(), 0.5)
+        found["losses"].append(loss.item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return found
+
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CASES = [(2, name) for name in TWO_RANKS if "bf16" not in name]
+CASES += [(ranks, name) for ranks, (_, variants) in OTHER_RANKS.items() for name in variants]
+
+
+@pytest.mark.parametrize("ranks, variant", CASES)
+def test_ten_steps_equal_peft(ranks: int, variant: str, found: dict, wide_llama: Path) -> None:
+    """Losses to 1e-5, and the first gradient, on 2, 3 and 4 ranks; hybrid on 4."""
+    result = found[ranks][variant]
+    targets = FEWER[1:] if variant == "lora_targets" else ALL
+    expected = reference(result, wide_llama, variant.startswith("nf4"), targets)
+    check_parity(result, expected)
+    assert all(
+        gradient.any() for name, gradient in expected["gradient"].items() if "lora_B" in name
+    )
+
+
+@pytest.mark.parametrize("variant", ["lora", "lora_bf16", "nf4", "nf4_bf16"])
+def test_what_a_rank_holds(variant: str, found: dict) -> None:
+    """A shard of the base in the compute dtype or 4 bits; gradients and moments of adapters alone,
+    in fp32."""
+    result = found[2][variant]
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **WIDE))
+    projections = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, nn.Linear))
+    others = sum(parameter.numel() for parameter in model.parameters()) - projections
+    itemsize = 2 if "bf16" in variant else 4
+    base = itemsize * others + (0.5 if "nf4" in variant else itemsize) * projections
+    adapters = sum(tensor.nbytes for tensor in result["begun"].values())
+    assert result["parameter_bytes"] == (base + adapters) / 2
+    assert result["gradient_bytes"] == adapters / 2
+    assert result["optimizer_bytes"] == adapters
+
+
+@pytest.mark.parametrize("variant", ["lora", "nf4"])
+def test_bf16_is_near(variant: str, found: dict) -> None:
+    """Base weights are held in 16 or 4 bits, adapters and their moments in fp32."""
+    near, exact = found[2][f"{variant}_bf16"], found[2][variant]
+    assert near["losses"] == pytest.approx(exact["losses"], abs=0.05)
+    assert near["losses"] != pytest.approx(exact["losses"], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def flags(wide_llama: Path, chats: Path) -> list[str]:
+    """Eight steps of a global batch of 4; the adapters have dropout."""
+    return ["--model-name", str(wide_llama), "--dataset", str(chats), "--max-seq-length", "96",
+            "--num-train-samples", "20", "--max-steps", "8", "--log-every", "1", "--eval-every",
+            "4", "--save-every", "2", "--lr", "1e-2", *NF4, "--lora-dropout", "0.1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """A finished run of two ranks."""
+    output = tmp_path_factory.mktemp("run") / "uninterrupted"
+    launch(2, "llama_fsdp.py", *flags, "--batch-size", "2", "--output-dir", output)
+    return output
+
+
+def held_out_loss(model: nn.Module, flags: list[str]) -> float:
+    """The mean loss of the validation documents, one by one."""
+    args = llama_fsdp.parse_args(flags)
+    _, rows = chat_dataset.load_documents(args, ByT5Tokenizer(), args.dataset[0], False)
+    total, count = 0.0, 0
+    for row in rows:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
+        with torch.no_grad():
+            logits = model(ids[:, :-1]).logits[0]
+        total += F.cross_entropy(logits.double(), labels, reduction="sum").item()
+        count += int((labels != -100).sum())
+    return total / count
+
+
+def test_peft_finds_the_same_loss(uninterrupted: Path, flags: list[str], wide_llama: Path) -> None:
+    """With final/ and best/ on the weights in 4 bits. Nothing else is in the checkpoints."""
+    val = losses(uninterrupted, "val")
+    for name, expected in (("final", val[8]), ("best", min(val.values()))):
+        model = peft.PeftModel.from_pretrained(base(wide_llama, True), uninterrupted / name).eval()
+        assert held_out_loss(model, flags) == pytest.approx(expected, rel=1e-5)
+    adapters = weights(uninterrupted / "final")
+    assert len(adapters) == 2 * 2 * len(ALL)
+    assert all(tensor.any() and tensor.dtype == torch.float32 for tensor in adapters.values())
+    size = sum(tensor.nbytes for tensor in adapters.values())
+    (done,) = metrics(uninterrupted, "done")
+    for path, copies in (("step-00000008", 3), (f"best-{done['best_step']:08d}", 1)):
+        saved = (
+            FileSystemReader(uninterrupted / "checkpoints" / path)
+            .read_metadata()
+            .state_dict_metadata
+        )
+        tensors = [entry for entry in saved.values() if isinstance(entry, TensorStorageMetadata)]
+        held = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
+        assert copies * size <= held <= copies * size + 4 * len(tensors)  # AdamW counts its steps
+
+
+def test_killed_and_run_again(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
+    """By SIGKILL, with dropout: equal to the last bit."""
+    command = [*flags, "--batch-size", "2", "--output-dir", str(tmp_path)]
+    assert launch(2, "tests/killed.py", "llama_fsdp", 1, 6, *command, check=False).returncode
+    launch(2, "llama_fsdp.py", *command)
+    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 5]
+    for event in ("train", "val"):
+        assert losses(tmp_path, event) == losses(uninterrupted, event)
+    for name in ("final", "best"):
+        check_equal_weights(tmp_path / name, uninterrupted / name)
+
+
+@pytest.mark.parametrize("changed, said", [
+    (["--lora-alpha", "9"], "differs in adapters (rank 4, alpha 8, on"),
+    (["--lora-rank", "2"], "rank 2, alpha 8"),
+    (["--lora-targets", "q_proj"], "on q_proj here)"),
+    (["--no-load-in-4bit"], "in 4 bits (True there, False here)"),
+    (["--model-name", "OTHER"], "base ("),
+    (["--lora-rank", "0", "--no-load-in-4bit"], "differs in model ("),
+])  # fmt: skip
+def test_another_run_is_refused(
+    changed: list[str], said: str, uninterrupted: Path, flags: list[str], wide_llama: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """In a sentence that names what differs; another base has other values, not other shapes."""
+    shutil.copytree(wide_llama, tmp_path / "OTHER")
+    tensors = weights(wide_llama)
+    tensors["model.layers.1.mlp.up_proj.weight"] += 1
+    save_file(tensors, tmp_path / "OTHER/model.safetensors", metadata={"format": "pt"})
+    changed = [word.replace("OTHER", str(tmp_path / "OTHER")) for word in changed]
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    output = ["--batch-size", "4", "--output-dir", str(tmp_path / "run"), "--max-steps", "9"]
+    with pytest.raises(SystemExit) as end:
+        llama_fsdp.fsdp_main(llama_fsdp.parse_args([*flags, *output, *changed]))
+    assert end.value.code
+    (error,) = errors_said(capfd.readouterr().err)
+    assert said in error
+
+
+def test_two_ranks_begin_and_one_ends(flags: list[str], wide_llama: Path, tmp_path: Path) -> None:
+    """From one file written in the background: the losses of a run that one process made. Merged,
+    final/ is what peft makes of its adapters, also when it is written afterwards."""
+    common = [*flags, "--no-load-in-4bit", "--lora-dropout", "0", "--export-dtype", "fp32"]
+    one = [*common, "--batch-size", "4"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--output-dir", str(whole)]))
+    two = [*common, "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
+    killed = ["llama_fsdp", 0, 7, *two, "--output-dir", parts]
+    assert launch(2, "tests/killed.py", *killed, check=False).returncode
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--merge", "--output-dir", str(parts)]))
+    for event in ("train", "val"):
+        assert losses(parts, event) == pytest.approx(losses(whole, event), abs=1e-5)
+
+    export = [*one, "--merge", "--export-only", "--output-dir"]
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*export, str(whole)]))
+    model = peft.PeftModel.from_pretrained(base(wide_llama, False), whole / "best")
+    merged = model.merge_and_unload().state_dict()
+    found = weights(whole / "final")
+    assert found.keys() == merged.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, merged[name]), name
+        assert tensor.sub(weights(parts / "final")[name]).abs().max() < 1e-4
+    again = LlamaForCausalLM.from_pretrained(parts / "final")
+    assert held_out_loss(again, flags) == pytest.approx(losses(whole, "val")[8], rel=1e-5)
