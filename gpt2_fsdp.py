@@ -259,7 +259,7 @@ def prepare(
     epoch_steps = loader.batch_sampler.steps_per_epoch
     total_steps = args.max_steps or args.epochs * epoch_steps
     groups = optimization.parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    optimizer = optimization.new_optimizer(args, groups)
     scheduler = optimization.lr_schedule(args, optimizer, total_steps, epoch_steps)
     scaler = policies.gradient_scaler(args, device, optimizer)
     identity |= batches.identity(args, loader, val_loaders)

@@ -20,9 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from . import hf_weights, ranks
-from .arguments import ANY, OFF, TINY, out_of_range
-
-INSTALL = "pip install -r requirements-extras.txt"
+from .arguments import ANY, INSTALL, OFF, TINY, out_of_range
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

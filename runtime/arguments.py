@@ -1,6 +1,7 @@
 """The flags that mean the same in every script, and the check of all values at once."""
 
 import argparse
+import importlib.util
 import os
 from argparse import Namespace
 
@@ -11,7 +12,9 @@ from . import ranks
 MODEL_NAME = "hub id, local directory, or tiny (random weights, bytes as tokens, no download)"
 OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
+INSTALL = "pip install -r requirements-extras.txt"
 STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard", "ddp"]
+PAGED = "paged_adamw_32bit"
 PRECISIONS = ["bf16", "bf16-fp32-reduce", "fp16", "fp32"]
 
 
@@ -76,6 +79,12 @@ def _add_optimization(parser: argparse.ArgumentParser) -> None:
     )
     add("--epochs", type=int, default=2, help="passes over the training set")
     add("--max-steps", type=int, default=0, help="train just so many steps (0: --epochs decides)")
+    add(
+        "--optimizer",
+        choices=["adamw", PAGED],
+        default="adamw",
+        help="paged: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU; --fsdp 1",
+    )
     add("--lr", type=float, default=3e-4, help="peak learning rate")
     add(
         "--lr-schedule",
@@ -158,6 +167,10 @@ def common_problems(args: Namespace) -> list[str]:
     if args.fsdp == 2 and args.cpu_offload and args.precision == "fp16":
         # The scaler looks for overflow in gradients on the CPU, and asks the other ranks there.
         problems.append("--cpu-offload with --precision fp16 needs --fsdp 1")
+    if args.optimizer == PAGED and args.fsdp == 2:
+        problems.append(f"--optimizer {PAGED} needs --fsdp 1: bitsandbytes takes no DTensors")
+    if args.optimizer == PAGED and importlib.util.find_spec("bitsandbytes") is None:
+        problems.append(f"--optimizer {PAGED} needs bitsandbytes: {INSTALL}")
     if args.cpu_offload and accumulates and not syncs_once and args.fsdp != 2:
         problems.append(
             "--cpu-offload accumulates gradients only with --fsdp 2, or with --accumulate-no-sync "
@@ -217,6 +230,9 @@ def checked(args: Namespace, problems: list[str]) -> Namespace:
         ranks.exit_with("; ".join(problems))
     args.precision = resolve_precision(args.precision)
     args.fsdp = args.fsdp or 1
+    on_cpu = ranks.accelerator() is None
+    if args.optimizer == PAGED and on_cpu and os.environ.get("RANK", "0") == "0":
+        print(f"--optimizer {PAGED} pages nothing on a CPU", flush=True)
     return args
 
 

@@ -361,7 +361,7 @@ def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optim
     if isinstance(model, FSDPModule):
         _make_moments(optimizer)
     tensors = {"optimizer": dcp_state.get_optimizer_state_dict(model, optimizer, options=options)}
-    if isinstance(model, FSDP):
+    if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):
         # The line above made moments of zeros, and copied them. They go, or they would stand beside
         # the loaded ones. Those of one parameter stay: an optimizer without any is given moments of
         # zeros again.

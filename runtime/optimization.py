@@ -32,6 +32,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     ]
 
 
+def new_optimizer(args: Namespace, groups: list[dict]) -> Optimizer:
+    """AdamW, of PyTorch, or of bitsandbytes where --optimizer asks for it."""
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    from .paged_adamw import PagedAdamW
+
+    return PagedAdamW(groups, lr=args.lr)
+
+
 def lr_schedule(
     args: Namespace, optimizer: Optimizer, total_steps: int, epoch_steps: int
 ) -> LambdaLR:

@@ -2,9 +2,12 @@
 
 import argparse
 import functools
+import importlib.util
 import types
 from collections.abc import Iterable
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -14,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import policies
 from runtime import arguments, batches
-from runtime.checkpoints import TrainState
+from runtime.checkpoints import Saver, TrainState
 from runtime.run import Run
 
 SHARED_VARIANTS = {
@@ -36,6 +39,12 @@ SHARED_VARIANTS = {
                                  "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
     "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing"],
 }  # fmt: skip
+PAGED = {
+    "paged": ["--optimizer", "paged_adamw_32bit"],
+    "ddp_paged": ["--optimizer", "paged_adamw_32bit", "--strategy", "ddp"],
+}
+if importlib.util.find_spec("bitsandbytes"):  # else their tests are skipped
+    SHARED_VARIANTS |= PAGED
 # Micro-batches of 2, and a short last one: several lengths and sizes of a batch.
 COMPILED = ["--compile", "--activation-checkpointing", *SHARED_VARIANTS["accumulate_no_sync"]]
 
@@ -88,6 +97,49 @@ def held(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
+def go_on(
+    script: types.ModuleType, args: argparse.Namespace, device: torch.device
+) -> dict[str, tuple[list[float], list[torch.Tensor]]]:
+    """Losses of steps 4 to 6 and the weights after them: of a run, of its continuation from a
+    checkpoint after step 3, and of one with the other optimizer."""
+    run = Run(args, device, script.__name__)
+
+    def three_steps(state: TrainState, loader: torch.utils.data.DataLoader) -> list[float]:
+        losses = []
+        for micro_batches, samples in batches.steps(loader, state):
+            loss, _ = script.train_step(args, state, list(micro_batches), samples, run)
+            dist.all_reduce(loss)
+            losses.append(loss.item())
+            if len(losses) == 3:
+                break
+        return losses
+
+    state, _, loader, _ = script.prepare(args, device, None)
+    three_steps(state, loader)
+    Saver(Path(args.output_dir), state, keep=9, full=False).save()
+    checkpoint = Path(args.output_dir) / f"checkpoints/step-{state.step:08d}"
+    states = {"uninterrupted": (state, loader)}
+    for optimizer in (args.optimizer, "adamw"):
+        other = argparse.Namespace(**vars(args) | {"optimizer": optimizer})
+        state, _, loader, _ = script.prepare(other, device, checkpoint)
+        states[optimizer] = (state, loader)
+    found = {}
+    for name, (state, loader) in states.items():
+        losses = three_steps(state, loader)
+        found[name] = losses, [whole(p).clone() for p in state.model.parameters()]
+    return found
+
+
+def check_going_on(result: dict) -> None:
+    """To the last bit with the same optimizer, and as near as two of them are with the other."""
+    losses, parameters = result["uninterrupted"]
+    again, their_parameters = result["paged_adamw_32bit"]
+    assert losses == again and len(losses) == 3
+    for one, other in zip(parameters, their_parameters, strict=True):
+        assert torch.equal(one, other)
+    assert result["adamw"][0] == pytest.approx(losses, abs=1e-5)
+
+
 def ten_steps(
     script: types.ModuleType, args: argparse.Namespace, device: torch.device
 ) -> tuple[dict, TrainState]:
@@ -121,4 +173,6 @@ def ten_steps(
     result["graphs"] = counters["stats"]["unique_graphs"]
     result["graph_breaks"] = list(counters["graph_break"])
     result["validation"] = script.validation(args, state, val_loaders)["loss"]
+    if args.optimizer != "adamw":
+        result["going on"] = go_on(script, args, device)
     return result, state

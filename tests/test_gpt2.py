@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch
-from ten_steps import SHARED_VARIANTS
+from ten_steps import PAGED, SHARED_VARIANTS, check_going_on
 from transformers import ByT5Tokenizer, GPT2Config
 
 import block_dataset
@@ -101,6 +101,13 @@ def check_parity(result: dict, reference: dict) -> None:
 def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, reference: dict) -> None:
     """With the short last block, and steps that the ranks cannot share out evenly."""
     check_parity(two_ranks[variant], reference)
+
+
+@pytest.mark.parametrize("variant", PAGED)
+def test_a_paged_optimizer_goes_on(variant: str, two_ranks: dict) -> None:
+    """From its checkpoint, and PyTorch's AdamW from it too; the ten steps are above."""
+    pytest.importorskip("bitsandbytes")
+    check_going_on(two_ranks[variant]["going on"])
 
 
 def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import launch
 from safetensors.torch import load_file, save_file
-from ten_steps import COMPILED, SHARED_VARIANTS
+from ten_steps import COMPILED, PAGED, SHARED_VARIANTS, check_going_on
 from transformers import AutoTokenizer, LlamaConfig
 
 import chat_dataset
@@ -149,6 +149,13 @@ def check_parity(result: dict, expected: dict) -> None:
 def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, plain: dict) -> None:
     """Packed, against separate documents; with steps that the ranks cannot share out evenly."""
     check_parity(two_ranks[variant], plain)
+
+
+@pytest.mark.parametrize("variant", PAGED)
+def test_a_paged_optimizer_goes_on(variant: str, two_ranks: dict) -> None:
+    """From its checkpoint, and PyTorch's AdamW from it too; the ten steps are above."""
+    pytest.importorskip("bitsandbytes")
+    check_going_on(two_ranks[variant]["going on"])
 
 
 @pytest.mark.parametrize("variant", ["compile", "fsdp2_compile"])

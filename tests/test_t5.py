@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import launch
-from ten_steps import SHARED_VARIANTS
+from ten_steps import PAGED, SHARED_VARIANTS, check_going_on
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 import T5_training
@@ -65,6 +65,13 @@ def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: d
     whole = torch.cat([grad.flatten() for grad in reference["gradient"].values()])
     ours = torch.cat([result["gradient"][name].flatten() for name in reference["gradient"]])
     assert (ours - whole).norm() <= 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("variant", PAGED)
+def test_a_paged_optimizer_goes_on(variant: str, results: dict) -> None:
+    """From its checkpoint, and PyTorch's AdamW from it too; the ten steps are above."""
+    pytest.importorskip("bitsandbytes")
+    check_going_on(results[variant]["going on"])
 
 
 def test_compiled_blocks_train_alike(results: dict) -> None:
