@@ -30,7 +30,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer, set_seed
+from transformers import AutoConfig, ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.t5.modeling_t5 import T5Block
 
@@ -103,7 +103,7 @@ def setup(args: Namespace) -> torch.device:
         **ranks.rendezvous(timeout),  # store, rank and world_size, of torchrun or of one process
     )
     ranks.join_cpu_group(timeout)
-    set_seed(args.seed)
+    ranks.set_seed(args.seed)
     return device
 
 
@@ -217,7 +217,7 @@ def prepare(
     identity |= batches.identity(args, loader, val_loaders)
     identity["--group-by-length"] = args.group_by_length
     state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
-    set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
+    ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)
     return state, tokenizer, loader, val_loaders

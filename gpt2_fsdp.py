@@ -33,7 +33,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer, set_seed
+from transformers import AutoConfig, ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -111,7 +111,7 @@ def setup(args: Namespace) -> torch.device:
         **ranks.rendezvous(timeout),  # store, rank and world_size, of torchrun or of one process
     )
     ranks.join_cpu_group(timeout)
-    set_seed(args.seed)
+    ranks.set_seed(args.seed)
     return device
 
 
@@ -265,7 +265,7 @@ def prepare(
     identity |= batches.identity(args, loader, val_loaders)
     state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
     state.flops_per_token = flops_per_token(policies.unwrapped(model), args.block_size)
-    set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
+    ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)
     few_tokens = model_inputs(block_dataset.collate([block_dataset.EXAMPLE]))

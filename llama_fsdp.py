@@ -32,7 +32,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer, set_seed
+from transformers import AutoConfig, ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -138,7 +138,7 @@ def setup(args: Namespace) -> torch.device:
         **ranks.rendezvous(timeout),  # store, rank and world_size, of torchrun or of one process
     )
     ranks.join_cpu_group(timeout)
-    set_seed(args.seed)
+    ranks.set_seed(args.seed)
     return device
 
 
@@ -331,7 +331,7 @@ def prepare(
     identity |= batches.identity(args, loader, val_loaders)
     state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
     state.flops_per_token = flops_per_token(policies.unwrapped(model), loader.dataset.span)
-    set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
+    ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)
     few_tokens = model_inputs(chat_dataset.collate([chat_dataset.EXAMPLE]))

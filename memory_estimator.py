@@ -35,7 +35,7 @@ from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -45,7 +45,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
 import policies
-from runtime import arguments, hf_weights, ranks
+from runtime import adapters, arguments, hf_weights, ranks
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
@@ -139,7 +139,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--seq-length", type=int, default=0, help="tokens, of T5's source (0: as the script)")
     add("--target-length", type=int, default=150, help="tokens of T5's target")
     add("--precision", choices=list(policies.PRECISIONS), default="bf16", help="weights stay fp32")
-    add("--fsdp", type=int, choices=[1, 2], default=1, help="as the scripts' flag")
+    add("--fsdp", type=int, choices=[1, 2], help="as the scripts' flag (default: 1, adapters: 2)")
+    add("--lora-rank", type=int, default=0, help="of adapters on all projections (0: all weights "
+        "are trained)")  # fmt: skip
+    add("--load-in-4bit", **arguments.OFF, help="hold the blocks' frozen projections in NF4")
     add("--attention", choices=list(ATTENTIONS), default="fused",
         help="fused is flash, varlen or sdpa; eager keeps the score matrices")  # fmt: skip
     add("--activation-checkpointing", action=BooleanOptionalAction,
@@ -157,6 +160,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--all", **arguments.OFF, help="with and without activation checkpointing, and every "
         "optimizer")  # fmt: skip
     add("--json", **arguments.OFF, help="all of these as a JSON object, in bytes and seconds")
+    parser.set_defaults(lora_alpha=1.0, lora_dropout=0.0, lora_targets=None, merge=False)
     args = parser.parse_args(argv)
     at_least_one = ("batch_size", "gradient_accumulation_steps", "target_length")
     at_least_one += ("nodes", "gpus_per_node")
@@ -166,9 +170,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         **dict.fromkeys(at_least_one, (1, arguments.ANY)),
         **dict.fromkeys(above_zero, (arguments.TINY, arguments.ANY)),
     }
-    problems = arguments.out_of_range(args, limits)
+    problems = arguments.out_of_range(args, limits) + adapters.check_arguments(args)
     if problems:
         parser.error("; ".join(problems))
+    args.fsdp = args.fsdp or 1
     return args
 
 
@@ -251,14 +256,34 @@ def eager_attention(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Te
 ATTENTIONS = {"fused": fused_attention, "eager": eager_attention}
 
 
+class Weight(NamedTuple):
+    """A parameter, and how it is held."""
+
+    shape: torch.Size
+    trained: bool = True  # frozen ones are held in the compute dtype
+    in_4bit: bool = False
+
+
+@dataclass
+class Unit:
+    """What an FSDP unit takes: elements and bytes, with padding."""
+
+    gathered: int  # bytes of its parameters where they are whole, in the compute dtype or 4 bits
+    held: int  # bytes of rank 0's shard
+    trained: int  # elements that have gradients
+
+
 @dataclass
 class Model:
     """A model and one micro-batch of it on one GPU."""
 
-    units: list[list[torch.Size]]  # shapes of the parameters, by FSDP unit, the root's first
+    units: list[list[Weight]]  # the parameters, by FSDP unit, the root's first
     parameters: int
+    trained: int  # of them
     largest: int  # elements of the largest parameter
+    largest_in_4bit: int
     head: int  # elements of the output head's weight
+    head_is_trained: bool
     tied: bool  # whether that is the input embedding too
     checkpointing: bool  # the script's default
     chunked: bool  # whether the loss makes the logits of a chunk at a time
@@ -287,19 +312,27 @@ def read_model(args: Namespace) -> Model:
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
     AttentionMaskInterface.register("estimate", lambda **_: None)
     config._attn_implementation = "estimate"
+    compute = policies.PRECISIONS[args.precision].param_dtype
     with torch.device("meta"):
         model = script.MODEL(config)
+    if args.lora_rank:
+        add_adapters(args, script, model, compute)
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5, whose head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    units = script.BLOCKS
+    classes = script.BLOCKS
     if hasattr(script, "units"):
-        units = script.units(model)
-    policy = policies.wrap_policy(units)
+        classes = script.units(model)
+    policy = policies.wrap_policy(classes)
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
     inner = {p for module in wrapped for p in module.parameters()}
-    root = [p.shape for p in model.parameters() if p not in inner]
+    root = [p for p in model.parameters() if p not in inner]
+    in_4bit = set()
+    if args.load_in_4bit:
+        in_4bit = {p for name, p in model.named_parameters() if name.endswith(".base_layer.weight")}
+    units = []
+    for parameters in (root, *(list(module.parameters()) for module in wrapped)):
+        units.append([Weight(p.shape, p.requires_grad, p in in_4bit) for p in parameters])
     head = model.get_output_embeddings().weight
-    compute = policies.PRECISIONS[args.precision].param_dtype
     chunked = hasattr(script, "CHUNK")
     tokens = args.batch_size * args.target_length
     each = 8
@@ -307,10 +340,13 @@ def read_model(args: Namespace) -> Model:
         tokens = min(args.batch_size * args.seq_length, script.CHUNK)
         each = 4
     return Model(
-        units=[root, *([p.shape for p in module.parameters()] for module in wrapped)],
+        units=units,
         parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         largest=max(p.numel() for p in model.parameters()),
+        largest_in_4bit=max((p.numel() for p in in_4bit), default=0),
         head=head.numel(),
+        head_is_trained=head.requires_grad,
         tied=head is model.get_input_embeddings().weight,
         checkpointing=getattr(script, "RECIPE", {}).get("activation_checkpointing", False),
         chunked=chunked,
@@ -318,6 +354,12 @@ def read_model(args: Namespace) -> Model:
         logits=tokens * config.vocab_size * (each + compute.itemsize % 4),
         **forward_pass(model.to(compute).train(), script.BLOCKS, args),
     )
+
+
+def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: torch.dtype) -> None:
+    """Those of the script's --lora-rank, on all projections. None is in 4 bits: that is counted."""
+    in_16_bits = Namespace(**vars(args) | {"load_in_4bit": False})
+    adapters.add(in_16_bits, model, script.BLOCKS, dtype, torch.device("meta"))
 
 
 def storage_bytes(*parts: dict[int, torch.UntypedStorage]) -> int:
@@ -411,33 +453,61 @@ def flat_parameter(sizes: tuple[int, ...], shards: int, aligned: int) -> tuple[i
     return shards * shard, sum(max(0, min(end, shard) - start) for start, end in spans)
 
 
-def sharded_by_rows(shapes: list[torch.Size], shards: int) -> tuple[int, int]:
-    """Elements of a unit with padding, and how many of rank 0's are no padding.
+def sharded_by_rows(weights: list[Weight], shards: int, itemsize: int) -> Unit:
+    """A unit as FSDP2 shards it, with `itemsize` bytes of the compute dtype.
 
-    As FSDP2 does: each parameter is split by rows, and all ranks have as many as rank 0
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    Each parameter is split by rows, and all ranks have as many as rank 0
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). What is in 4 bits has a byte in a row.
     """
-    mine = sum(-(-shape[0] // shards) * shape[1:].numel() for shape in shapes)
-    return shards * mine, mine
+    unit = Unit(gathered=0, held=0, trained=0)
+    for weight in weights:
+        mine = -(-weight.shape[0] // shards) * weight.shape[1:].numel()
+        if weight.in_4bit:
+            mine = -(-weight.shape.numel() // 2 // shards)
+            unit.held += mine
+            unit.gathered += shards * mine
+            continue
+        unit.gathered += itemsize * shards * mine
+        if weight.trained:
+            unit.trained += shards * mine
+            unit.held += 4 * mine
+        else:
+            unit.held += itemsize * mine
+    return unit
 
 
-def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list[int]]:
-    """How many GPUs share the model, elements of it that rank 0 has without padding, and those of
-    each unit with padding. DDP has one unit, and no padding."""
+def scale_bytes(model: Model) -> int:
+    """Of what is in 4 bits, whole on every GPU: 8 bits for 64 weights, 32 bits for 256 of those,
+    and for each tensor their mean and the 16 values, in fp32."""
+    total = 0
+    for weight in itertools.chain.from_iterable(model.units):
+        if weight.in_4bit:
+            blocks = -(-weight.shape.numel() // 64)
+            total += blocks + 4 * -(-blocks // 256) + 4 * (1 + 16)
+    return total
+
+
+def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list[Unit]]:
+    """How many GPUs share the model, elements that rank 0 trains without padding, and the units.
+    DDP has one unit, and no padding."""
+    itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
     if strategy == "ddp":
-        return 1, model.parameters, [model.parameters]
+        count = model.parameters
+        return 1, count, [Unit(gathered=itemsize * count, held=4 * count, trained=count)]
     shards = args.gpus_per_node
     if strategy != "hybrid_shard":
         shards *= args.nodes
-    aligned = 16 // policies.PRECISIONS[args.precision].param_dtype.itemsize
+    if args.fsdp == 2:
+        units = [sharded_by_rows(weights, shards, itemsize) for weights in model.units]
+        return shards, sum(unit.trained for unit in units) // shards, units
     units = []
-    for shapes in model.units:
-        if args.fsdp == 2:
-            units.append(sharded_by_rows(shapes, shards))
-        else:
-            sizes = tuple(shape.numel() for shape in shapes)
-            units.append(flat_parameter(sizes, shards, aligned))
-    return shards, sum(mine for _, mine in units), [whole for whole, _ in units]
+    mine = 0
+    for weights in model.units:
+        sizes = tuple(weight.shape.numel() for weight in weights)
+        whole, rank_0 = flat_parameter(sizes, shards, aligned=16 // itemsize)
+        units.append(Unit(gathered=itemsize * whole, held=4 * whole // shards, trained=whole))
+        mine += rank_0
+    return shards, mine, units
 
 
 def power_of_two(size: int) -> int:
@@ -481,21 +551,24 @@ def memory(
     Parameters, gradients and AdamW's moments are fp32, 4 + 4 + 8 bytes per parameter, divided by
     the shards (Rajbhandari et al. 2020, ZeRO, section 3.1, where a 16-bit copy of parameters and
     gradients comes on top: here only units that are whole have one). Offload has them on the CPU.
+    With adapters, only these have 16 bytes; the weights below are held in the compute dtype, or in
+    half a byte and the scales, which are whole on every GPU.
     """
     shards, mine, units = layout(model, args, strategy)
-    held = sum(units) // shards
+    trained = sum(unit.trained for unit in units) // shards
+    scales = scale_bytes(model)
     on_gpu, on_cpu = OPTIMIZERS[optimizer]
-    states = [4 * held, 4 * held, int(on_gpu * mine)]  # parameters, gradients, moments
+    # parameters, gradients, moments
+    states = [sum(unit.held for unit in units) + scales, 4 * trained, int(on_gpu * mine)]
     cpu = int(on_cpu * mine)
     moments = states[2] + cpu
-    save, resume, copies = state_dicts(
-        args.fsdp, strategy, offload, states, moments, unit=4 * max(units)
-    )
+    unit = 4 * max(unit.trained for unit in units)
+    save, resume, copies = state_dicts(args.fsdp, strategy, offload, states, moments, unit)
     load = 4 * model.largest  # a tensor at a time
     if offload:
-        cpu = 2 * pinned_bytes(model, args, units, shards) + moments
-        load += args.gpus_per_node * states[0]
-        states = [0, 0, 0]
+        cpu = pinned_bytes(model, args, units, shards) + moments
+        load += args.gpus_per_node * (states[0] - scales)
+        states = [scales, 0, 0]
     kept, block = model.activations, 0
     if checkpointing:
         kept, block = model.inputs, model.block
@@ -520,17 +593,21 @@ def memory(
     }
 
 
-def pinned_bytes(model: Model, args: Namespace, units: list[int], shards: int) -> int:
-    """Of offloaded parameters in fp32; gradients have as much again, moments are not pinned.
+def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) -> int:
+    """Of offloaded parameters and their gradients; moments are not pinned.
 
     What is pinned in one piece, a unit's shard under FSDP1 and a parameter's under FSDP2, takes
     memory of a power of two (PyTorch's CachingHostAllocator).
     """
     pieces = units
     if args.fsdp == 2:
-        shapes = itertools.chain.from_iterable(model.units)
-        pieces = [sharded_by_rows([shape], shards)[0] for shape in shapes]
-    return sum(power_of_two(4 * size // shards) for size in pieces)
+        itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
+        weights = itertools.chain.from_iterable(model.units)
+        pieces = [sharded_by_rows([weight], shards, itemsize) for weight in weights]
+    total = 0
+    for piece in pieces:
+        total += power_of_two(piece.held) + power_of_two(4 * piece.trained // shards)
+    return total
 
 
 def fsdp1_peak(
@@ -551,7 +628,8 @@ def fsdp1_peak(
     accumulated it has both. What a block keeps while it is recomputed, and the logits, come on top.
     """
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
-    shards, _, (root, *others) = layout(model, args, strategy)
+    shards, _, units = layout(model, args, strategy)
+    root, *others = (unit.trained for unit in units)
     neighbours = itertools.pairwise([*others, 0])
     at_work = root + max((one + next_one for one, next_one in neighbours), default=0)
     whole_parameters = at_work
@@ -582,21 +660,24 @@ def fsdp2_peak(
     """
     precision = policies.PRECISIONS[args.precision]
     compute, reduce = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize
-    shards, _, (root, *others) = layout(model, args, strategy)
-    gathered = compute * root
+    _, _, (root, *others) = layout(model, args, strategy)
+    gathered = root.gathered
     if strategy == "shard_grad_op":
-        gathered += compute * sum(others)
-    pairs = itertools.pairwise([*others, 0])
-    at_work = max((2 * compute + reduce) * one + compute * other for one, other in pairs)
+        gathered += sum(unit.gathered for unit in others)
+    at_work = 0
+    for unit, following in itertools.pairwise([*others, Unit(0, 0, 0)]):
+        gradients = (compute + reduce) * unit.trained
+        at_work = max(at_work, unit.gathered + gradients + following.gathered)
+    at_work += compute * model.largest_in_4bit  # for one matrix product in the compute dtype
     of_tied = 0
-    if model.tied:
+    if model.tied and model.head_is_trained:
         of_tied = compute * model.head
     logits = model.logits
-    if model.chunked:
+    if model.chunked and model.head_is_trained:
         logits = (8 + compute % 4) * model.head + 4 * model.logit_count
-    in_loss = kept + compute * others[-1] + logits
+    in_loss = kept + others[-1].gathered + logits
     in_block = kept + states[1] + at_work + of_tied + block
-    in_root = states[1] + reduce * others[-1] + 3 * of_tied
+    in_root = states[1] + reduce * others[-1].trained + 3 * of_tied
     if args.gradient_accumulation_steps == 1:
         in_block -= min(states[1], kept)  # activations go while gradients come
     else:
@@ -617,21 +698,22 @@ def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -
     - hybrid_shard does so within a node, and all-reduces each shard, r P / shards, among the nodes.
     A ring through all GPUs leaves a node once, so a node sends what a GPU sends.
 
-    A step costs the FLOPs of three forward passes. Blocks are computed once more under activation
-    checkpointing, and chunked logits in 16 bits. The longest of the three times bounds the step,
-    however well they overlap. PCIe, under CPU offload, and the optimizer's step are left out.
+    A step costs the FLOPs of three forward passes, of two where weights are frozen. Blocks are
+    computed once more under activation checkpointing, and chunked logits in 16 bits. The longest of
+    the three times bounds the step, however well they overlap. PCIe, under CPU offload, and the
+    optimizer's step are left out.
     """
     precision = policies.PRECISIONS[args.precision]
     steps = args.gradient_accumulation_steps
     ring_size, _, (root, *others) = layout(model, args, strategy)
-    gathered = root + 2 * sum(others)
+    gathered = root.gathered + 2 * sum(unit.gathered for unit in others)
     if strategy == "shard_grad_op":
-        gathered = root + sum(others)
-    reduced = precision.reduce_dtype.itemsize * (root + sum(others))
-    ring = precision.param_dtype.itemsize * gathered + reduced
+        gathered = root.gathered + sum(unit.gathered for unit in others)
+    reduced = precision.reduce_dtype.itemsize * sum(unit.trained for unit in (root, *others))
+    ring = gathered + reduced
     across = 0.0
     if strategy == "ddp":
-        ring = 2 * 4 * root
+        ring = 2 * 4 * root.trained
         ring_size = args.nodes * args.gpus_per_node
     elif strategy == "hybrid_shard":
         across = steps * 2 * reduced / ring_size * (args.nodes - 1) / args.nodes
@@ -639,7 +721,7 @@ def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -
     node = args.gpus_per_node * across
     if ring_size > args.gpus_per_node:
         node += ring
-    flops = 3 * model.flops
+    flops = (2 + model.trained / model.parameters) * model.flops
     if model.chunked and precision.param_dtype != torch.float32:
         flops += model.head_flops
     if checkpointing:
@@ -660,10 +742,17 @@ def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
     def at(nodes: int) -> dict[str, Any]:
         return memory(model, Namespace(**vars(args) | {"nodes": nodes}), *choice)
 
-    nodes = 1 + bisect.bisect_left(range(1, MOST_NODES + 1), True, key=lambda n: at(n)["fits"])
+    def fits(nodes: int) -> bool:
+        return at(nodes)["fits"]
+
+    enough = 1
+    while enough < MOST_NODES and not fits(enough):
+        enough *= 2
+    candidates = range(enough // 2 + 1, enough + 1)
+    nodes = candidates.start + bisect.bisect_left(candidates, True, key=fits)
     row = {"strategy": strategy, "activation_checkpointing": checkpointing}
     row |= {"optimizer": optimizer, "cpu_offload": offload} | at(args.nodes)
-    row |= {"smallest_nodes": nodes if nodes <= MOST_NODES else None}
+    row |= {"smallest_nodes": nodes if nodes in candidates else None}
     return row | traffic(model, args, strategy, checkpointing)
 
 
@@ -702,6 +791,8 @@ def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     found = []
     for recompute, optimizer, mode in itertools.product(recomputing, optimizers, MODES):
         strategy, offload = mode
+        if args.lora_rank and (strategy == "ddp" or optimizer != "adamw"):  # refused, too
+            continue
         if offload and optimizer != "adamw":  # its moments are on the CPU as they are
             continue
         if strategy == "hybrid_shard" and args.gpus_per_node == 1:  # the scripts refuse it

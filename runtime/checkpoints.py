@@ -34,10 +34,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
-from transformers import set_seed
 
 from . import adapters
-from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero
+from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
 
 FULL = "full.pt"  # --checkpoint-type full
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")

@@ -6,6 +6,7 @@ otherwise.
 
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -66,6 +68,14 @@ def has_bf16() -> bool:
     if kind is None:
         return False
     return torch.get_device_module(kind).is_bf16_supported(including_emulation=False)
+
+
+def set_seed(seed: int) -> None:
+    """Seed all that draws random numbers. Transformers' function does so too, but importing it
+    takes as long as all the rest of Transformers."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)  # of every device
 
 
 def join_cpu_group(timeout: timedelta) -> None:

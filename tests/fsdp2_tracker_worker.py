@@ -1,6 +1,6 @@
 """Run by test_memory_estimator.py: what torch's FSDPMemTracker finds of a model under FSDP2.
 
-    fsdp2_tracker_worker.py MODEL RANKS
+    fsdp2_tracker_worker.py MODEL RANKS FLAGS...
 
 Prints a JSON object of bytes on rank 0: `parameters` and `gradients` after the backward pass, and
 the peak of both passes. Nothing is allocated: tensors are fake, and so is the process group.
@@ -59,13 +59,26 @@ def attention(
     return FusedAttention.apply(query, key, value, position_bias), None
 
 
+def place_on_cpu(model: torch.nn.Module) -> None:
+    """Give what is on meta fake storage; tied parameters stay one."""
+    placed: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in placed:
+                fake = torch.empty(parameter.shape, dtype=parameter.dtype)
+                placed[parameter] = torch.nn.Parameter(fake, parameter.requires_grad)
+            setattr(module, key, placed[parameter])
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, key, torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
 def main() -> None:
     """One micro-batch of one sequence, as the estimator assumes by default, with recomputation as
     the script has it."""
     name, ranks = sys.argv[1], int(sys.argv[2])
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     config = memory_estimator.load_config(name)
-    options = memory_estimator.parse_args(["--model-name", name])
+    options = memory_estimator.parse_args(["--model-name", name, "--fsdp", "2", *sys.argv[3:]])
     script = memory_estimator.load_script(options, config)
     AttentionInterface.register("fused", attention)
     AttentionMaskInterface.register("fused", lambda **_: None)
@@ -74,8 +87,12 @@ def main() -> None:
     mesh = policies.device_mesh(args, CPU)  # its collectives must not be fake
     policies.device_mesh = lambda *_: mesh
     length = memory_estimator.LENGTHS[config.model_type]
-    with FakeTensorMode():
+    with torch.device("meta"):
         model = script.MODEL(config)
+    if options.lora_rank:
+        memory_estimator.add_adapters(options, script, model, torch.bfloat16)
+    with FakeTensorMode():
+        place_on_cpu(model)
         units = script.units(model) if hasattr(script, "units") else script.BLOCKS
         model = policies.fully_shard_units(args, CPU, model, policies.wrap_policy(units))
         if getattr(script, "RECIPE", {}).get("activation_checkpointing"):
