@@ -653,7 +653,8 @@ def fsdp2_peak(
     with torch 2.13):
 
     - the loss: no gradients yet. The chunked loss has two copies of the head's gradient in fp32,
-      in 16 bits one more, and the logits of a chunk in fp32;
+      in 16 bits one more, and the logits of a chunk in fp32. Of a frozen head there is that one
+      more, but logits, softmax and gradient of a chunk, and the block before is gathered;
     - a block: its parameters, gathered, and its gradients; the next block's parameters as they are
       gathered; the gradients of the block before as they are reduced;
     - the root, at last: all gradients, and of a tied weight three, of both its uses and the sum.
@@ -673,9 +674,13 @@ def fsdp2_peak(
     if model.tied and model.head_is_trained:
         of_tied = compute * model.head
     logits = model.logits
+    in_loss = kept + others[-1].gathered
     if model.chunked and model.head_is_trained:
         logits = (8 + compute % 4) * model.head + 4 * model.logit_count
-    in_loss = kept + others[-1].gathered + logits
+    elif model.chunked:
+        logits = compute % 4 * model.head + (12 + compute % 4) * model.logit_count
+        in_loss += others[-2].gathered
+    in_loss += logits
     in_block = kept + states[1] + at_work + of_tied + block
     in_root = states[1] + reduce * others[-1].trained + 3 * of_tied
     if args.gradient_accumulation_steps == 1:

@@ -26,7 +26,8 @@ def count(name: str, times: int, place: int) -> None:
     collective = getattr(dist, name)
 
     def counted(*args: object, **options: object) -> object:
-        whole = args[place] if isinstance(args[place], list) else [args[place]]
+        whole = args[place] if args else options["input"]  # FSDP2 names its arguments
+        whole = whole if isinstance(whole, list) else [whole]
         ranks = dist.get_world_size(options.get("group"))
         SENT["bytes"] += times * sum(x.nbytes for x in whole) * (ranks - 1) / ranks
         return collective(*args, **options)
@@ -45,7 +46,12 @@ def step(script: object, args: object, device: torch.device) -> dict[str, float]
         logits = model(input_ids=ids, use_cache=False, **inputs).logits
     logits.float().logsumexp(-1).sum().backward()
     found = {"sent_bytes_per_gpu": SENT["bytes"]}
-    found["parameter_bytes"] = held(model.parameters())
+    scales = []
+    for module in model.modules():
+        if getattr(module, "quant_state", None):
+            state = module.quant_state
+            scales += [state.absmax, state.state2.absmax, state.offset, state.code]
+    found["parameter_bytes"] = held([*model.parameters(), *scales])
     found["gradient_bytes"] = held(p.grad for p in model.parameters())
     optimizer.step()
     moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]

@@ -78,7 +78,7 @@ def main() -> None:
     name, ranks = sys.argv[1], int(sys.argv[2])
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     config = memory_estimator.load_config(name)
-    options = memory_estimator.parse_args(["--model-name", name, "--fsdp", "2", *sys.argv[3:]])
+    options = memory_estimator.parse_args(["--model-name", name, *sys.argv[3:]])
     script = memory_estimator.load_script(options, config)
     AttentionInterface.register("fused", attention)
     AttentionMaskInterface.register("fused", lambda **_: None)

@@ -1,6 +1,7 @@
 """memory_estimator.py against what ranks hold and send, and against published figures."""
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -78,6 +79,14 @@ def flags_of(model: str | Path, strategy: str, precision: str) -> list[str]:
     return [*flags, *(["--shard-group-size", "2"] if strategy == "hybrid_shard" else [])]
 
 
+ADAPTERS = {  # model and flags of scripts and estimator
+    "llama_fsdp lora fp32": ["ODD", "--precision", "fp32", "--lora-rank", "3"],
+    "llama_fsdp lora bf16": ["ODD", "--precision", "bf16", "--lora-rank", "5"],
+    "llama_fsdp nf4 bf16": ["tiny", "--precision", "bf16", "--lora-rank", "8", "--load-in-4bit"],
+    "llama_fsdp nf4 fp32": ["tiny", "--precision", "fp32", "--lora-rank", "3", "--load-in-4bit"],
+}
+
+
 @pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bytes_held_and_sent_are_those_measured(
     nodes: int, odd_models: dict[str, Path], tmp_path: Path
@@ -95,6 +104,12 @@ def test_bytes_held_and_sent_are_those_measured(
         variants[f"{script} full_shard bf16"] = directory, "full_shard", "bf16"
         variants[f"{script} tiny fp32"] = "tiny", "full_shard", "fp32"
     models = {key: (key.split()[0], flags_of(*value)) for key, value in variants.items()}
+    adapters = {}
+    if importlib.util.find_spec("peft") and importlib.util.find_spec("bitsandbytes"):
+        for key, (model, *flags) in ADAPTERS.items():
+            path = model.replace("ODD", str(odd_models["llama_fsdp"]))
+            adapters[key] = ["--model-name", path, *flags]
+            models[key] = "llama_fsdp", adapters[key]
     output = tmp_path / "found.json"
     launch(2 * nodes, "tests/estimator_worker.py", output, json.dumps(models))
     found = json.loads(output.read_text())
@@ -112,6 +127,11 @@ def test_bytes_held_and_sent_are_those_measured(
         copies = {"ddp": 2 * nodes, "hybrid_shard": nodes}.get(strategy, 1)
         everywhere = sum(theirs["optimizer_bytes"] for theirs in found[key])
         assert everywhere == 2 * copies * row(rows, "ddp")["parameter_bytes"], key
+    for key, flags in adapters.items():
+        rows = estimates(*flags, "--nodes", nodes, "--gpus-per-node", 2, "--seq-length", 8)
+        ours = row(rows, "full_shard")
+        for name in STATES:
+            assert ours[name] == found[key][0][name], (key, name)
 
 
 @pytest.mark.parametrize("script", ["llama_fsdp", "gpt2_fsdp", "T5_training"])
@@ -369,8 +389,15 @@ def test_bad_input_is_one_sentence(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 8])
-@pytest.mark.parametrize("name", ["llama-2-7b", "gpt2-xl", "t5-3b"])
-def test_fsdp2_is_as_torch_tracks_it(name: str, nodes: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, flags", [
+    ("llama-2-7b", ["--fsdp", "2"]),
+    ("gpt2-xl", ["--fsdp", "2"]),
+    ("t5-3b", ["--fsdp", "2"]),
+    ("llama-2-7b", ["--lora-rank", "16"]),
+])  # fmt: skip
+def test_fsdp2_is_as_torch_tracks_it(
+    name: str, flags: list[str], nodes: int, tmp_path: Path
+) -> None:
     """Parameters and gradients exactly, the peak of a forward and a backward pass within 10%, on 8
     and 64 ranks. Without dropout, whose masks are bytes on a GPU alone."""
     config = memory_estimator.load_config(name)
@@ -378,12 +405,15 @@ def test_fsdp2_is_as_torch_tracks_it(name: str, nodes: int, tmp_path: Path) -> N
         if hasattr(config, key):
             setattr(config, key, 0.0)
     config.save_pretrained(tmp_path)
+    if "--lora-rank" in flags:
+        pytest.importorskip("peft")
     worker = [sys.executable, ROOT / "tests/fsdp2_tracker_worker.py", tmp_path, str(8 * nodes)]
+    worker += flags
     found = json.loads(subprocess.check_output(worker, text=True).splitlines()[-1])
     recompute = "--activation-checkpointing"
     if name != "llama-2-7b":
         recompute = "--no-activation-checkpointing"
-    rows = estimates("--model-name", tmp_path, "--fsdp", 2, "--nodes", nodes, recompute)
+    rows = estimates("--model-name", tmp_path, *flags, "--nodes", nodes, recompute)
     ours = row(rows, "full_shard", activation_checkpointing=name == "llama-2-7b")
     assert ours["parameter_bytes"] == found["parameters"]
     assert ours["gradient_bytes"] == found["gradients"]
