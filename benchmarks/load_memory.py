@@ -5,7 +5,8 @@
 
 `streamed` is this repository's: rank 0 reads and broadcasts a tensor at a time, as FSDP comes to a
 unit. `ddp` is the same under DistributedDataParallel. `rows` and `scattered` are FSDP2's: each rank
-reads its rows, or rank 0 reads a tensor and scatters it. In `whole` rank 0 holds the whole model
+reads its rows, or rank 0 reads a tensor and scatters it; `nf4` is --load-in-4bit. In `whole` rank 0
+holds the whole model
 and broadcasts from it, in `every` each rank loads it all, and on GPUs `accelerate` is Accelerate's
 RAM-efficient loading. Each runs in a torchrun of its own, because peaks never fall. Then `export`
 writes the model again in files of 500 MB.
@@ -18,10 +19,12 @@ The last line is one JSON object; MB are 10^6 bytes. The exit code is 1 if a bou
 of the largest unit, and 250 MB; by `export` it rises by at most a file, the largest unit, and
 250 MB; and the weights are those of `from_pretrained`. For FSDP2 anonymous memory counts, without
 the mapped pages of the files: it rises by at most 1.02 times the shard, one tensor where each rank
-reads, and two on rank 0 where it scatters.
+reads, and two on rank 0 where it scatters. For `nf4`, 4 bits, by 1.1 times what stays (half a byte
+a parameter in the blocks, the scales, and fp32 for the rest), and one block in 16 bits.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -40,10 +43,13 @@ from torch.distributed.tensor import DTensor
 from transformers import ByT5Tokenizer, LlamaConfig
 
 import llama_fsdp
+import policies
 from runtime import hf_weights
 
 FSDP2 = {"rows": 1, "scattered": 2}  # and how many tensors rank 0 may hold beside its shard
 VARIANTS = ["streamed", "ddp", *FSDP2, "whole", "every"]
+if importlib.util.find_spec("peft") and importlib.util.find_spec("bitsandbytes"):
+    VARIANTS.append("nf4")
 if torch.cuda.is_available():
     VARIANTS += ["accelerate"]  # which has no FSDP on a CPU
 SLACK, FILE = 250, 500  # MB
@@ -171,6 +177,8 @@ def worker(variant: str, directory: Path) -> None:
     flags = ["--precision", "fp32", "--max-shard-size", str(FILE / 1e3), "--export-dtype", "fp32"]
     if variant in FSDP2:
         flags += ["--fsdp", "2"]
+    if variant == "nf4":
+        flags += ["--lora-rank", "16", "--load-in-4bit"]
     if variant == "ddp":
         flags += ["--strategy", "ddp"]
     args = llama_fsdp.parse_args(["--model-name", str(directory), *flags])
@@ -183,8 +191,13 @@ def worker(variant: str, directory: Path) -> None:
     seconds = time.perf_counter() - start
     flat = [m._flat_param for m in model.modules() if isinstance(m, FSDP)]
     sizes = [p._unpadded_unsharded_size.numel() for p in flat]
+    with torch.device("meta"):
+        block = llama_fsdp.LlamaDecoderLayer(policies.unwrapped(model).config, 0)
     parameters = list(model.parameters())
     shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    for module in model.modules():
+        if hasattr(module, "quant_state"):
+            shards += [module.quant_state.absmax, module.quant_state.state2.absmax]
     mine = {
         "baseline_mb": baseline,
         "peak_mb": memory(peak=True),
@@ -192,6 +205,7 @@ def worker(variant: str, directory: Path) -> None:
         "seconds": seconds,
         "shard_mb": sum(p.nbytes for p in flat or shards) / 1e6,
         "largest_unit_mb": max(sizes, default=0) * 4e-6,
+        "block_mb": sum(p.numel() for p in block.parameters()) * 2e-6,
         "largest_tensor_mb": max(p.numel() for p in parameters) * 4e-6,
     }
     if variant in ("streamed", *FSDP2):
@@ -236,6 +250,17 @@ def missed_by_fsdp2(variant: str, ranks: list[dict]) -> list[str]:
     return found
 
 
+def missed_by_nf4(ranks: list[dict]) -> list[str]:
+    """The bound that weights in 4 bits miss."""
+    found = []
+    for rank, mine in enumerate(ranks):
+        most = 1.1 * mine["shard_mb"] + mine["block_mb"]
+        rise = mine["anonymous_rise_mb"]
+        if rise > most:
+            found.append(f"nf4: rank {rank} rises by {rise:,.0f} MB, more than {most:,.0f}")
+    return found
+
+
 def main() -> int:
     """Print a table and a JSON object; 1 if a bound is missed."""
     parser = argparse.ArgumentParser(
@@ -270,6 +295,8 @@ def main() -> int:
             numbers += f" | {r[key]:,.0f}" if key in r else " | "
         print(f"| {name} | {rank} | {r['seconds']:.1f} | {numbers} |")
     problems = missed(results["streamed"])
+    if "nf4" in results:
+        problems += missed_by_nf4(results["nf4"])
     for variant in FSDP2:
         problems += missed_by_fsdp2(variant, results[variant])
     print(f"\nthe files are read once in {read_seconds:.1f} s; bounds missed: {problems or 'none'}")

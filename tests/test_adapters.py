@@ -1,5 +1,6 @@
 """Adapters of llama_fsdp.py, on weights in 16, 32 and 4 bits, against single-process peft."""
 
+import importlib.util
 import json
 import math
 import shutil
@@ -11,13 +12,22 @@ import torch.nn.functional as F
 from conftest import check_equal_weights, errors_said, launch, losses, metrics, weights
 from safetensors.torch import save_file
 from test_llama import HYBRID, check_parity
+from test_templates import copy_script, plain_loss
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import BitsAndBytesConfig, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BitsAndBytesConfig,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5ForConditionalGeneration,
+)
 
 import chat_dataset
 import llama_fsdp
+import summarization_dataset
+import T5_training
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -285,3 +295,113 @@ def test_two_ranks_begin_and_one_ends(flags: list[str], wide_llama: Path, tmp_pa
         assert tensor.sub(weights(parts / "final")[name]).abs().max() < 1e-4
     again = LlamaForCausalLM.from_pretrained(parts / "final")
     assert held_out_loss(again, flags) == pytest.approx(losses(whole, "val")[8], rel=1e-5)
+
+
+T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.py
+    (
+        "from runtime import arguments,",
+        "from runtime import adapters, arguments,",
+    ),
+    (
+        "    arguments.add_common(parser)\n",
+        "    adapters.add_arguments(parser)\n    arguments.add_common(parser)\n",
+    ),
+    (
+        "    problems = summarization_dataset.check_arguments(args)\n",
+        "    problems = summarization_dataset.check_arguments(args)\n"
+        "    problems += adapters.check_arguments(args)\n",
+    ),
+    (
+        "    model = hf_weights.meta_model(MODEL, config, directory)\n",
+        "    model = hf_weights.meta_model(MODEL, config, directory)\n"
+        "    if args.lora_rank:\n"
+        "        dtype = policies.PRECISIONS[args.precision].param_dtype\n"
+        "        adapters.add(args, model, BLOCKS, dtype, device)\n",
+    ),
+    (
+        '    identity = {"script": SCRIPT, "model": checkpoints.shapes_sum(model)}\n',
+        '    identity = {"script": SCRIPT, "model": checkpoints.shapes_sum(model)}\n'
+        "    if args.lora_rank:\n"
+        "        identity |= adapters.identity(args, model)\n",
+    ),
+    (
+        "pretrained=checkpoint is None)",
+        "pretrained=checkpoint is None or args.lora_rank > 0)",
+    ),
+]
+
+
+def test_another_script_has_adapters(t5_directory: Path, pairs: Path, tmp_path: Path) -> None:
+    """By the same few lines: it trains and generates, and peft finds the same loss."""
+    path = copy_script("T5_training", T5, "T5_lora", tmp_path)
+    flags = ["--model-name", t5_directory, "--dataset", pairs, "--lora-rank", "4", "--lr", "1e-2",
+             "--max-steps", "4", "--rouge-samples", "2", "--output-dir", tmp_path / "run"]  # fmt: skip
+    launch(2, path, *flags, cwd=tmp_path)
+    first, *_, last = metrics(tmp_path / "run", "val")
+    base = T5ForConditionalGeneration.from_pretrained(t5_directory)
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "run/final")
+    args = T5_training.parse_args([*map(str, flags[:4])])
+    _, rows = summarization_dataset.load_summarization(args, ByT5Tokenizer(), verbose=False)
+    keys = ("input_ids", "labels")
+    samples = [{key: torch.tensor([row[key]]) for key in keys} for row in rows]
+    assert last["loss"] == pytest.approx(plain_loss(model, samples), abs=1e-4)
+    assert abs(last["loss"] - first["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--lora-rank", "4", "--fsdp", "1"], "--lora-rank needs --fsdp 2"),
+    (["--lora-rank", "4", "--strategy", "ddp"], "--strategy ddp is --fsdp 1's"),
+    (["--lora-rank", "-1"], "--lora-rank -1 is out of range"),
+    (["--lora-rank", "4", "--lora-dropout", "1"], "--lora-dropout 1.0 is out of range"),
+    (["--load-in-4bit"], "--load-in-4bit needs adapters"),
+    (["--lora-targets", "q_proj"], "--lora-targets needs adapters"),
+    (["--lora-rank", "4", "--merge", "--model-name", "tiny"], "--merge needs a model in files"),
+    (["--lora-rank", "4", "--optimizer", "paged_adamw_32bit"], "takes no DTensors"),
+    (["--fsdp", "2", "--optimizer", "paged_adamw_32bit"], "takes no DTensors"),
+])  # fmt: skip
+def test_flags_that_do_not_go_together(
+    flags: list[str], said: str, capfd: pytest.CaptureFixture
+) -> None:
+    """One line, before anything is started."""
+    with pytest.raises(SystemExit) as end:
+        llama_fsdp.parse_args(flags)
+    assert end.value.code
+    (error,) = errors_said(capfd.readouterr().err)
+    assert said in error
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: the projections are down_proj"),
+    (["--load-in-4bit"], "is 32 wide, which bitsandbytes computes wrongly"),
+])  # fmt: skip
+def test_models_that_do_not_do(
+    flags: list[str], said: str, llama_directory: Path, tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """What is no projection of theirs, and widths that bitsandbytes gets wrong on a CPU."""
+    common = ["--model-name", str(llama_directory), "--lora-rank", "4", "--max-seq-length", "64"]
+    args = llama_fsdp.parse_args([*common, "--output-dir", str(tmp_path / "run"), *flags])
+    with pytest.raises(SystemExit) as end:
+        llama_fsdp.fsdp_main(args)
+    assert end.value.code
+    (error,) = errors_said(capfd.readouterr().err)
+    assert said in error
+
+
+@pytest.mark.parametrize("flag, package", [
+    (["--lora-rank", "4"], "peft"),
+    (["--lora-rank", "4", "--load-in-4bit"], "bitsandbytes"),
+    (["--optimizer", "paged_adamw_32bit"], "bitsandbytes"),
+])  # fmt: skip
+def test_without_the_extras(
+    flag: list[str], package: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence says what to install."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
+    )
+    with pytest.raises(SystemExit):
+        llama_fsdp.parse_args(flag)
+    (error,) = errors_said(capfd.readouterr().err)
+    assert f"needs {package}: pip install -r requirements-extras.txt" in error
