@@ -529,10 +529,12 @@ def state_dicts(
     - A resume loads the weights, then makes moments, for which it needs gradients.
     - With offload a save holds three units on the GPU; a resume puts the loaded moments together
       there.
-    - DDP's and FSDP2's state dicts are made of the tensors themselves.
+    - DDP's and FSDP2's state dicts are made of the tensors themselves, where they are.
     """
     if strategy == "ddp":
         return sum(states), sum(states), 0
+    if fsdp == 2 and offload:
+        return 0, 0, 0
     if fsdp == 2:
         return states[0] + states[2], states[0] + states[2], 0
     copies = states[0] + moments

@@ -228,8 +228,12 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTe
             problems.append(f"{name} is missing")
     if problems:
         raise ValueError(f"{directory} does not hold this model: {'; '.join(problems)}")
+    held = "trained as fp32"
+    if any(".lora_" in name for name, _ in model.named_parameters()):
+        names = {str(parameter.dtype).removeprefix("torch.") for parameter in own.values()}
+        held = f"frozen as {' and '.join(sorted(names))}".replace("uint8", "4 bits")
     if dtypes != {"F32"}:
-        print(f"{directory}: stored as {', '.join(sorted(dtypes))}, trained as fp32", flush=True)
+        print(f"{directory}: stored as {', '.join(sorted(dtypes))}, {held}", flush=True)
     return found
 
 

@@ -335,7 +335,8 @@ def test_another_script_has_adapters(t5_directory: Path, pairs: Path, tmp_path: 
     """By the same few lines: it trains and generates, and peft finds the same loss."""
     path = copy_script("T5_training", T5, "T5_lora", tmp_path)
     flags = ["--model-name", t5_directory, "--dataset", pairs, "--lora-rank", "4", "--lr", "1e-2",
-             "--max-steps", "4", "--rouge-samples", "2", "--output-dir", tmp_path / "run"]  # fmt: skip
+             "--max-steps", "4", "--rouge-samples", "2",
+             "--output-dir", tmp_path / "run"]  # fmt: skip
     launch(2, path, *flags, cwd=tmp_path)
     first, *_, last = metrics(tmp_path / "run", "val")
     base = T5ForConditionalGeneration.from_pretrained(t5_directory)
