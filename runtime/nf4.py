@@ -42,10 +42,14 @@ class Linear4bit(nn.Linear):
         Quantise whole tensors: the second quantisation takes the mean of all scales.
         """
         packed, self.quant_state = quantize_4bit(
-            weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+            weight,
+            blocksize=BLOCK,
+            compress_statistics=True,
+            quant_type="nf4",
+            quant_storage=self.storage,
         )
         self.quant_state.dtype = self.dtype
-        return packed.view(self.storage)
+        return packed
 
     def forward(self, inputs: Tensor) -> Tensor:
         """As nn.Linear's."""
