@@ -19,6 +19,7 @@ import sys
 from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,11 +175,11 @@ def wrap_model(
 
 def setup_model(
     args: Namespace, device: torch.device, pretrained: bool
-) -> tuple[nn.Module, Tokenizer, dict[str, str]]:
+) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
     """The wrapped model, its tokenizer, and what tells its kind from others; all ranks."""
     model, tokenizer, init = load_model(args, device, pretrained)
     hf_weights.say_size(args.model_name, model)
-    identity = {"script": SCRIPT, "model": checkpoints.shapes_sum(model)}
+    identity = checkpoints.model_identity(args, SCRIPT, model)
     return wrap_model(args, device, model, init), tokenizer, identity
 
 

@@ -160,7 +160,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--all", **arguments.OFF, help="with and without activation checkpointing, and every "
         "optimizer")  # fmt: skip
     add("--json", **arguments.OFF, help="all of these as a JSON object, in bytes and seconds")
-    parser.set_defaults(lora_alpha=1.0, lora_dropout=0.0, lora_targets=None, merge=False)
+    parser.set_defaults(**adapters.DEFAULTS)
     args = parser.parse_args(argv)
     at_least_one = ("batch_size", "gradient_accumulation_steps", "target_length")
     at_least_one += ("nodes", "gpus_per_node")
@@ -328,7 +328,10 @@ def read_model(args: Namespace) -> Model:
     root = [p for p in model.parameters() if p not in inner]
     in_4bit = set()
     if args.load_in_4bit:
-        in_4bit = {p for name, p in model.named_parameters() if name.endswith(".base_layer.weight")}
+        for name, parameter in model.named_parameters():
+            stem = name.removesuffix(".base_layer.weight")
+            if stem != name and adapters.fits_4bit(model, stem):
+                in_4bit.add(parameter)
     units = []
     for parameters in (root, *(list(module.parameters()) for module in wrapped)):
         units.append([Weight(p.shape, p.requires_grad, p in in_4bit) for p in parameters])

@@ -6,10 +6,9 @@
 `streamed` is this repository's: rank 0 reads and broadcasts a tensor at a time, as FSDP comes to a
 unit. `ddp` is the same under DistributedDataParallel. `rows` and `scattered` are FSDP2's: each rank
 reads its rows, or rank 0 reads a tensor and scatters it; `nf4` is --load-in-4bit. In `whole` rank 0
-holds the whole model
-and broadcasts from it, in `every` each rank loads it all, and on GPUs `accelerate` is Accelerate's
-RAM-efficient loading. Each runs in a torchrun of its own, because peaks never fall. Then `export`
-writes the model again in files of 500 MB.
+holds the whole model and broadcasts from it, in `every` each rank loads it all, and on GPUs
+`accelerate` is Accelerate's RAM-efficient loading. Each runs in a torchrun of its own, because
+peaks never fall. Then `export` writes the model again in files of 500 MB.
 
 Files of fp32 are mapped, not read, by Transformers, so that to load them whole costs little; but
 models on the hub are in 16 bits: `--stored-dtype bfloat16`.

@@ -22,18 +22,27 @@ from transformers.pytorch_utils import Conv1D
 from . import hf_weights, ranks
 from .arguments import ANY, INSTALL, OFF, TINY, out_of_range
 
+DEFAULTS = {
+    "lora_alpha": 16.0,
+    "lora_dropout": 0.0,
+    "lora_targets": None,
+    "load_in_4bit": False,
+    "merge": False,
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     add = parser.add_argument_group("adapters, under --fsdp 2").add_argument
     add("--lora-rank", type=int, default=0, help="train adapters of this rank (0: all weights)")
-    add("--lora-alpha", type=float, default=16.0, help="their product counts alpha / rank times")
-    add("--lora-dropout", type=float, default=0.0, help="share of their inputs that is dropped")
+    add("--lora-alpha", type=float, help="their output is scaled by alpha / rank")
+    add("--lora-dropout", type=float, help="share of their inputs that is dropped")
     add("--lora-targets", nargs="+", metavar="NAME",
         help="the projections that get one, such as q_proj v_proj (default: all of the blocks)"
     )  # fmt: skip
     add("--load-in-4bit", **OFF, help="hold the blocks' frozen projections in NF4 (QLoRA)")
     add("--merge", **OFF, help="write best/ and final/ as whole models, not as adapters")
+    parser.set_defaults(**DEFAULTS)
 
 
 def check_arguments(args: Namespace) -> list[str]:
@@ -45,8 +54,8 @@ def check_arguments(args: Namespace) -> list[str]:
         args, {"lora_rank": (0, ANY), "lora_alpha": (TINY, ANY), "lora_dropout": (0, 1)}
     )
     if not args.lora_rank:
-        for name in ("lora_targets", "load_in_4bit", "merge"):
-            if getattr(args, name):
+        for name, default in DEFAULTS.items():
+            if getattr(args, name) != default:
                 problems.append(f"--{name.replace('_', '-')} needs adapters: give a --lora-rank")
         return problems
     if args.fsdp == 1:
@@ -100,6 +109,9 @@ def add(
     )
     on_meta = model.get_input_embeddings().weight.is_meta
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A") and name not in projections:
+            raise ValueError(f"--lora-targets: {name} is outside of the blocks and has such a name")
     frozen: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -116,6 +128,8 @@ def _hold_in_4bit(
     from . import nf4
 
     for name, module in projections.items():
+        if not fits_4bit(model, name):
+            continue
         if not isinstance(module, nn.Linear):
             raise ValueError(f"--load-in-4bit: {name} is a {type(module).__name__}, no nn.Linear")
         if device.type == "cpu" and module.in_features % nf4.BLOCK:
@@ -125,18 +139,23 @@ def _hold_in_4bit(
             )
         quantized = nf4.Linear4bit(module, dtype)
         if not module.weight.is_meta:
-            quantized.hold(quantized.quantize(module.weight.detach().to(device)))
+            quantized.set_packed(quantized.quantize(module.weight.detach().to(device)))
         model.set_submodule(name, quantized)
 
 
-def has(model: nn.Module) -> bool:
+def fits_4bit(model: PreTrainedModel, name: str) -> bool:
+    """Whether a projection may be held in 4 bits: T5 looks at the dtype of some, which may not."""
+    return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
+
+
+def has_adapters(model: nn.Module) -> bool:
     """Whether a model, wrapped or not, has adapters, and trains these alone."""
     return hasattr(model, "peft_config")
 
 
-def only(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Of a model's state dict that which a checkpoint holds: all of it, or its adapters."""
-    if not has(model):
+def saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The part of a model's state dict that a checkpoint holds: all, or the adapters."""
+    if not has_adapters(model):
         return state_dict
     return {name: tensor for name, tensor in state_dict.items() if ".lora_" in name}
 
@@ -146,17 +165,13 @@ def identity(args: Namespace, model: nn.Module) -> dict[str, Any]:
     (config,) = model.peft_config.values()
     base = f"tiny of --seed {args.seed}"
     if args.model_name != "tiny":
-        base = ranks.on_rank_zero(_base_sum, args.model_name)
+        base = ranks.on_rank_zero(lambda: hf_weights.sum_of_files(model.stored_tensors))
     targets = " ".join(sorted(config.target_modules))
     return {
         "adapters": f"rank {config.r}, alpha {config.lora_alpha:g}, on {targets}",
         "base": base,
         "in 4 bits": args.load_in_4bit,
     }
-
-
-def _base_sum(name: str) -> str:
-    return hf_weights.files_sum(hf_weights.model_directory(name))
 
 
 def export(
@@ -170,8 +185,10 @@ def export(
     """
     adapters = {}
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:  # all ranks gather it
-            adapters[hf_weights.WRAPPERS.sub("", name)] = hf_weights.whole(parameter).cpu()
+        if ".lora_" in name:
+            tensor = hf_weights.gather(parameter.detach())  # all ranks do
+            if dist.get_rank() == 0:
+                adapters[hf_weights.WRAPPERS.sub("", name)] = tensor.cpu()
     write = _write_adapters
     if args.merge:
         write = _write_merged
@@ -204,17 +221,18 @@ def _write_merged(
         if hasattr(module, "lora_A"):
             layers[hf_weights.plain_name(f"{name}.weight")] = module
     files = hf_weights.WeightFiles(directory, args)
-    base = hf_weights.model_directory(args.model_name)
-    for name, stored in hf_weights.stored_weights(model, base).items():
+    for name, stored in model.stored_tensors.items():
         tensor = hf_weights.read(stored.path, stored.key)
         if name in layers:
+            layer = layers.pop(name)
             stem = name.removesuffix("weight")
-            down = adapters[f"{stem}lora_A.default.weight"]
-            up = adapters[f"{stem}lora_B.default.weight"]
-            product = up @ down
-            if layers[name].fan_in_fan_out:  # the weight is stored the other way round
+            lora_A = adapters[f"{stem}lora_A.default.weight"]  # [rank, width]
+            lora_B = adapters[f"{stem}lora_B.default.weight"]  # [outputs, rank]
+            product = lora_B @ lora_A
+            if layer.fan_in_fan_out:  # the weight is [width, outputs]
                 product = product.T
-            tensor = tensor.float() + product * layers[name].scaling["default"]
+            tensor = tensor.float() + product * layer.scaling["default"]
         files.add(stored.key, tensor)
+    assert not layers, f"not in the files: {', '.join(layers)}"
     files.finish()
     hf_weights.save_settings(model, directory, args)

@@ -14,6 +14,7 @@ OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
 INSTALL = "pip install -r requirements-extras.txt"
 STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard", "ddp"]
+TRACKERS = ["tensorboard", "wandb", "trackio"]
 PAGED = "paged_adamw_32bit"
 PRECISIONS = ["bf16", "bf16-fp32-reduce", "fp16", "fp32"]
 
@@ -63,6 +64,14 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
     add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
     add("--max-shard-size", type=float, default=5.0, help="largest exported file, in GB")
+    add("--ignore-free-space", **OFF, help="begin though the disk is too full for what it saves")
+    add(
+        "--track",
+        nargs="+",
+        choices=TRACKERS,
+        default=[],
+        help="send the numbers of metrics.jsonl to these trackers too",
+    )
     add("--track-memory", **OFF, help="report peak memory: allocated and reserved, or RSS")
     add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download")
 
@@ -114,7 +123,7 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=["auto", *PRECISIONS],
         default="auto",
-        help="auto: bf16 where the GPU has it, else fp32; weights stay fp32",
+        help="auto: bf16 where the GPU has it, else fp32; what is trained stays fp32",
     )
     add("--activation-checkpointing", **OFF, help="recompute blocks in the backward pass")
     add("--compile", **OFF, help="torch.compile of each block; on a CPU with a C++ compiler")
@@ -161,14 +170,18 @@ def common_problems(args: Namespace) -> list[str]:
     if args.cpu_offload and (args.strategy == "ddp" or not gpus):
         problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
     if args.fsdp == 2 and args.strategy in ("no_shard", "ddp"):
-        problems.append(
-            f"--fsdp 2 (adapters need it) always shards: --strategy {args.strategy} is --fsdp 1's"
-        )
+        reason = ""
+        if getattr(args, "lora_rank", 0):
+            reason = " (adapters need it)"
+        problems.append(f"--fsdp 2 always shards{reason}: --strategy {args.strategy} is --fsdp 1's")
     if args.fsdp == 2 and args.cpu_offload and args.precision == "fp16":
         # The scaler looks for overflow in gradients on the CPU, and asks the other ranks there.
         problems.append("--cpu-offload with --precision fp16 needs --fsdp 1")
     if args.optimizer == PAGED and args.fsdp == 2:
         problems.append(f"--optimizer {PAGED} needs --fsdp 1: bitsandbytes takes no DTensors")
+    for name in args.track:
+        if importlib.util.find_spec(name) is None:
+            problems.append(f"--track {name} needs {name}: {INSTALL}")
     if args.optimizer == PAGED and importlib.util.find_spec("bitsandbytes") is None:
         problems.append(f"--optimizer {PAGED} needs bitsandbytes: {INSTALL}")
     if args.cpu_offload and accumulates and not syncs_once and args.fsdp != 2:
@@ -230,7 +243,7 @@ def checked(args: Namespace, problems: list[str]) -> Namespace:
         ranks.exit_with("; ".join(problems))
     args.precision = resolve_precision(args.precision)
     args.fsdp = args.fsdp or 1
-    on_cpu = ranks.accelerator() is None
+    on_cpu = ranks.accelerator() is None or args.cpu_offload
     if args.optimizer == PAGED and on_cpu and os.environ.get("RANK", "0") == "0":
         print(f"--optimizer {PAGED} pages nothing on a CPU", flush=True)
     return args

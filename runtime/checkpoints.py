@@ -110,7 +110,7 @@ class Saver:
         model, optimizer = dcp_state.get_state_dict(
             state.model, state.optimizer, options=_options(state.model)
         )
-        model = adapters.only(state.model, model)
+        model = adapters.saved_part(state.model, model)
         random_states = pickle.dumps([read() for read, _ in _random_generators()])
         # Under one key for all ranks only rank 0's would be kept.
         rng = {str(dist.get_rank()): random_states}
@@ -322,13 +322,15 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     """FSDP1 copies what it puts into a state dict. The copies go to the host one by one: on the
     GPU they would take as much again as the model and its optimizer. FSDP2 and DDP copy nothing."""
     return dcp_state.StateDictOptions(
-        cpu_offload=isinstance(model, FSDP), strict=not adapters.has(model)
+        cpu_offload=isinstance(model, FSDP), strict=not adapters.has_adapters(model)
     )
 
 
 def _weights(model: nn.Module) -> dict[str, Any]:
     """What is saved of a model: all its weights, or its adapters."""
-    return adapters.only(model, dcp_state.get_model_state_dict(model, options=_options(model)))
+    return adapters.saved_part(
+        model, dcp_state.get_model_state_dict(model, options=_options(model))
+    )
 
 
 @contextlib.contextmanager
@@ -460,10 +462,18 @@ def check_identity(path: Path, here: dict[str, Any]) -> None:
     raise ValueError(f"{path} was saved by a run that differs in {what}: {remedy}")
 
 
-def shapes_sum(model: nn.Module) -> str:
-    """A checksum of the names and shapes of a model's parameters; call it before wrapping."""
-    named = [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
-    return checksum(named)
+def model_identity(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
+    """What tells this script's model from others, by names and shapes; call it before wrapping."""
+    named = []
+    for name, parameter in model.named_parameters():
+        shape = getattr(parameter, "whole_shape", parameter.shape)  # of what is in 4 bits
+        named.append((name, list(shape)))
+    identity = {"script": script, "model": checksum(named)}
+    if getattr(args, "lora_rank", 0) and not adapters.has_adapters(model):
+        raise ValueError("--lora-rank: load_model has added no adapters to this model")
+    if adapters.has_adapters(model):
+        identity |= adapters.identity(args, model)
+    return identity
 
 
 def checksum(items: list[Any]) -> str:

@@ -131,19 +131,22 @@ def _own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {plain_name(name): tensor for name, tensor in own if ".lora_" not in name}
 
 
-def files_sum(directory: Path) -> str:
-    """A checksum of a directory's weights: of all names, shapes and dtypes, and a row of each."""
-    headers = sorted(_headers(directory), key=lambda header: header.key)
-    described = [(header.key, header.shape, header.dtype) for header in headers]
-    return f"{zlib.crc32(repr(described).encode()):08x} {_sum_of_rows(headers, directory):08x}"
+def sum_of_files(files: dict[str, StoredTensor]) -> str:
+    """A checksum of stored tensors: of all names, shapes and dtypes, and of a row of each."""
+    described = [(name, files[name].shape, files[name].dtype) for name in sorted(files)]
+    rows = _sum_of_rows(files[name] for name in sorted(files))
+    return f"{zlib.crc32(repr(described).encode()):08x} {rows:08x}"
 
 
-def _sum_of_rows(tensors: Iterable[StoredTensor], directory: Path) -> int:
-    """The CRC-32 of a row of each tensor, as it stands in this rank's `directory`."""
+def _sum_of_rows(tensors: Iterable[StoredTensor], directory: Path | None = None) -> int:
+    """The CRC-32 of a row of each tensor, as it stands in this rank's `directory`, if given."""
     checksum = 0
     for stored in tensors:
         middle = stored.rows() // 2
-        rows = _read_rows(directory / stored.path.name, stored, middle, middle + 1)
+        path = stored.path
+        if directory:
+            path = directory / path.name
+        rows = _read_rows(path, stored, middle, middle + 1)
         checksum = zlib.crc32(rows.contiguous().view(torch.uint8).numpy(), checksum)
     return checksum
 
@@ -184,13 +187,6 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
         stored[name] = header
     model._weight_conversions = [step for step in conversions if step.was_used()]
     return stored
-
-
-def stored_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
-    """Where the model's own tensors stand in a directory, by their plain names; rank 0 alone."""
-    own = _own_tensors(model)
-    stored = _stored_tensors(model, directory)
-    return {name: place for name, place in stored.items() if name in own}
 
 
 def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
@@ -243,7 +239,8 @@ def meta_model(
     """The model in `directory` on meta, without weights, with its settings for generation.
 
     What the files hold apart is untied: newer T5s have a head of their own, whatever their config.
-    Raises ValueError, on all ranks, if a file cannot be read, or needs more than renamed keys.
+    Rank 0's has `stored_tensors`: where each tensor stands, by name. Raises ValueError, on all
+    ranks, if a file cannot be read, or needs more than renamed keys.
     """
     with torch.device("meta"):
         model = model_class(config)
@@ -252,6 +249,8 @@ def meta_model(
 
     def names_to_untie() -> list[str]:
         stored = _stored_tensors(model, directory)
+        own = model.state_dict()
+        model.stored_tensors = {name: stored[name] for name in own if name in stored}
         first_name = {parameter: name for name, parameter in model.named_parameters()}
         differing = []
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -433,13 +432,19 @@ class WeightLoader:
             self.model._init_weights(module)
 
     def _quantize(self, module: nn.Module, packed: DTensor, stored: StoredTensor) -> None:
-        """Each rank is given the whole tensor, has the module quantise it, and keeps its rows."""
+        """Each rank is given the whole tensor, fp32 [outputs, width], has the module quantise it,
+        and keeps its rows of the bytes, [outputs * width / 2, 1]."""
         mesh, placements = packed.device_mesh, packed.placements
-        sharded = distributed_empty(stored.shape, device_mesh=mesh, placements=placements)
-        self._load(sharded, stored)
-        whole = module.quantize(sharded.full_tensor())
+        if self.everyone_reads:
+            sharded = distributed_empty(stored.shape, device_mesh=mesh, placements=placements)
+            self._load(sharded, stored)
+            tensor = sharded.full_tensor()
+        else:
+            tensor = torch.empty(stored.shape, device=self.device)
+            self._load(tensor, stored)
+        quantized = module.quantize(tensor)
         shape, offset = compute_local_shape_and_global_offset(packed.shape, mesh, placements)
-        packed.to_local().copy_(whole[offset[0] : offset[0] + shape[0]])
+        packed.to_local().copy_(quantized[offset[0] : offset[0] + shape[0]])
 
 
 def _names_of_places(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
@@ -495,7 +500,7 @@ def _scatter(whole: torch.Tensor, tensor: DTensor) -> None:
     tensor.to_local().data.copy_(sharded.to_local())
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gather(tensor: torch.Tensor) -> torch.Tensor:
     """All of a DTensor, gathered on the device though it is offloaded, or the tensor itself."""
     if isinstance(tensor, DTensor):
         return tensor.to(tensor.device_mesh.device_type).full_tensor()
@@ -510,7 +515,7 @@ def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """
     if isinstance(model, FSDPModule):
         for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
-            yield WRAPPERS.sub("", name), whole(tensor)
+            yield WRAPPERS.sub("", name), gather(tensor)
         return
     gathered = {"recurse": False, "writeback": False, "rank0_only": True}
     units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FSDP)]

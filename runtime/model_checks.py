@@ -15,10 +15,10 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
 
     They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N parameters stand in matrix
     products, the head's among them, L layers have heads of d in all, and T is the length, masked or
-    not. Recomputed activations do not count, nor do adapters, but frozen weights are 4 N, as they
-    have no gradients. Both terms are read off two forward passes of a copy
-    of the unwrapped Transformers `model` on meta: a pass over n tokens costs a n + b n^2. None
-    where the model looks at values in its forward pass, for on meta there are none.
+    not. Recomputed activations do not count, nor do adapters. Frozen weights below adapters are
+    4 N: they have no gradients. Both terms are read off two forward passes of a copy of the
+    unwrapped Transformers `model` on meta: a pass over n tokens costs a n + b n^2. None where the
+    model looks at values in its forward pass, for on meta there are none.
     """
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # other kernels are not counted, or do not run on meta
@@ -38,7 +38,7 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     quadratic = (long - 2 * short) / (2 * 8**2)
     linear = (short - quadratic * 8**2) / 8
     passes = 3
-    if adapters.has(model):
+    if adapters.has_adapters(model):
         passes = 2
     return passes * linear + 3 * quadratic * length
 

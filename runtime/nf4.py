@@ -15,8 +15,8 @@ BLOCK = 64  # weights that share a scale
 class Linear4bit(nn.Linear):
     """Takes the place of a linear layer. The weight is bytes, [weights / 2, 1], for FSDP2 to shard.
 
-    They are on meta until `quantize` has made them. The scales stay whole on every rank, 1/64 of a
-    byte for each weight.
+    They are on meta until `set_packed`, or a loader, puts there what `quantize` makes. The scales
+    stay whole on every rank, 1/64 of a byte for each weight.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
@@ -25,14 +25,15 @@ class Linear4bit(nn.Linear):
         self.bias = linear.bias
         self.dtype = dtype  # that it computes in
         self.storage = torch.uint8
-        if torch.__version__ < "2.13":  # FSDP2 casts bytes to its param_dtype, but not what has it
+        if torch.__version__ < "2.13":
+            # FSDP2 would cast uint8 to its param_dtype, so the bytes are stored as that dtype.
             self.storage = dtype
         size = width * outputs // 2 // self.storage.itemsize
         self.quant_state: QuantState | None = None
-        self.hold(torch.empty(size, 1, dtype=self.storage, device="meta"))
+        self.set_packed(torch.empty(size, 1, dtype=self.storage, device="meta"))
 
-    def hold(self, packed: Tensor) -> None:
-        """Make what `quantize` has made the weight, before it is sharded."""
+    def set_packed(self, packed: Tensor) -> None:
+        """Set the bytes that `quantize` has made, before they are sharded."""
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.weight.whole_shape = (self.out_features, self.in_features)
 

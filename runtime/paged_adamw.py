@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from bitsandbytes.optim import PagedAdamW32bit
-from torch import nn
+from torch import Tensor, nn
 
 warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")
 NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and PyTorch's, fp32
@@ -22,14 +22,20 @@ class PagedAdamW(PagedAdamW32bit):
     no tensors, and moments that FSDP takes for settings.
     """
 
+    def update_step(self, group: dict, parameter: Tensor, *place: int) -> None:
+        """A rank may have nothing of a parameter: a CUDA kernel of no blocks ends the process."""
+        if parameter.numel():
+            super().update_step(group, parameter, *place)
+
     def state_dict(self) -> dict[str, Any]:
-        """As AdamW's; the moments are not copied."""
+        """As AdamW's: moments in fp32, shaped as this rank's part of the parameter and not copied,
+        and `step`, a scalar in fp32 on the CPU."""
         whole = torch.optim.Optimizer.state_dict(self)
         state = {}
         for key, values in whole["state"].items():
             state[key] = {name: values[own] for own, name in NAMES.items()}
             state[key]["step"] = torch.tensor(float(values["step"]))
-        defaults = torch.optim.AdamW([nn.Parameter(torch.empty(0))]).defaults
+        defaults = torch.optim.AdamW([nn.Parameter(torch.empty(0))], fused=True).defaults
         groups = []
         for group in whole["param_groups"]:
             settings = {name: group.get(name, value) for name, value in defaults.items()}

@@ -28,8 +28,9 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from . import adapters, checkpoints, hf_weights, ranks
+from . import adapters, checkpoints, free_space, hf_weights, ranks
 from .checkpoints import SaveError, Saver, TrainState
+from .trackers import Trackers
 
 STOPPED = 75  # exit code of a run that stopped on request, and goes on when it is started again
 LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
@@ -339,7 +340,7 @@ def export_model(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
 ) -> None:
     """Write a wrapped model, or its adapters, as a Hugging Face directory."""
-    if adapters.has(model):
+    if adapters.has_adapters(model):
         adapters.export(model, tokenizer, path, args)
     else:
         hf_weights.export_model(model, tokenizer, path, args)
@@ -444,6 +445,8 @@ class Run:
         if finished and state.step >= state.total_steps:
             self.say(f"{self.directory} is finished, raise --max-steps or --epochs to train on")
             return False
+        if not self.args.ignore_free_space:
+            free_space.check(state, self.args)
         self.saver = self.new_saver(state)
         self._stack.enter_context(self.stop)
         self.state = state
@@ -525,6 +528,8 @@ class Run:
                 words.append(f"{SHORT.get(key, key)} {value:.4g}")
         if words:
             self.say("  ".join([f"{event:5} step {state.step}/{state.total_steps}", *words]))
+        if event != "start":  # whose values they have as the run's configuration
+            self._trackers.log(event, state.step, values)
         if event == "train":
             self._bar.set_postfix(loss=f"{values['loss']:.3g}")
 
@@ -610,6 +615,8 @@ class Run:
         args = self.args
         state = self.state
         truncate_metrics(self.directory / "metrics.jsonl", state.step)
+        trackers = Trackers(args, self.directory, self.script, state.step)
+        self._trackers = self._stack.enter_context(trackers)
         device = ranks.device_name(self.device)
         git = subprocess.run(
             "git rev-parse HEAD",

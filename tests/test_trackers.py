@@ -1,0 +1,109 @@
+"""--track: trackers are sent what metrics.jsonl has, go on with a run, and never end one."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import losses, metrics
+
+import gpt2_fsdp
+from runtime import trackers
+
+
+@pytest.fixture
+def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
+    """A short run on one process."""
+    return ["--model-name", str(gpt2_directory), "--train-file", str(texts[0]), "--val-file",
+            str(texts[1]), "--block-size", "32", "--num-train-samples", "35", "--log-every", "1",
+            "--save-every", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+
+
+def run_twice(flags: list[str]) -> None:
+    """Three steps, and two more by the same command."""
+    for steps in ("3", "5"):
+        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--max-steps", steps]))
+
+
+def numbers(output: Path) -> dict[tuple[str, int], float]:
+    """What metrics.jsonl has, by event/name and step."""
+    found = {}
+    for event in ("train", "val", "save", "done"):
+        for line in metrics(output, event):
+            for name in set(line) - {"event", "step", "epoch", "losses"}:
+                found[f"{event}/{name}", line["step"]] = line[name]
+            for name, loss in line.get("losses", {}).items():
+                found[f"{event}/losses/{name}", line["step"]] = loss
+    assert len(found) > 40
+    return found
+
+
+def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> None:
+    """Read back from its files, in fp32; each step stands once, though the run went on."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_twice([*flags, "--track", "tensorboard"])
+    stored = EventAccumulator(str(tmp_path / "run/track/tensorboard"))
+    stored.Reload()
+    found = {}
+    for name in stored.Tags()["scalars"]:
+        for event in stored.Scalars(name):
+            assert (name, event.step) not in found
+            found[name, event.step] = event.value
+    expected = numbers(tmp_path / "run")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=1e-6), key
+    assert "arguments/lr/text_summary" in stored.Tags()["tensors"]
+
+
+def test_trackio_has_the_same_losses(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one run of its local store."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    run_twice([*flags, "--track", "trackio"])
+    (run,) = SQLiteStorage.get_runs("gpt2_fsdp")
+    logged = SQLiteStorage.get_logs("gpt2_fsdp", run)
+    found = {line["step"]: line["train/loss"] for line in logged if "train/loss" in line}
+    assert found == losses(tmp_path / "run")
+
+
+class Broken(ModuleType):
+    """A tracker without a network."""
+
+    def init(self, **_: object) -> None:
+        """As such fail."""
+        raise ConnectionError("no route to host")
+
+
+def test_a_tracker_that_fails_ends_nothing(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """It is told of once; the others go on."""
+    monkeypatch.setitem(sys.modules, "wandb", Broken("wandb"))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name == "wandb" or find_spec(name)
+    )
+    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--track", "wandb", "--max-steps", "2"]))
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("--track wandb failed") == 1
+    assert "no route to host" in said.out + said.err
+    assert (tmp_path / "run/status").read_text() == "finished\n"
+
+
+@pytest.mark.parametrize("name", trackers.OPEN)
+def test_one_that_is_not_installed(
+    name: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence before anything is started."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(SystemExit):
+        gpt2_fsdp.parse_args(["--track", name])
+    assert f"error: --track {name} needs {name}: pip install" in capfd.readouterr().err
