@@ -118,6 +118,15 @@ class StopRequest:
             self._set_alarm()
 
 
+def pid_namespace() -> str:
+    """What tells a machine since its start, and on it a container, in which a pid is one process.
+
+    Containers may have one host name, and each a process of the same number.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
 class Lock:
     """OUTPUT_DIR/lock, held while entered by rank 0 for all, so that no other run writes there.
 
@@ -132,7 +141,12 @@ class Lock:
         self.new_beat = directory / "lock-beat"
         self.left = threading.Event()
         self.job = os.environ.get("SLURM_JOB_ID")  # not torchrun's run id, often the same
-        self.mine = {"host": socket.gethostname(), "pid": os.getpid(), "job": self.job}
+        self.mine = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "pids": pid_namespace(),
+            "job": self.job,
+        }
 
     def __enter__(self) -> "Lock":
         ranks.on_rank_zero(self._acquire)
@@ -162,7 +176,8 @@ class Lock:
         return holder, (text, self.path.stat().st_mtime_ns)
 
     def _is_gone(self, holder: dict[str, Any]) -> bool:
-        if holder.get("host") != self.mine["host"]:
+        pids = holder.get("pids", self.mine["pids"])
+        if (holder.get("host"), pids) != (self.mine["host"], self.mine["pids"]):
             return self.job is not None and holder.get("job") == self.job
         return holder["pid"] == self.mine["pid"] or not Path(f"/proc/{holder['pid']}").exists()
 
@@ -274,7 +289,8 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
     if resume in ("auto", "none"):
         return found
     path = Path(resume).resolve()
-    if newest and path.parent != newest.parent.resolve():
+    elsewhere = newest and path.parent != newest.parent.resolve()
+    if elsewhere or (newest and path.name < newest.name and _last_resume(directory) == resume):
         print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
         return found
     if not (path.name.startswith("step-") and path.is_dir()):
@@ -282,6 +298,15 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
     if newest and path.name < newest.name:
         raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
     return [path]
+
+
+def _last_resume(directory: Path) -> str | None:
+    """What --resume the last start of a run in `directory` had: a requeued job has the same."""
+    last = None
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError, KeyError):  # torn, or another event
+            last = json.loads(line)["arguments"]["resume"]
+    return last
 
 
 def _check_visible(path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 import policies
-from runtime import checkpoints
+from runtime import checkpoints, free_space
 from runtime.run import open_output
 
 
@@ -40,6 +40,7 @@ def main() -> None:
         checkpoints.Saver(output_dir, trained, keep=1, full=False).save()
         checkpoint = output_dir / f"checkpoints/step-{trained.step:08d}"
         state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, checkpoint)
+        results[name]["counted"] = free_space.count_parameters(trained.model)
         unit = FSDPModule if args.fsdp == 2 else FSDP
         results[name]["units"] = sum(isinstance(m, unit) for m in state.model.modules())
         results[name]["tied"] = all(

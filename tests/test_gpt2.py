@@ -110,6 +110,17 @@ def test_a_paged_optimizer_goes_on(variant: str, two_ranks: dict) -> None:
     check_going_on(two_ranks[variant]["going on"])
 
 
+def test_parameters_are_counted_whatever_is_sharded(
+    two_ranks: dict, four_ranks: dict, gpt2_directory: Path
+) -> None:
+    """For the room that checkpoints need."""
+    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for results, variants in ((two_ranks, TWO_RANKS), (four_ranks, FOUR_RANKS)):
+        for name in variants:
+            assert results[name]["counted"] == (count, count), name
+
+
 def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
     """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
     compiled = two_ranks["fsdp2_compile"]

@@ -135,6 +135,17 @@ def test_a_rank_that_waits_for_another_ends_soon(
     assert saved.is_dir() and max(losses(tmp_path)) == 2
 
 
+def test_a_killed_rank_ends_the_job_at_once(flags: list[str], tmp_path: Path) -> None:
+    """The other one, at work then, is told by torchrun, and waits for nothing when it is alone."""
+    process = begin("tests/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
+    wait_for_step(tmp_path, 2)
+    os.kill(workers(process.pid)[-1], signal.SIGKILL)
+    start = time.monotonic()
+    assert process.wait(timeout=100) != 0
+    assert time.monotonic() - start < 5
+    assert (tmp_path / "status").read_text() == "failed\n"
+
+
 def test_an_error_on_one_rank(flags: list[str], tmp_path: Path, patient: None) -> None:
     """Its traceback alone is shown; the other ends soon."""
     start = time.monotonic()
@@ -329,7 +340,7 @@ def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         holder.kill()
         holder.wait()
-    assert json.loads(lock.read_text()).keys() == {"host", "pid", "job", "heartbeat"}
+    assert json.loads(lock.read_text()).keys() == {"host", "pid", "pids", "job", "heartbeat"}
     start = time.monotonic()
     with Lock(tmp_path):  # its process is dead
         assert json.loads(lock.read_text())["pid"] == os.getpid()
@@ -338,8 +349,14 @@ def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with Lock(tmp_path):
         pass
     other = {"host": "elsewhere", "pid": 1, "heartbeat": 0.0}
-    for job, least, most in (("7", 0, 2), ("8", 2, 20)):  # our job again; no heartbeat
-        lock.write_text(json.dumps(other | {"job": job}))
+    container = {"host": socket.gethostname(), "pid": os.getpid(), "pids": "of another container"}
+    # Our job again; no heartbeat; and none of what looks like this very process.
+    for holder, least, most in (
+        (other | {"job": "7"}, 0, 2),
+        (other | {"job": "8"}, 2, 20),
+        (container | {"job": "8"}, 2, 20),
+    ):
+        lock.write_text(json.dumps(holder))
         start = time.monotonic()
         with Lock(tmp_path):
             assert least <= time.monotonic() - start < most

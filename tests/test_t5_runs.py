@@ -233,6 +233,23 @@ def test_resume_from_a_path_into_another_directory(
     assert "is finished" in capfd.readouterr().out
 
 
+def test_an_older_checkpoint_survives_a_requeue(
+    finished: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Newer ones are in the way, and are refused; but not those of the run that began with it."""
+    output = Path(shutil.copytree(finished, tmp_path / "run"))
+    command = [*flags, "--resume", str(output / "checkpoints/step-00000006")]
+    with pytest.raises(SystemExit):
+        one_process(command, output)
+    assert "would go back behind" in capfd.readouterr().err
+    shutil.rmtree(output / "checkpoints/step-00000008")
+    one_process(command, output)
+    assert [line["step"] for line in metrics(output, "start")] == [0, 6]
+    one_process(command, output)
+    said = capfd.readouterr().out
+    assert "goes on at step-00000008" in said and "is finished" in said
+
+
 @pytest.mark.parametrize("flag, said", [
     (["--model-name", "/no/such/directory"], "--model-name /no/such/directory is no directory"),
     (["--model-name", "no-such/model"], "HF_TOKEN"),
