@@ -73,6 +73,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="send the numbers of metrics.jsonl to these trackers too",
     )
     add("--track-memory", **OFF, help="report peak memory: allocated and reserved, or RSS")
+    add("--stall-minutes", type=float, default=10.0, help="a step, save or load that takes longer "
+        "has every rank print where it is (0: never)")  # fmt: skip
     add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download")
 
 
@@ -153,6 +155,7 @@ LIMITS = {
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
     **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (TINY, 1_000_000)),
     **dict.fromkeys(("max_shard_size", "timeout_minutes"), (TINY, 1_000_000)),
+    "stall_minutes": (0, ANY),
     "warmup_ratio": (0, 1),
 }
 

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from . import adapters, checkpoints, free_space, hf_weights, ranks
 from .checkpoints import SaveError, Saver, TrainState
 from .trackers import Trackers
+from .watchdog import Watchdog
 
 STOPPED = 75  # exit code of a run that stopped on request, and goes on when it is started again
 LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
@@ -394,6 +395,7 @@ class Run:
         self.checkpoint: Path | None = None
         self.state: TrainState | None = None  # once the training has begun
         self.stop = StopRequest()
+        self._watchdog = Watchdog(args.stall_minutes)
         self._stack = ExitStack()
         self._seconds = 0.0  # of the steps since the last speed
         self._tokens = 0  # at the last speed
@@ -408,6 +410,8 @@ class Run:
         except (OSError, ValueError) as error:
             self._stack.close()
             ranks.exit_with(error)
+        self._stack.enter_context(self._watchdog)
+        self._watchdog.phase("the load of model and data")
         return self
 
     def __exit__(
@@ -472,6 +476,7 @@ class Run:
             return False
         if not self.args.ignore_free_space:
             free_space.check(state, self.args)
+        self._watchdog.phase(None)
         self.saver = self.new_saver(state)
         self._stack.enter_context(self.stop)
         self.state = state
@@ -519,7 +524,9 @@ class Run:
     def step(self) -> Iterator[None]:
         """Around an optimizer step, and the reading of its micro-batches."""
         start = time.perf_counter()
+        self._watchdog.phase(f"step {self.state.step + 1}")
         yield
+        self._watchdog.phase(None)
         self.stop.end_step()
         self._seconds += time.perf_counter() - start
         self._bar.update()
@@ -569,8 +576,10 @@ class Run:
     def save(self) -> None:
         """Save a checkpoint that a run can continue from."""
         start = time.perf_counter()
+        self._watchdog.phase(f"the save after step {self.state.step}")
         if self.saver.save():
             self.log("save", seconds=time.perf_counter() - start)
+        self._watchdog.phase(None)
 
     def save_if_best(self, loss: float) -> None:
         """Save the weights if this validation loss is the lowest so far."""

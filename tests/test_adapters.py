@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import check_equal_weights, errors_said, launch, losses, metrics, weights
 from safetensors.torch import save_file
+from ten_steps import COMPILED
 from test_llama import HYBRID, check_parity
 from test_templates import copy_script, import_copy, plain_loss
 from torch import nn
@@ -59,6 +60,7 @@ TWO_RANKS = {
     "nf4": NF4,
     "nf4_accumulate": [*NF4, *ACCUMULATE],
     "nf4_recomputed": [*NF4, "--activation-checkpointing"],
+    "nf4_compile": [*NF4, *COMPILED],
     "nf4_shard_grad_op": [*NF4, "--strategy", "shard_grad_op"],
     "nf4_bf16": [*NF4, "--precision", "bf16"],
 }

@@ -122,16 +122,22 @@ def test_orphans_stop(flags: list[str], tmp_path: Path) -> None:
 def test_a_rank_that_waits_for_another_ends_soon(
     flags: list[str], tmp_path: Path, patient: None
 ) -> None:
-    """SIGTERM, when one rank hangs and the other waits for it: torchrun need not kill them."""
+    """SIGTERM, when one rank hangs and the other waits for it: torchrun need not kill them. Before
+    that each has said where it is, once: which of the two hangs can be seen."""
     command = ["tests/faulty.py", "gpt2_fsdp", "hang", 1, 3, *flags, "--output-dir", tmp_path]
-    process = begin(*command)
+    process = begin(*command, "--stall-minutes", 0.05)
     saved = tmp_path / "checkpoints/step-00000002"
     wait_until(saved.is_dir, 100, str)
-    time.sleep(2)  # for the step after it, in which one rank hangs
+    time.sleep(8)  # for the step after it, in which one rank hangs
     process.terminate()
     start = time.monotonic()
     assert process.wait(timeout=100) != 0
     assert time.monotonic() - start < 60
+    said = process.stdout.read()
+    for rank in (0, 1):
+        assert said.count(f"rank {rank} has been in step 3 for") == 1
+    assert "in summed_loss" in said or "in <lambda>" in said  # tests/faulty.py's
+    assert "distributed_c10d.py" in said or "in backward" in said
     assert saved.is_dir() and max(losses(tmp_path)) == 2
 
 

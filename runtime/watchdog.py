@@ -1,0 +1,43 @@
+"""Says where a rank is when it takes too long, so that the one that differs can be seen."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+
+class Watchdog:
+    """While entered, prints this rank's phase and Python stacks, once, when a phase lasts too long.
+
+    `minutes` is that limit (0: never).
+    """
+
+    def __init__(self, minutes: float) -> None:
+        self.seconds = 60 * minutes
+        self.name: str | None = None  # of the phase that is watched
+        self.since = 0.0
+        self._left = threading.Event()
+
+    def phase(self, name: str | None) -> None:
+        """What begins now, such as "step 7"; None: what may take its time."""
+        self.since = time.monotonic()
+        self.name = name
+
+    def __enter__(self) -> "Watchdog":
+        if self.seconds:
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.set()
+
+    def _watch(self) -> None:
+        while not self._left.wait(min(5.0, self.seconds / 4)):
+            lasted = time.monotonic() - self.since
+            if self.name and lasted > self.seconds:
+                rank = os.environ.get("RANK", "0")
+                text = f"rank {rank} has been in {self.name} for {lasted / 60:.1f} minutes:"
+                print(text, file=sys.stderr, flush=True)
+                faulthandler.dump_traceback()  # of all threads
+                self.name = None
