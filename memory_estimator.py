@@ -324,17 +324,8 @@ def read_model(args: Namespace) -> Model:
         classes = script.units(model)
     policy = policies.wrap_policy(classes)
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
-    inner = {p for module in wrapped for p in module.parameters()}
-    root = [p for p in model.parameters() if p not in inner]
-    in_4bit = set()
-    if args.load_in_4bit:
-        for name, parameter in model.named_parameters():
-            stem = name.removesuffix(".base_layer.weight")
-            if stem != name and adapters.fits_4bit(model, stem):
-                in_4bit.add(parameter)
-    units = []
-    for parameters in (root, *(list(module.parameters()) for module in wrapped)):
-        units.append([Weight(p.shape, p.requires_grad, p in in_4bit) for p in parameters])
+    units = weights_by_unit(args, model, wrapped)
+    in_4bit = [w.shape.numel() for unit in units for w in unit if w.in_4bit]
     head = model.get_output_embeddings().weight
     chunked = hasattr(script, "CHUNK")
     tokens = args.batch_size * args.target_length
@@ -347,7 +338,7 @@ def read_model(args: Namespace) -> Model:
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         largest=max(p.numel() for p in model.parameters()),
-        largest_in_4bit=max((p.numel() for p in in_4bit), default=0),
+        largest_in_4bit=max(in_4bit, default=0),
         head=head.numel(),
         head_is_trained=head.requires_grad,
         tied=head is model.get_input_embeddings().weight,
@@ -357,6 +348,24 @@ def read_model(args: Namespace) -> Model:
         logits=tokens * config.vocab_size * (each + compute.itemsize % 4),
         **forward_pass(model.to(compute).train(), script.BLOCKS, args),
     )
+
+
+def weights_by_unit(
+    args: Namespace, model: nn.Module, wrapped: list[nn.Module]
+) -> list[list[Weight]]:
+    """The parameters of the root unit, and of each of the `wrapped` modules."""
+    in_4bit = set()
+    if args.load_in_4bit:
+        for name, parameter in model.named_parameters():
+            stem = name.removesuffix(".base_layer.weight")
+            if stem != name and adapters.fits_4bit(model, stem):
+                in_4bit.add(parameter)
+    inner = {p for module in wrapped for p in module.parameters()}
+    root = [p for p in model.parameters() if p not in inner]
+    units = []
+    for parameters in (root, *(list(module.parameters()) for module in wrapped)):
+        units.append([Weight(p.shape, p.requires_grad, p in in_4bit) for p in parameters])
+    return units
 
 
 def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: torch.dtype) -> None:
