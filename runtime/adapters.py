@@ -189,18 +189,16 @@ def export(
             tensor = hf_weights.gather(parameter.detach())  # all ranks do
             if dist.get_rank() == 0:
                 adapters[hf_weights.WRAPPERS.sub("", name)] = tensor.cpu()
-    write = _write_adapters
-    if args.merge:
-        write = _write_merged
     with hf_weights.new_directory(path) as temporary:
-        ranks.on_rank_zero(write, model, adapters, temporary, args)
+        if args.merge:
+            ranks.on_rank_zero(_write_merged, model, adapters, temporary, args)
+        else:
+            ranks.on_rank_zero(_write_adapters, model, adapters, temporary)
         if dist.get_rank() == 0:
             tokenizer.save_pretrained(temporary)
 
 
-def _write_adapters(
-    model: nn.Module, adapters: dict[str, Tensor], directory: Path, args: Namespace
-) -> None:
+def _write_adapters(model: nn.Module, adapters: dict[str, Tensor], directory: Path) -> None:
     named = {
         f"base_model.model.{name.replace('.default.', '.')}": tensor.contiguous()
         for name, tensor in adapters.items()

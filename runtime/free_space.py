@@ -36,7 +36,10 @@ def check(state: TrainState, args: Namespace) -> None:
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """How many parameters of a wrapped model are trained, and how many it has; all ranks."""
-    in_4bit = {m.weight: m.in_features * m.out_features for m in model.modules() if is_packed(m)}
+    in_4bit = {}
+    for module in model.modules():
+        if hasattr(module, "quantize"):
+            in_4bit[module.weight] = module.in_features * module.out_features
     counts = torch.zeros(2, dtype=torch.int64)
     for parameter in model.parameters():
         # Of a DTensor all are counted; of FSDP1's, this rank's.
@@ -46,11 +49,6 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
         dist.all_reduce(counts, group=ranks.cpu_group())
         counts //= dist.get_world_size() // dist.get_world_size(model.process_group)
     return counts[0].item(), counts[1].item()
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Whether it is a linear layer whose weight is held in 4 bits."""
-    return hasattr(module, "quantize")
 
 
 def _compare(needed: int, directory: Path, checkpoints: int) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import check_equal_weights, errors_said, launch, losses, metrics, weights
 from safetensors.torch import save_file
 from ten_steps import COMPILED
-from test_llama import HYBRID, check_parity
+from test_llama import HYBRID, check_parity, plain_steps
 from test_templates import copy_script, import_copy, plain_loss
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -124,33 +124,10 @@ def reference(result: dict, directory: Path, in_4bit: bool, targets: list[str]) 
     assert adapters.keys() == begun.keys()
     for name, tensor in begun.items():
         adapters[name].data.copy_(tensor)
-    optimizer = torch.optim.AdamW(adapters.values(), lr=1e-3, weight_decay=0.1)
-    cosine = [(1 + torch.tensor(torch.pi * step / 9).cos().item()) / 2 for step in range(10)]
-    rates = [0.5, *cosine]  # one step of warm-up
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
-    found: dict = {"losses": []}
-    for rows in result["rows"]:
-        loss, count = torch.zeros(()), 0
-        for document in (document for row in rows for document in row):
-            labels = torch.tensor(document["labels"][1:])
-            if (labels == -100).all():
-                continue
-            ids = torch.tensor([document["input_ids"][:-1]])
-            logits = model(ids, use_cache=False).logits[0]
-            loss = loss + F.cross_entropy(logits, labels, reduction="sum")
-            count += int((labels != -100).sum())
-        loss = loss / count
-        loss.backward()
-        gradient = {
-            n.removeprefix("base_model.model."): p.grad.clone() for n, p in adapters.items()
-        }
-        found.setdefault("gradient", gradient)
-        torch.nn.utils.clip_grad_norm_(adapters.values(), 0.5)
-        found["losses"].append(loss.item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return found
+    groups = [{"params": list(adapters.values()), "weight_decay": 0.1}]
+    found = plain_steps(model, groups, result["rows"])
+    gradient = found["gradient"].items()
+    return found | {"gradient": {n.removeprefix("base_model.model."): g for n, g in gradient}}
 
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -104,12 +104,17 @@ def reference(result: dict, llama_directory: Path) -> dict:
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return plain_steps(model, groups, result["rows"])
+
+
+def plain_steps(model: torch.nn.Module, groups: list[dict], steps: list[list]) -> dict:
+    """Losses of ten steps on these rows, and the first gradient of what is trained."""
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     cosine = [(1 + torch.tensor(torch.pi * step / 9).cos().item()) / 2 for step in range(10)]
     rates = [0.5, *cosine]  # one step of warm-up
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
     found: dict = {"losses": []}
-    for rows in result["rows"]:
+    for rows in steps:
         loss, count = torch.zeros(()), 0
         for document in (document for row in rows for document in row):
             labels = torch.tensor(document["labels"][1:])
@@ -120,7 +125,8 @@ def reference(result: dict, llama_directory: Path) -> dict:
             count += int((labels != -100).sum())
         loss = loss / count
         loss.backward()
-        found.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
+        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        found.setdefault("gradient", {n: p.grad.clone() for n, p in trained})
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         found["losses"].append(loss.item())
         optimizer.step()
