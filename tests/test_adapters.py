@@ -418,3 +418,41 @@ def test_without_the_extras(
         llama_fsdp.parse_args(flag)
     (error,) = errors_said(capfd.readouterr().err)
     assert f"needs {package}: pip install -r requirements-extras.txt" in error
+
+
+def test_dropout_is_that_of_peft(wide_llama: Path, chats: Path, tmp_path: Path) -> None:
+    """With the same random numbers: the loss of a batch, and the gradient."""
+    flags = ["--model-name", wide_llama, "--dataset", chats, "--max-seq-length", "64",
+             "--lora-rank", "4", "--lora-alpha", "8", "--lora-dropout", "0.5", "--no-packing",
+             "--batch-size", "1", "--no-activation-checkpointing", "--precision", "fp32",
+             "--output-dir", tmp_path]  # fmt: skip
+    args = llama_fsdp.parse_args([*map(str, flags)])
+    device = llama_fsdp.setup(args)
+    state, _, loader, _ = llama_fsdp.prepare(args, device, None)
+    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.5, target_modules=ALL)
+    plain = peft.get_peft_model(base(wide_llama, False), config).train()
+    ours = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
+    theirs = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    for name, parameter in ours.items():
+        theirs[f"base_model.model.{name}"].data.copy_(parameter.full_tensor())
+        if "lora_B" in name:  # or dropout would change nothing yet
+            with torch.no_grad():
+                parameter.fill_(0.01)
+                theirs[f"base_model.model.{name}"].fill_(0.01)
+    batch = next(iter(loader))
+    losses = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        losses.append(llama_fsdp.summed_loss(state.model.train(), batch))
+    torch.manual_seed(1)
+    logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    assert losses[0].item() == pytest.approx(loss.item(), rel=1e-6)
+    assert losses[0].item() == losses[1].item() != pytest.approx(losses[2].item(), rel=1e-6)
+    loss.backward()
+    torch.manual_seed(1)
+    llama_fsdp.summed_loss(state.model, batch).backward()
+    for name, parameter in ours.items():
+        expected = theirs[f"base_model.model.{name}"].grad
+        assert (parameter.grad.full_tensor() - expected).norm() <= 1e-5 * expected.norm(), name
+    llama_fsdp.cleanup()
