@@ -70,8 +70,8 @@ def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
     state, tokenizer, loader, val_loaders = prepare(args, device, run.checkpoint)
     if not run.begin(state, loader):
         return
-    if state.step == 0:
-        run.log("val", **validation(args, state, val_loaders))
+    if state.step == 0 or state.validation_due:
+        run.log_validation(validation(args, state, val_loaders, run))
     train(args, state, loader, val_loaders, run)
     triples = summarize(args, state, tokenizer, val_loaders[args.dataset])
     for source, reference, generated in triples[:3]:
@@ -250,9 +250,7 @@ def train(
             dist.all_reduce(loss)
             run.log("train", loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **run.speed())
         if at_end or run.due(args.eval_every):
-            metrics = validation(args, state, val_loaders)
-            run.log("val", **metrics)
-            run.save_if_best(metrics["loss"])
+            run.log_validation(validation(args, state, val_loaders, run))
         if at_end or run.due(args.save_every):
             run.save()
 
@@ -291,7 +289,9 @@ def train_step(
 
 
 @torch.no_grad()
-def validation(args: Namespace, state: TrainState, loaders: Loaders) -> dict[str, float | dict]:
+def validation(
+    args: Namespace, state: TrainState, loaders: Loaders, run: Run
+) -> dict[str, float | dict]:
     """Mean loss over the target tokens of all validation sets, and of each; all ranks.
 
     Every example counts once, whatever the number of ranks: a rank that is out of examples is
@@ -300,7 +300,7 @@ def validation(args: Namespace, state: TrainState, loaders: Loaders) -> dict[str
     totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=state.device)
     with policies.evaluation(state.model), policies.autocast(args, state.device):
         for total, (name, loader) in zip(totals, loaders.items(), strict=True):
-            for batch in ranks.progress(loader, f"validation on {name}"):
+            for batch in run.progress(loader, f"validation on {name}"):
                 total[0] += summed_loss(state.model, batches.to_device(batch, state.device))
                 total[1] += count_tokens(batch)[0]
     dist.all_reduce(totals)

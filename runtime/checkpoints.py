@@ -60,6 +60,7 @@ class TrainState:
     tokens: int = 0  # of all steps and ranks, without padding
     best_loss: float = float("inf")
     best_step: int = 0
+    validation_due: bool = False  # a stop came before the validation of this step was done
 
     def optimizer_step(self) -> None:
         """Step the optimizer and the schedule; neither does where fp16 has overflowed."""
@@ -73,7 +74,7 @@ class TrainState:
 
 
 class SaveError(OSError):
-    """Two saves in a row failed, or the last one."""
+    """Two saves in a row failed, or the last one, or the export."""
 
 
 class Saver:
@@ -280,6 +281,7 @@ def _describe(state: TrainState) -> dict[str, Any]:
     saved = {name: getattr(state, name) for name in COUNTERS}
     saved["schedule"] = state.scheduler.last_epoch
     saved["scaler"] = state.scaler.state_dict()
+    saved["validation_due"] = state.validation_due
     saved["world_size"] = dist.get_world_size()
     return saved
 
@@ -428,6 +430,7 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
         setattr(state, name, saved[name])
+    state.validation_due = saved.get("validation_due", False)  # older checkpoints do not know it
     try:
         on_every_rank(check_files, best_path(Path(args.output_dir), state))
     except ValueError as error:

@@ -4,6 +4,7 @@ Imports nothing else of this repository. All ranks call a function together unle
 otherwise.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from tqdm import tqdm
 GRACE_SECONDS = 20  # that a rank leaves to another to say what went wrong
 
 _cpu_group: dist.ProcessGroup | None = None
+_failure_store: dist.Store | None = None  # of several processes; a connection of its own
 
 
 def accelerator() -> str | None:
@@ -163,12 +165,30 @@ def hide_bar() -> bool | None:
 
 def rendezvous(timeout: timedelta) -> dict[str, Any]:
     """Store, rank and world size for `init_process_group`: torchrun's, or those of one process."""
+    global _failure_store
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # When torchrun restarts its workers, the addresses of those before are still in the store.
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        # When torchrun restarts its workers, the addresses of those before are still in the store.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        _failure_store = store.clone()
+        _failure_store.set_timeout(timedelta(seconds=5))
     return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def tell_failure() -> None:
+    """Tell the other ranks that this one ends with an error: torchrun will ask them to stop."""
+    if _failure_store is not None:
+        with contextlib.suppress(RuntimeError):  # torchrun is gone
+            _failure_store.set("failure", "")
+
+
+def failure_told() -> bool:
+    """Whether a rank has told its failure. Any thread may call it."""
+    if _failure_store is not None:
+        with contextlib.suppress(RuntimeError):
+            return _failure_store.check(["failure"])
+    return False
 
 
 def ranks_where(condition: bool) -> list[int]:
@@ -199,12 +219,9 @@ def _tell_torchrun(text: str) -> None:
         Path(path).write_text(json.dumps(report))
 
 
-def exit_if_peer_lost(error: RuntimeError) -> None:
-    """End quietly if a collective failed because another rank is gone; that rank's error counts."""
+def peer_is_lost(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    if isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs):
-        rank = dist.get_rank()
-        print(f"rank {rank} has lost another rank: see that one's error", file=sys.stderr)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(GRACE_SECONDS)  # torchrun ends this rank when it sees the other's end
-        os._exit(1)
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

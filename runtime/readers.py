@@ -206,16 +206,25 @@ def cached_map(
     The result is cached under the code of the function's file and what `identity` prints as. By
     itself `datasets` knows a function by the name of its module: it would go on using what an older
     version of the file made. Nor would it know the same tokenizer again.
+
+    Raises OSError if the cache cannot be written.
     """
-    return rows.map(
-        function,
-        batched=True,
-        with_indices=with_indices,
-        remove_columns=rows.column_names,
-        features=Features(features),
-        num_proc=min(8, os.cpu_count() or 1) if len(rows) > LARGE else None,
-        new_fingerprint=fingerprint(function, rows._fingerprint, sorted(features), *identity),
-    )
+    try:
+        return rows.map(
+            function,
+            batched=True,
+            with_indices=with_indices,
+            remove_columns=rows.column_names,
+            features=Features(features),
+            num_proc=min(8, os.cpu_count() or 1) if len(rows) > LARGE else None,
+            new_fingerprint=fingerprint(function, rows._fingerprint, sorted(features), *identity),
+        )
+    except OSError as error:
+        place = datasets.config.HF_DATASETS_CACHE
+        raise OSError(
+            f"the cache of data sets, {place}, cannot be written ({error}): make room, or name "
+            "another directory in HF_DATASETS_CACHE"
+        ) from error
 
 
 def count_targets(rows: Dataset) -> int:

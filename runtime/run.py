@@ -2,15 +2,11 @@
 
 import contextlib
 import json
-import math
 import os
 import resource
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -18,321 +14,27 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from . import adapters, checkpoints, free_space, hf_weights, ranks
+from . import adapters, checkpoints, free_space, hf_weights, output, ranks
 from .checkpoints import SaveError, Saver, TrainState
+from .stops import Stopped, StopRequest, kill_forked
 from .trackers import Trackers
 from .watchdog import Watchdog
 
 STOPPED = 75  # exit code of a run that stopped on request, and goes on when it is started again
-LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
 PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "L40S": 362}  # of a GPU in bf16, dense
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
 UNSAID = {"tokens_per_second_per_rank", "assumed_peak_tflops"}
-PARENT = os.getppid()  # torchrun, if there is one
-UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
-
-
-class Stopped(Exception):
-    """A rank was asked to stop. Raised on all ranks, before anything of the step is done."""
-
-
-class StopRequest:
-    """While entered, knows whether this process was asked to stop: by SIGTERM, SIGINT or SIGUSR1,
-    or by the end of its torchrun, which leaves its workers running when it is killed.
-
-    Python runs a signal's handler between bytecodes, so not in a rank that waits in a collective
-    for another that is gone. A thread that reads the wakeup descriptor can: after SIGTERM in a step
-    it sets an alarm that ends the process, unless the step ends before.
-    """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.asked = False
-        self.terminated = False
-        self.in_step = False
-        self.lock = threading.Lock()  # of `in_step` and the alarm, which belong together
-        self.slowest = 0.0  # seconds of a step
-        self.began = time.monotonic()
-
-    def __enter__(self) -> "StopRequest":
-        reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
-        signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        self.before = [signal.signal(number, self._ignore) for number in self.SIGNALS]
-        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.alarm(0)
-        for number, handler in zip(self.SIGNALS, self.before, strict=True):
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(-1)
-        os.close(self.writer)
-
-    @staticmethod
-    def _ignore(*_: object) -> None:
-        """The thread sees the signal."""
-
-    def _watch(self, reader: int) -> None:
-        while number := os.read(reader, 1):
-            if not self.asked and int(os.environ.get("RANK", 0)) == 0:
-                name = signal.Signals(number[0]).name
-                tqdm.write(f"{name}: stopping where the next step would begin")
-            self.asked = True
-            if number[0] == signal.SIGTERM:
-                self.terminated = True
-            with self.lock:
-                self._set_alarm()
-        os.close(reader)
-
-    def _set_alarm(self) -> None:
-        seconds = 0
-        if self.terminated and self.in_step:
-            seconds = math.ceil(5 + 2 * self.slowest)
-        signal.alarm(seconds)
-
-    def begin_step(self) -> bool:
-        """Whether this rank was asked to stop."""
-        with self.lock:
-            self.in_step = True
-            self.began = time.monotonic()
-            self._set_alarm()
-        torchrun_is_gone = UNDER_TORCHRUN and os.getppid() != PARENT
-        return self.asked or torchrun_is_gone
-
-    def end_step(self) -> None:
-        """The step is over: a save, a validation or an export may take its time."""
-        with self.lock:
-            self.in_step = False
-            self.slowest = max(self.slowest, time.monotonic() - self.began)
-            self._set_alarm()
-
-
-def pid_namespace() -> str:
-    """What tells a machine since its start, and on it a container, in which a pid is one process.
-
-    Containers may have one host name, and each a process of the same number.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-
-
-class Lock:
-    """OUTPUT_DIR/lock, held while entered by rank 0 for all, so that no other run writes there.
-
-    The lock of a run that is gone is taken over: of a dead process of this host, of the same job
-    (a restart), or one without a heartbeat while this start waited, for at most LOCK_SECONDS.
-    Entering raises ValueError if another run holds it, OSError if nothing can be written.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.path = directory / "lock"
-        self.new_beat = directory / "lock-beat"
-        self.left = threading.Event()
-        self.job = os.environ.get("SLURM_JOB_ID")  # not torchrun's run id, often the same
-        self.mine = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "pids": pid_namespace(),
-            "job": self.job,
-        }
-
-    def __enter__(self) -> "Lock":
-        ranks.on_rank_zero(self._acquire)
-        if dist.get_rank() == 0:
-            self.heart = threading.Thread(target=self._beat, daemon=True)
-            self.heart.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if dist.get_rank() != 0:
-            return
-        self.left.set()
-        self.heart.join()
-        if self._is_mine():
-            self.path.unlink()
-            self.new_beat.unlink(missing_ok=True)
-
-    def _text(self) -> str:
-        return json.dumps(self.mine | {"heartbeat": time.time()})
-
-    def _holder(self) -> tuple[dict[str, Any], tuple[str, int]]:
-        """Who holds the lock, and the file's text and time, which change with each heartbeat."""
-        text = self.path.read_text()
-        holder = {}
-        with contextlib.suppress(ValueError):  # torn
-            holder = json.loads(text)
-        return holder, (text, self.path.stat().st_mtime_ns)
-
-    def _is_gone(self, holder: dict[str, Any]) -> bool:
-        pids = holder.get("pids", self.mine["pids"])
-        if (holder.get("host"), pids) != (self.mine["host"], self.mine["pids"]):
-            return self.job is not None and holder.get("job") == self.job
-        return holder["pid"] == self.mine["pid"] or not Path(f"/proc/{holder['pid']}").exists()
-
-    def _acquire(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + LOCK_SECONDS
-        first_seen = None
-        while not self._create():
-            with contextlib.suppress(FileNotFoundError):  # given back meanwhile
-                holder, seen = self._holder()
-                too_late = time.monotonic() > deadline
-                who = f"process {holder.get('pid')} on {holder.get('host')}"
-                if self._is_gone(holder) or (too_late and seen == first_seen):
-                    self.path.unlink()
-                elif too_late:
-                    raise ValueError(f"--output-dir {self.directory} is in use by {who}")
-                elif first_seen is None:
-                    print(f"waiting for {who}, which uses {self.directory}", flush=True)
-                    first_seen = seen
-            time.sleep(0.2)
-
-    def _create(self) -> bool:
-        """Whether the lock was free, and is taken now."""
-        try:
-            with self.path.open("x") as file:
-                try:
-                    file.write(self._text())
-                    file.flush()
-                except OSError:
-                    self.path.unlink()
-                    raise
-        except FileExistsError:
-            return False
-        return True
-
-    def _is_mine(self) -> bool:
-        with contextlib.suppress(OSError):
-            holder, _ = self._holder()
-            return holder.items() >= self.mine.items()
-        return False
-
-    def _beat(self) -> None:
-        while not self.left.wait(LOCK_SECONDS / 6):
-            if not self._is_mine():
-                continue
-            try:
-                self.new_beat.write_text(self._text())
-                self.new_beat.replace(self.path)
-            except OSError:  # a full disk
-                with contextlib.suppress(OSError):
-                    os.utime(self.path)
-
-
-def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None, str]:
-    """Clear what an interrupted save left in the output directory; all ranks.
-
-    Returns the checkpoint that --resume means (auto: the newest whole one) and the last status.
-    Damaged ones are set aside. Raises ValueError, on all ranks, where going on would mix two runs
-    or lose one, OSError where nothing can be written.
-    """
-    candidates, status = ranks.on_rank_zero(_prepare_directory, directory, resume, script)
-    given = Path(resume).resolve()
-    for path in candidates:
-        try:
-            ranks.on_every_rank(_check_visible, path)
-            ranks.on_every_rank(checkpoints.check_files, path)
-            return path, status
-        except ValueError as error:
-            if path == given:
-                raise
-            if dist.get_rank() == 0:
-                _set_aside(path, error)
-
-    def any_damaged() -> bool:
-        return any(directory.glob("checkpoints/damaged-*"))
-
-    if candidates or ranks.on_rank_zero(any_damaged):
-        raise ValueError(f"no checkpoint in {directory} is whole: give another --output-dir")
-    return None, status
-
-
-def _prepare_directory(directory: Path, resume: str, script: str) -> tuple[list[Path], str]:
-    """Check whose directory it is and clear it; rank 0 alone. Returns the checkpoints that may be
-    meant, the best guess first, and the last status."""
-    status = directory / "status"
-    if not status.exists() and ((directory / "final").exists() or (directory / "best").exists()):
-        raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else")
-    (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-    status.open("a").close()
-    with (directory / "metrics.jsonl").open("a+") as file:
-        file.seek(0)
-        owner = script
-        with contextlib.suppress(ValueError):  # torn, or not yet there
-            owner = json.loads(file.readline()).get("script", script)
-    if owner != script:
-        raise ValueError(f"--output-dir {directory} holds a run of {owner}, not of {script}")
-    rubbish = [directory / "tmp-final", directory / "tmp-best"]
-    for path in (*rubbish, *directory.glob("checkpoints/tmp-*")):
-        shutil.rmtree(path, ignore_errors=True)
-    found = sorted(directory.glob("checkpoints/step-*"), reverse=True)
-    return _choose_checkpoints(directory, resume, found), status.read_text().strip()
-
-
-def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list[Path]:
-    """Those that --resume may mean, of the ones `found` in `directory`, the newest first."""
-    newest = found[0] if found else None
-    if resume == "none" and newest:
-        raise ValueError(f"--resume none would start over {newest}: give another --output-dir")
-    if resume in ("auto", "none"):
-        return found
-    path = Path(resume).resolve()
-    elsewhere = newest and path.parent != newest.parent.resolve()
-    if elsewhere or (newest and path.name < newest.name and _last_resume(directory) == resume):
-        print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
-        return found
-    if not (path.name.startswith("step-") and path.is_dir()):
-        raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
-    if newest and path.name < newest.name:
-        raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
-    return [path]
-
-
-def _last_resume(directory: Path) -> str | None:
-    """What --resume the last start of a run in `directory` had: a requeued job has the same."""
-    last = None
-    for line in (directory / "metrics.jsonl").read_text().splitlines():
-        with contextlib.suppress(ValueError, KeyError):  # torn, or another event
-            last = json.loads(line)["arguments"]["resume"]
-    return last
-
-
-def _check_visible(path: Path) -> None:
-    if not path.is_dir():
-        raise OSError(f"rank {dist.get_rank()} does not see {path}: do all nodes share it?")
-
-
-def _set_aside(path: Path, error: ValueError) -> None:
-    aside = path.with_name(f"damaged-{path.name}")
-    print(f"{error}: it is set aside as {aside.name}, and the one before is used")
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-
-
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drop the lines after `step` (0: all lines), and torn ones; rank 0 alone."""
-    kept = []
-    if step and path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            with contextlib.suppress(ValueError):
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
-                    kept.append(line)
-    temporary = path.with_name("metrics.tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
@@ -366,10 +68,13 @@ def export_model(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
 ) -> None:
     """Write a wrapped model, or its adapters, as a Hugging Face directory."""
+    export = hf_weights.export_model
     if adapters.has_adapters(model):
-        adapters.export(model, tokenizer, path, args)
-    else:
-        hf_weights.export_model(model, tokenizer, path, args)
+        export = adapters.export
+    try:
+        export(model, tokenizer, path, args)
+    except (OSError, SafetensorError) as error:
+        raise SaveError(f"{path} could not be written, is the disk full? ({error})") from None
 
 
 class Run:
@@ -379,7 +84,9 @@ class Run:
     the training. Leaving waits for the last save and writes how it went into the file status:
 
     - finished;
-    - stopped, with `exit_code` 75, if `exchange` raised Stopped: then a checkpoint is saved first;
+    - stopped, with `exit_code` 75, if `exchange` or `progress` raised Stopped: then a checkpoint is
+      saved first. Until the first step is done, and from the last save on, a request to stop ends
+      the process at once, with the same word and exit code;
     - failed, after an error. An OSError or ValueError before `begin`, and a SaveError, are the
       user's: they become one sentence and exit code 1.
 
@@ -394,7 +101,8 @@ class Run:
         self.exit_code = 0
         self.checkpoint: Path | None = None
         self.state: TrainState | None = None  # once the training has begun
-        self.stop = StopRequest()
+        self.stop = StopRequest(self._end_at_once)
+        self._lock = output.Lock(self.directory)
         self._watchdog = Watchdog(args.stall_minutes)
         self._stack = ExitStack()
         self._seconds = 0.0  # of the steps since the last speed
@@ -403,11 +111,13 @@ class Run:
 
     def __enter__(self) -> "Run":
         try:
-            self._stack.enter_context(Lock(self.directory))
-            self.checkpoint, self._status = open_output(
+            self._stack.enter_context(self.stop)
+            self._stack.enter_context(self._lock)
+            self.checkpoint, self._status = output.open_output(
                 self.directory, self.args.resume, self.script
             )
         except (OSError, ValueError) as error:
+            ranks.tell_failure()
             self._stack.close()
             ranks.exit_with(error)
         self._stack.enter_context(self._watchdog)
@@ -427,10 +137,14 @@ class Run:
             return self._end_training(error)
 
     def _end_before_training(self, error: BaseException | None) -> None:
+        if error is None:
+            self.stop.set_nothing_to_lose(False)
+            return
+        if ranks.peer_is_lost(error):
+            self._end_without_peer()
+        ranks.tell_failure()
         if isinstance(error, OSError | ValueError):
             ranks.exit_with(error)
-        if isinstance(error, RuntimeError):
-            ranks.exit_if_peer_lost(error)
 
     def _end_training(self, error: BaseException | None) -> bool:
         """Returns whether all went well; else `error` goes on."""
@@ -440,6 +154,7 @@ class Run:
         try:
             if error is None:
                 self.saver.finish()
+                self.stop.set_nothing_to_lose(False)
                 self._write_status("finished")
             else:
                 self._end_stopped()
@@ -449,18 +164,50 @@ class Run:
         return True
 
     def _fail(self, error: BaseException) -> None:
+        if ranks.peer_is_lost(error):
+            self._end_without_peer()
+        ranks.tell_failure()
         if isinstance(error, SystemExit):  # of all ranks: the save under way is still good
             with contextlib.suppress(OSError):
                 self.saver.wait()
         self._write_status("failed")
         if isinstance(error, SaveError):
             ranks.exit_with(error)
-        if isinstance(error, RuntimeError):
-            ranks.exit_if_peer_lost(error)
+
+    def _end_without_peer(self) -> NoReturn:
+        """End quietly, as another rank is gone: that one's error counts.
+
+        torchrun asks this rank to stop when it sees the other's end. Where there is nothing to
+        lose, that one may have stopped on request, and this one does then.
+        """
+        may_stop = self.stop.nothing_to_lose
+        if may_stop:
+            time.sleep(ranks.GRACE_SECONDS)
+        if self.state is not None:
+            self._write_status("failed")
+        rank = dist.get_rank()
+        print(f"rank {rank} has lost another rank: see that one's error", file=sys.stderr)
+        if not (may_stop or self.stop.terminated):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(ranks.GRACE_SECONDS)
+        os._exit(1)
+
+    def _end_at_once(self, why: str) -> NoReturn:
+        """End this process on request, whatever its main thread does."""
+        failed = ranks.failure_told()  # then torchrun asks, which ends all when it sees one's end
+        if dist.get_rank() == 0 and self._lock.is_held():
+            if not failed:
+                print(f"{why}: the same command goes on", flush=True)
+                self._write_status("stopped")
+            elif self.state is not None:
+                self._write_status("failed")
+            self._lock.release()
+        kill_forked()
+        os._exit(1 if failed else STOPPED)
 
     def _end_stopped(self) -> None:
         self.stop.end_step()
-        self.save()
+        self._save()
         self.saver.finish()
         self._write_status("stopped")
         self.exit_code = STOPPED
@@ -478,7 +225,6 @@ class Run:
             free_space.check(state, self.args)
         self._watchdog.phase(None)
         self.saver = self.new_saver(state)
-        self._stack.enter_context(self.stop)
         self.state = state
         self._write_status("running")
         self._log_start(loader)
@@ -512,8 +258,27 @@ class Run:
         Call it where a step begins: it raises Stopped, on all ranks, if one was asked to stop.
         """
         columns = zip(*counts, strict=True)
+        return self._sum_over_ranks([*map(sum, columns)])
+
+    def progress(self, loader: DataLoader, text: str) -> Iterator[dict[str, torch.Tensor]]:
+        """The batches of a validation, with a progress bar. All ranks have the same number of them.
+
+        Raises Stopped, on all ranks, if one was asked to stop: the validation is made when the run
+        goes on.
+        """
+        for batch in ranks.progress(loader, text):
+            try:
+                self._sum_over_ranks([])
+            except Stopped:
+                self.state.validation_due = True
+                raise
+            yield batch
+            self.stop.end_step()
+
+    def _sum_over_ranks(self, numbers: list[int]) -> list[int]:
+        """Their sums over all ranks; raises Stopped, on all of them, if one was asked to stop."""
         asked = int(self.stop.begin_step())
-        sums = torch.tensor([*map(sum, columns), asked])
+        sums = torch.tensor([*numbers, asked])
         dist.all_reduce(sums, group=ranks.cpu_group())
         *totals, stops = sums.tolist()
         if stops:
@@ -531,6 +296,8 @@ class Run:
         self._seconds += time.perf_counter() - start
         self._bar.update()
         if self._steps_done == 0:
+            dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
+            self.stop.set_nothing_to_lose(False)
             self._log_memory("first step")
         self._steps_done += 1
 
@@ -574,17 +341,27 @@ class Run:
         return {"tokens": state.tokens} | values | self._memory()
 
     def save(self) -> None:
-        """Save a checkpoint that a run can continue from."""
+        """Save a checkpoint that a run can continue from. After the last step it is complete."""
+        self._save()
+        if self.state.step == self.state.total_steps:
+            self.saver.wait()
+            if not self.saver.failures:
+                self.stop.set_nothing_to_lose(True)
+
+    def _save(self) -> None:
         start = time.perf_counter()
         self._watchdog.phase(f"the save after step {self.state.step}")
         if self.saver.save():
             self.log("save", seconds=time.perf_counter() - start)
         self._watchdog.phase(None)
 
-    def save_if_best(self, loss: float) -> None:
-        """Save the weights if this validation loss is the lowest so far."""
-        if loss < self.state.best_loss:
-            self.saver.save_best(loss)
+    def log_validation(self, metrics: dict[str, Any]) -> None:
+        """Log a validation, and save the weights if its `loss` is the lowest so far, unless nothing
+        is trained yet."""
+        self.log("val", **metrics)
+        self.state.validation_due = False
+        if self.state.step and metrics["loss"] < self.state.best_loss:
+            self.saver.save_best(metrics["loss"])
 
     def export(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """Write final/ and, with the weights of the best step, best/. The model has those then.
@@ -634,10 +411,8 @@ class Run:
     def _write_status(self, word: str) -> None:
         if dist.get_rank() != 0:
             return
-        try:  # not cut before it is written: the disk may be full
-            with (self.directory / "status").open("r+") as file:
-                file.write(word + "\n")
-                file.truncate()
+        try:
+            output.write_status(self.directory, word, output.step_of(self.checkpoint))
         except OSError as error:
             self.say(f"status could not become {word} ({error.strerror})")
 
@@ -648,7 +423,8 @@ class Run:
             return
         args = self.args
         state = self.state
-        truncate_metrics(self.directory / "metrics.jsonl", state.step)
+        metrics = self.directory / "metrics.jsonl"
+        output.truncate_metrics(metrics, state.step, without_val=state.validation_due)
         trackers = Trackers(args, self.directory, self.script, state.step)
         self._trackers = self._stack.enter_context(trackers)
         device = ranks.device_name(self.device)

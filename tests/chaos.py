@@ -1,13 +1,15 @@
-"""Kill a script again and again, and compare what comes out with an uninterrupted run.
+"""Do harm to a script in each of its phases, and compare what comes out with an untouched run.
 
-    python tests/chaos.py T5_training.py --kills 50
+    python tests/chaos.py T5_training.py                        # every phase, every fault
+    python tests/chaos.py gpt2_fsdp.py --fsdp 2 --faults "SIGKILL rank 0" --rounds 5
 
-Two CPU ranks save at every step. At random times, many of them inside a save, one rank, torchrun
-alone, or all processes get SIGKILL; then the same command is started again. In the end every logged
-loss must equal that of an uninterrupted run, with each step logged once, and so must final/: to the
+Two CPU ranks save at every step. For each fault there is a run that meets it in each phase, within
+a second of its beginning, is started again each time, and at last ends in peace. Then every logged
+loss must equal that of the untouched run, with each step logged once, and so must final/: to the
 last bit, or with --alternate, under which FSDP1 and FSDP2 take turns, to 1e-5.
 
-Other flags go to the script, such as --fsdp 2.
+What asks the run to stop must leave the word `stopped`, exit code 75, and each step saved. Whatever
+it is, the run must be over soon. Other flags go to the script, such as --fsdp 2.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import contextlib
 import json
 import os
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,25 +29,43 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import pytest
-from conftest import ROOT, check_equal_weights, logged, losses, weights
+from conftest import ROOT, check_equal_weights, logged, losses, status, weights
 
 TINY = {
-    "T5_training.py": ["--rouge-samples", "0", "--target-length", "16", "--source-length", "64"],
+    "T5_training.py": ["--rouge-samples", "2", "--target-length", "16", "--source-length", "64"],
     "gpt2_fsdp.py": ["--block-size", "64"],
     "llama_fsdp.py": ["--max-seq-length", "128"],
 }
 SHARED = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "64",
           "--num-val-samples", "8", "--batch-size", "4", "--log-every", "1", "--save-every", "1",
-          "--eval-every", "3"]  # fmt: skip
+          "--eval-every", "3", "--max-steps", "12"]  # fmt: skip
+PHASES = ["tokenisation", "load", "first validation", "first step", "step", "validation", "save",
+          "generation", "export"]  # fmt: skip
+FAULTS = {  # signal, and which of torchrun and the two ranks get it
+    "SIGKILL rank 0": (signal.SIGKILL, [1]),
+    "SIGKILL rank 1": (signal.SIGKILL, [2]),
+    "SIGKILL torchrun": (signal.SIGKILL, [0]),
+    "SIGKILL all": (signal.SIGKILL, [0, 1, 2]),
+    "SIGTERM torchrun": (signal.SIGTERM, [0]),
+    "SIGTERM rank 1": (signal.SIGTERM, [2]),
+    "SIGINT all": (signal.SIGINT, [0, 1, 2]),
+    "SIGUSR1 torchrun": (signal.SIGUSR1, [0]),
+    "disk full": (None, []),
+}
+STAYS = 0.5  # seconds that a rank sleeps where a phase begins
 
 
-def start(script: str, flags: list[str], output: Path) -> subprocess.Popen:
-    """The script on two ranks, in a process group of its own."""
+def start(script: str, phase: str, flags: list[str], output: Path) -> subprocess.Popen:
+    """The script on two ranks, which stay in the phase for a moment."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*torchrun, "--nproc-per-node", "2", str(ROOT / script), *SHARED, *TINY[script]]
+    torchrun += ["--nproc-per-node", "2", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    worker = [str(ROOT / "tests/phases.py"), script.removesuffix(".py"), phase, str(STAYS)]
+    command = [*torchrun, *worker, *SHARED, *TINY[script], *flags, "--output-dir", str(output)]
     log = output.with_suffix(".log").open("a")
+    # A cache of its own, or nothing would be tokenised.
+    env = os.environ | {"HF_DATASETS_CACHE": str(output.with_suffix(".cache"))}
     options = {"stdout": log, "stderr": log, "start_new_session": True}
-    return subprocess.Popen([*command, *flags, "--output-dir", str(output)], **options)
+    return subprocess.Popen(command, env=env, cwd=ROOT, **options)
 
 
 def workers(torchrun: int) -> list[int]:
@@ -54,11 +76,12 @@ def workers(torchrun: int) -> list[int]:
     return []
 
 
-def holder(output: Path) -> int:
-    """Process id in the run's lock."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads((output / "lock").read_text())["pid"]
-    return 0
+def is_over(pid: int) -> bool:
+    """Whether a process that is no child of this one has ended."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
 
 
 def steps_saved(output: Path) -> int:
@@ -72,92 +95,137 @@ def steps_logged(output: Path) -> int:
     return max((line["step"] for line in logged(output, "train")), default=0)
 
 
-def attempt(
-    script: str, flags: list[str], output: Path, chance: random.Random
-) -> tuple[str, int] | None:
-    """Run until a random moment after the first step, and kill; None if it finished before.
+def fill_the_disk(process: subprocess.Popen, ranks: list[int], output: Path) -> None:
+    """Let no file grow beyond 100 kB for two seconds. If the run goes on, let it save, and end."""
+    for limit in (100_000, resource.RLIM_INFINITY):
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        time.sleep(2)
+    before = steps_saved(output)
+    deadline = time.monotonic() + 15
+    while process.poll() is None and steps_saved(output) == before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
 
-    Returns what was killed, and how many steps are lost with it.
-    """
-    process = start(script, flags, output)
-    while process.poll() is None and holder(output) not in workers(process.pid):
-        time.sleep(0.02)  # orphans of the start before may still save
-    before = steps_logged(output)
-    while process.poll() is None and steps_logged(output) == before:
+
+def attempt(
+    script: str, phase: str, fault: str, flags: list[str], output: Path, chance: random.Random
+) -> dict | None:
+    """Start, do harm in the phase, and wait for the end; None if the script has no such phase."""
+    marks = [output.with_name(f"{output.name}.{phase}-{rank}") for rank in (0, 1)]
+    exits = [output.with_name(f"{output.name}.exit-{rank}") for rank in (0, 1)]
+    for path in (*marks, *exits):
+        path.unlink(missing_ok=True)
+    if phase == "tokenisation":
+        shutil.rmtree(output.with_suffix(".cache"), ignore_errors=True)
+        marks = marks[:1]  # the second rank waits for what the first makes
+    process = start(script, phase, flags, output)
+    while process.poll() is None and not all(mark.exists() for mark in marks):
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 1))
-    what = chance.choice(["rank 0", "rank 1", "torchrun", "all"])
-    if process.poll() is not None:
+    ranks = workers(process.pid)
+    if process.poll() is not None or len(ranks) != 2:
+        assert process.wait(timeout=60) == 0, output.with_suffix(".log").read_text()[-3000:]
         return None
-    pids = workers(process.pid)
-    targets = {"rank 0": pids[:1], "rank 1": pids[1:], "torchrun": [process.pid]}
-    for pid in targets.get(what, [process.pid, *pids]):
+    number, targets = FAULTS[fault]
+    began = time.monotonic()
+    if number is None:
+        fill_the_disk(process, ranks, output)
+    for target in targets:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert process.wait(timeout=100) != 0 or what.startswith("rank")
-    return what, max(0, steps_logged(output) - steps_saved(output))
+            os.kill([process.pid, *ranks][target], number)
+    process.wait(timeout=100)
+    while not all(map(is_over, ranks)):  # those of a torchrun that was killed
+        time.sleep(0.02)
+        assert time.monotonic() - began < 100
+    return {
+        "phase": phase,
+        "fault": fault,
+        "status": status(output) if (output / "status").read_text() else "none",
+        "exit codes": [path.read_text() if path.exists() else "killed" for path in exits],
+        "lost steps": max(0, steps_logged(output) - steps_saved(output)),
+        "seconds": round(time.monotonic() - began, 1),
+        "said": [
+            line
+            for line in output.with_suffix(".log").read_text().splitlines()
+            if line.startswith(("error:", "Traceback"))
+        ][-1:],
+    }
 
 
-def check_near(torn: Path, whole: Path) -> None:
-    """Losses to 1e-5, weights to 1e-4."""
+def check(found: dict) -> None:
+    """A request to stop loses nothing; and however a run ends, it does so soon."""
+    assert found["seconds"] < 30, found
+    if found["fault"].startswith(("SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL torchrun")):
+        assert (found["status"], found["lost steps"]) == ("stopped", 0), found
+        assert found["exit codes"] == ["75", "75"], found
+
+
+def compare(torn: Path, whole: Path, near: bool) -> None:
+    """Losses and weights of two runs: to the last bit, or near, to 1e-5 and 1e-4."""
     for event in ("train", "val"):
-        assert losses(torn, event) == pytest.approx(losses(whole, event), abs=1e-5)
+        if near:
+            assert losses(torn, event) == pytest.approx(losses(whole, event), abs=1e-5)
+        else:
+            assert losses(torn, event) == losses(whole, event)
+    if not near:
+        check_equal_weights(torn / "final", whole / "final")
+        return
     there = weights(whole / "final")
     for name, tensor in weights(torn / "final").items():
         assert tensor.sub(there[name]).abs().max() < 1e-4, name
 
 
-def check_equal(torn: Path, whole: Path) -> None:
-    """To the last bit."""
-    for event in ("train", "val"):
-        assert losses(torn, event) == losses(whole, event)
-    check_equal_weights(torn / "final", whole / "final")
-
-
 def chaos(
-    script: str, flags: list[str], directory: Path, kills: int, seed: int, alternate: bool = False
-) -> dict:
-    """Figures of a run killed `kills` times; AssertionError if it differs from another."""
-    chance, began, killed = random.Random(seed), time.monotonic(), []
-    flags = ["--max-steps", str(10 * kills + 6), *flags]
-    whole, torn = directory / "whole", directory / "torn"
-    assert start(script, flags, whole).wait(timeout=600) == 0
-    first = time.monotonic() - began
-    for number in range(kills):
-        turn = ["--fsdp", str(1 + number % 2)] if alternate else []
-        found = attempt(script, [*flags, *turn], torn, chance)
-        if found is None:
-            break
-        killed.append(found)
-    assert start(script, flags, torn).wait(timeout=600) == 0, torn.with_suffix(".log").read_text()
-    if alternate:
-        check_near(torn, whole)
-    else:
-        check_equal(torn, whole)
-    assert not [*torn.glob("checkpoints/tmp-*"), *torn.glob("lock*")]
-    return {
-        "kills": len(killed),
-        "of": {what: [w for w, _ in killed].count(what) for what in sorted({w for w, _ in killed})},
-        "lost_steps": sum(lost for _, lost in killed),
-        "seconds": time.monotonic() - began,
-        "uninterrupted_seconds": first,
-    }
+    script: str, flags: list[str], directory: Path, faults: list[str], phases: list[str],
+    seed: int = 0, alternate: bool = False,
+) -> list[dict]:  # fmt: skip
+    """What came of each fault in each phase; AssertionError if a run differs from another."""
+    chance = random.Random(seed)
+    whole = directory / "whole"
+    assert start(script, "none", flags, whole).wait(timeout=600) == 0
+    outcomes = []
+    # A run that a full disk has not ended goes on to its end.
+    runs = [(fault, [phase]) for fault in faults if fault == "disk full" for phase in phases]
+    runs += [(fault, phases) for fault in faults if fault != "disk full"]
+    for fault, phases in runs:
+        torn = directory / "torn"
+        for number, phase in enumerate(phases):
+            turn = ["--fsdp", str(1 + number % 2)] if alternate else []
+            found = attempt(script, phase, fault, [*flags, *turn], torn, chance)
+            if found:
+                print(json.dumps({"script": script} | found), flush=True)
+                check(found)
+                outcomes.append(found)
+        last = start(script, "none", flags, torn).wait(timeout=600)
+        assert last == 0, torn.with_suffix(".log").read_text()[-3000:]
+        compare(torn, whole, near=alternate)
+        assert not [*torn.rglob("tmp-*"), *torn.glob("lock*")]
+        shutil.rmtree(torn)
+        torn.with_suffix(".log").unlink()
+    return outcomes
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print each outcome, and how many there were."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("script", choices=list(TINY))
-    parser.add_argument("--kills", type=int, default=50, help="how often")
-    parser.add_argument("--seed", type=int, default=0, help="of the random times")
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
+    parser.add_argument("--rounds", type=int, default=1, help="with other moments each")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--alternate", action="store_true", help="--fsdp 1 and 2 in turn")
     args, flags = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        found = chaos(args.script, flags, place, args.kills, args.seed, args.alternate)
-        print(args.script, found)
+    count = 0
+    for seed in range(args.seed, args.seed + args.rounds):
+        with tempfile.TemporaryDirectory() as directory:
+            place = Path(directory)
+            faults, phases = args.faults, args.phases
+            count += len(chaos(args.script, flags, place, faults, phases, seed, args.alternate))
+    print(f"{args.script}: {count} faults, and every run is as if there had been none")
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def errors_said(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
+def status(output: Path) -> str:
+    """The word in a run's file status."""
+    return (output / "status").read_text().split()[0]
+
+
 def metrics(output: Path, event: str) -> list[dict]:
     """The lines of one event in a run's metrics.jsonl."""
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())

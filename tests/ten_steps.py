@@ -172,7 +172,7 @@ def ten_steps(
     result["optimizer_bytes"] = held(moments)
     result["graphs"] = counters["stats"]["unique_graphs"]
     result["graph_breaks"] = list(counters["graph_break"])
-    result["validation"] = script.validation(args, state, val_loaders)["loss"]
+    result["validation"] = script.validation(args, state, val_loaders, run)["loss"]
     if args.optimizer != "adamw":
         result["going on"] = go_on(script, args, device)
     return result, state

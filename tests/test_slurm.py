@@ -9,23 +9,45 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, logged, losses, metrics
+from conftest import ROOT, logged, losses, metrics, status
 from slurm_cluster import slurm, slurm_cluster, wait_until
 
 LAUNCH = ROOT / "launch.slurm"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of torchrun and shellcheck
 
-# A script that does nothing until it is told to stop.
+# A script that does nothing until it is told to stop. Its starts have saved so many steps each.
 IDLE = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 status = pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status")
+restart = int(os.environ.get("SLURM_RESTART_COUNT", 0))
+saved = [0, *map(int, sys.argv[2:]), 100, 200][restart : restart + 2]
+job = f"job {os.environ['SLURM_JOB_ID']}.{restart}"
+def write(word):
+    status.write_text(f"{word}\\n{job}\\nbegan at step {saved[0]}\\nsaved step {saved[1]}\\n")
 def stop(*_):
-    status.write_text("stopped\\n")
+    write("stopped")
     sys.exit()
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGUSR1, stop)
-status.write_text("running\\n")
+write(f"running")
 time.sleep(300)
+"""
+
+# One that does not stop in time.
+BUSY = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status").write_text("running\\n")
+time.sleep(600)
+"""
+
+# One that is refused, as another job has the directory, and writes there.
+REFUSED = """
+import pathlib, sys
+status = pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status")
+status.write_text("stopped\\njob 99999.0\\nbegan at step 0\\nsaved step 5\\n")
+sys.exit("error: --output-dir is in use")
 """
 
 FAILS = """
@@ -106,7 +128,7 @@ def finished(cluster: None, flags: list[str], tmp_path_factory: pytest.TempPathF
 
 def test_two_nodes_train(finished: Path) -> None:
     """T5_training.py is what runs if no script is named."""
-    assert (finished / "status").read_text() == "finished\n"
+    assert status(finished) == "finished"
     (start,) = metrics(finished, "start")
     assert start["script"] == "T5_training" and start["world_size"] == 4
     assert list(losses(finished)) == list(range(1, 36))
@@ -123,10 +145,10 @@ def test_stopped_before_the_time_is_up_and_requeued(
     # Five minutes are left, when the signal is due; Slurm looks twice a minute.
     slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
     job.wait("PENDING")
-    assert (output / "status").read_text() == "stopped\n"
+    assert status(output) == "stopped"
     slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=60")
     job.wait("COMPLETED")
-    assert (output / "status").read_text() == "finished\n" and job["Restarts"] == "1"
+    assert status(output) == "finished" and job["Restarts"] == "1"
     first, second = metrics(output, "start")
     assert first["step"] == 0 < second["step"] < 35
     assert losses(output) == losses(finished)
@@ -145,6 +167,36 @@ def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) ->
     job.wait("FAILED")
     assert job["ExitCode"] == "1:0"  # of torchrun, which waited; 138 if SIGUSR1 had killed it
     assert job["Restarts"] == "1" and "stopped after 1 requeues" in job.report()
+
+
+def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
+    """Two requeues in a row in which no step was saved are enough; one that saved counts anew."""
+    (tmp_path / "idle.py").write_text(IDLE)
+    status = tmp_path / "status"
+    job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}", 0, 5, 5, 5)
+    for restart in range(4):
+        job.wait_for(status, f"running\njob {job.number}.{restart}\n")
+        slurm("scancel", "--signal=USR1", job.number)
+    job.wait("FAILED")
+    assert job["Restarts"] == "3" and job.report().count("and requeued") == 3
+    assert "no step was saved in two requeues in a row" in job.report()
+
+
+def test_the_status_of_another_job_says_nothing(cluster: None, tmp_path: Path) -> None:
+    """That one holds the directory, and was stopped."""
+    (tmp_path / "refused.py").write_text(REFUSED)
+    job = Job(tmp_path, [], tmp_path / "refused.py", f"--output-dir={tmp_path}")
+    job.wait("FAILED")
+    assert job["Restarts"] == "0" and "requeued" not in job.report()
+
+
+@pytest.mark.slow
+def test_the_time_is_up_before_the_save_is_done(cluster: None, tmp_path: Path) -> None:
+    """It is said, as the job would go on if it had saved."""
+    (tmp_path / "busy.py").write_text(BUSY)
+    job = Job(tmp_path, ["--time", "1"], tmp_path / "busy.py", f"--output-dir={tmp_path}")
+    job.wait("TIMEOUT")
+    assert job["Restarts"] == "0" and "the time is up before the script has saved" in job.report()
 
 
 def test_cancelled_is_not_requeued(cluster: None, tmp_path: Path) -> None:
@@ -198,7 +250,7 @@ def test_what_sbatch_reads() -> None:
     """A shebang on line 1; options without a space that would make them comments."""
     lines = LAUNCH.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
-    options = [number for number, line in enumerate(lines) if "SBATCH" in line]
+    options = [number for number, line in enumerate(lines) if line.startswith(("#SB", "# SB"))]
     assert options == list(range(options[0], options[0] + len(options)))
     assert all(line.startswith("#") for line in lines[: options[-1] + 1] if line)
     for number in options:

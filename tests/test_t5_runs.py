@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, check_equal_weights, errors_said, launch, losses, metrics, weights
+from conftest import (
+    ROOT,
+    check_equal_weights,
+    errors_said,
+    launch,
+    losses,
+    metrics,
+    status,
+    weights,
+)
 from safetensors.torch import load_file, save_file
 from transformers import ByT5Tokenizer
 
@@ -64,10 +73,10 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     command = [*flags, *two_ranks(tmp_path)]
     killed = launch(2, "tests/killed.py", "T5_training", 1, 8, *command, check=False)
     assert killed.returncode != 0
-    assert (tmp_path / "status").read_text() != "finished\n"
+    assert status(tmp_path) != "finished"
     assert max(losses(tmp_path)) == 7  # of which step 7 is lost
     launch(2, "T5_training.py", *command)
-    assert (tmp_path / "status").read_text() == "finished\n"
+    assert status(tmp_path) == "finished"
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
     assert losses(tmp_path) == losses(uninterrupted)
     assert list(losses(tmp_path)) == list(range(1, 9))

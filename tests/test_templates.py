@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, launch, metrics
+from conftest import ROOT, launch, metrics, status
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -396,9 +396,9 @@ def test_run(name: str, directory: Path, flags: list[str], tmp_path: Path) -> No
     flags = [*flags, "--output-dir", str(output)]
     kill = [folder / "tests/killed.py", name, 0, 4]
     assert launch(2, *kill, *flags, check=False, cwd=folder).returncode
-    assert (output / "status").read_text() == "running\n"
+    assert status(output) == "running"
     launch(2, path, *flags, cwd=folder)
-    assert (output / "status").read_text() == "finished\n"
+    assert status(output) == "finished"
     assert [line["step"] for line in metrics(output, "start")] == [0, 2]
     assert [line["step"] for line in metrics(output, "train")] == [1, 2, 3, 4]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import losses, metrics
+from conftest import losses, metrics, status
 
 import gpt2_fsdp
 from runtime import trackers
@@ -95,7 +95,7 @@ def test_a_tracker_that_fails_ends_nothing(
     said = capfd.readouterr()
     assert (said.out + said.err).count("--track wandb failed") == 1
     assert "no route to host" in said.out + said.err
-    assert (tmp_path / "run/status").read_text() == "finished\n"
+    assert status(tmp_path / "run") == "finished"
 
 
 @pytest.mark.parametrize("name", trackers.OPEN)

@@ -1,0 +1,271 @@
+"""OUTPUT_DIR: who holds it, what an earlier run has left there, and the status of this one."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from . import checkpoints, ranks
+
+LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
+
+
+def pid_namespace() -> str:
+    """What tells a machine since its start, and on it a container, in which a pid is one process.
+
+    Containers may have one host name, and each a process of the same number.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+class Lock:
+    """OUTPUT_DIR/lock, held while entered by rank 0 for all, so that no other run writes there.
+
+    The lock of a run that is gone is taken over: of a dead process of this host, of the same job
+    (a restart), or one without a heartbeat while this start waited, for at most LOCK_SECONDS.
+    Entering raises ValueError if another run holds it, OSError if nothing can be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.path = directory / "lock"
+        self.new_beat = directory / "lock-beat"
+        self.left = threading.Event()
+        self.heart: threading.Thread | None = None  # while held, on rank 0
+        self.job = os.environ.get("SLURM_JOB_ID")  # not torchrun's run id, often the same
+        self.mine = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "pids": pid_namespace(),
+            "job": self.job,
+        }
+
+    def __enter__(self) -> "Lock":
+        ranks.on_rank_zero(self._acquire)
+        if dist.get_rank() == 0:
+            self.heart = threading.Thread(target=self._beat, daemon=True)
+            self.heart.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if dist.get_rank() == 0:
+            self.release()
+
+    def is_held(self) -> bool:
+        """Whether this run holds the lock; rank 0 alone."""
+        return self.heart is not None and not self.left.is_set()
+
+    def release(self) -> None:
+        """Let other runs in; rank 0 alone."""
+        self.left.set()
+        self.heart.join()
+        if self._is_mine():
+            self.path.unlink()
+            self.new_beat.unlink(missing_ok=True)
+
+    def _text(self) -> str:
+        return json.dumps(self.mine | {"heartbeat": time.time()})
+
+    def _holder(self) -> tuple[dict[str, Any], tuple[str, int]]:
+        """Who holds the lock, and the file's text and time, which change with each heartbeat."""
+        text = self.path.read_text()
+        holder = {}
+        with contextlib.suppress(ValueError):  # torn
+            holder = json.loads(text)
+        return holder, (text, self.path.stat().st_mtime_ns)
+
+    def _is_gone(self, holder: dict[str, Any]) -> bool:
+        pids = holder.get("pids", self.mine["pids"])
+        if (holder.get("host"), pids) != (self.mine["host"], self.mine["pids"]):
+            return self.job is not None and holder.get("job") == self.job
+        return holder["pid"] == self.mine["pid"] or not Path(f"/proc/{holder['pid']}").exists()
+
+    def _acquire(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + LOCK_SECONDS
+        first_seen = None
+        while not self._create():
+            with contextlib.suppress(FileNotFoundError):  # given back meanwhile
+                holder, seen = self._holder()
+                too_late = time.monotonic() > deadline
+                who = f"process {holder.get('pid')} on {holder.get('host')}"
+                if self._is_gone(holder) or (too_late and seen == first_seen):
+                    self.path.unlink()
+                elif too_late:
+                    raise ValueError(f"--output-dir {self.directory} is in use by {who}")
+                elif first_seen is None:
+                    print(f"waiting for {who}, which uses {self.directory}", flush=True)
+                    first_seen = seen
+            time.sleep(0.2)
+
+    def _create(self) -> bool:
+        """Whether the lock was free, and is taken now."""
+        try:
+            with self.path.open("x") as file:
+                try:
+                    file.write(self._text())
+                    file.flush()
+                except OSError:
+                    self.path.unlink()
+                    raise
+        except FileExistsError:
+            return False
+        return True
+
+    def _is_mine(self) -> bool:
+        with contextlib.suppress(OSError):
+            holder, _ = self._holder()
+            return holder.items() >= self.mine.items()
+        return False
+
+    def _beat(self) -> None:
+        while not self.left.wait(LOCK_SECONDS / 6):
+            if not self._is_mine():
+                continue
+            try:
+                self.new_beat.write_text(self._text())
+                self.new_beat.replace(self.path)
+            except OSError:  # a full disk
+                with contextlib.suppress(OSError):
+                    os.utime(self.path)
+
+
+def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None, str]:
+    """Clear what an interrupted save left in the output directory; all ranks.
+
+    Returns the checkpoint that --resume means (auto: the newest whole one) and the last status.
+    Damaged ones are set aside. Raises ValueError, on all ranks, where going on would mix two runs
+    or lose one, OSError where nothing can be written.
+    """
+    candidates, status = ranks.on_rank_zero(_prepare_directory, directory, resume, script)
+    given = Path(resume).resolve()
+    for path in candidates:
+        try:
+            ranks.on_every_rank(_check_visible, path)
+            ranks.on_every_rank(checkpoints.check_files, path)
+            return path, status
+        except ValueError as error:
+            if path == given:
+                raise
+            if dist.get_rank() == 0:
+                _set_aside(path, error)
+
+    def any_damaged() -> bool:
+        return any(directory.glob("checkpoints/damaged-*"))
+
+    if candidates or ranks.on_rank_zero(any_damaged):
+        raise ValueError(f"no checkpoint in {directory} is whole: give another --output-dir")
+    return None, status
+
+
+def _prepare_directory(directory: Path, resume: str, script: str) -> tuple[list[Path], str]:
+    """Check whose directory it is and clear it; rank 0 alone. Returns the checkpoints that may be
+    meant, the best guess first, and the last status."""
+    status = directory / "status"
+    if not status.exists() and ((directory / "final").exists() or (directory / "best").exists()):
+        raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else")
+    (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+    status.open("a").close()
+    with (directory / "metrics.jsonl").open("a+") as file:
+        file.seek(0)
+        owner = script
+        with contextlib.suppress(ValueError):  # torn, or not yet there
+            owner = json.loads(file.readline()).get("script", script)
+    if owner != script:
+        raise ValueError(f"--output-dir {directory} holds a run of {owner}, not of {script}")
+    rubbish = [directory / "tmp-final", directory / "tmp-best"]
+    for path in (*rubbish, *directory.glob("checkpoints/tmp-*")):
+        shutil.rmtree(path, ignore_errors=True)
+    found = sorted(directory.glob("checkpoints/step-*"), reverse=True)
+    word, *_ = [*status.read_text().split(), ""]
+    return _choose_checkpoints(directory, resume, found), word
+
+
+def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list[Path]:
+    """Those that --resume may mean, of the ones `found` in `directory`, the newest first."""
+    newest = found[0] if found else None
+    if resume == "none" and newest:
+        raise ValueError(f"--resume none would start over {newest}: give another --output-dir")
+    if resume in ("auto", "none"):
+        return found
+    path = Path(resume).resolve()
+    elsewhere = newest and path.parent != newest.parent.resolve()
+    if elsewhere or (newest and path.name < newest.name and _last_resume(directory) == resume):
+        print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
+        return found
+    if not (path.name.startswith("step-") and path.is_dir()):
+        raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
+    if newest and path.name < newest.name:
+        raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
+    return [path]
+
+
+def _last_resume(directory: Path) -> str | None:
+    """What --resume the last start of a run in `directory` had: a requeued job has the same."""
+    last = None
+    for line in (directory / "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError, KeyError):  # torn, or another event
+            last = json.loads(line)["arguments"]["resume"]
+    return last
+
+
+def _check_visible(path: Path) -> None:
+    if not path.is_dir():
+        raise OSError(f"rank {dist.get_rank()} does not see {path}: do all nodes share it?")
+
+
+def _set_aside(path: Path, error: ValueError) -> None:
+    aside = path.with_name(f"damaged-{path.name}")
+    print(f"{error}: it is set aside as {aside.name}, and the one before is used")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step that a checkpoint was saved at; 0 if there is none."""
+    if checkpoint is None:
+        return 0
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def write_status(directory: Path, word: str, began: int) -> None:
+    """Write the file status; rank 0 alone. Raises OSError if it cannot be written.
+
+    It holds the word (running, stopped, finished or failed), the Slurm job with the number of its
+    restarts, the step that this start `began` at, and that of the newest checkpoint. launch.slurm
+    reads all of it.
+    """
+    newest = max(directory.glob("checkpoints/step-*"), default=None)
+    job = os.environ.get("SLURM_JOB_ID", "none")
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    saved = max(began, step_of(newest))
+    text = f"{word}\njob {job}.{restart}\nbegan at step {began}\nsaved step {saved}\n"
+    with (directory / "status").open("r+") as file:  # not cut first: the disk may be full
+        file.write(text)
+        file.truncate()
+
+
+def truncate_metrics(path: Path, step: int, without_val: bool = False) -> None:
+    """Drop the lines after `step` (0: all lines), and torn ones; rank 0 alone.
+
+    `without_val` drops the validation of that step too, which is made again.
+    """
+    kept = []
+    if step and path.exists():
+        for line in path.read_text().splitlines(keepends=True):
+            with contextlib.suppress(ValueError):
+                values = json.loads(line)
+                is_again = without_val and (values["event"], values["step"]) == ("val", step)
+                if line.endswith("\n") and values["step"] <= step and not is_again:
+                    kept.append(line)
+    temporary = path.with_name("metrics.tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)

@@ -1,0 +1,132 @@
+"""Requests to stop a run: who makes them, and when they end it at once."""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from tqdm import tqdm
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PARENT = os.getppid()  # torchrun, if there is one
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+
+
+class Stopped(Exception):
+    """A rank was asked to stop. Raised on all ranks, where nothing is half done."""
+
+
+class StopRequest:
+    """While entered, knows whether this process was asked to stop: by SIGTERM, SIGINT or SIGUSR1,
+    or by the end of its torchrun, which leaves its workers running when it is killed.
+
+    While there is nothing to lose, as in the load and the export, a request ends the process at
+    once: `end` is called with what to say of it, and must not return. Otherwise the ranks agree to
+    stop where a step, or a batch of a validation, begins.
+
+    Python runs a signal's handler between bytecodes, so not in a rank that loads, compiles, or
+    waits in a collective for another that is gone. A thread that reads the wakeup descriptor can:
+    after SIGTERM in a step it ends the process, unless the step ends soon.
+    """
+
+    def __init__(self, end: Callable[[str], None]) -> None:
+        self.end = end
+        self.name = ""  # of what asked this process to stop
+        self.terminated = False  # by SIGTERM
+        self.nothing_to_lose = True
+        self._lock = threading.Lock()  # of what stands above, and of the deadline
+        self._deadline = float("inf")  # of a step after SIGTERM
+        self._began: float | None = None  # the step under way
+        self._slowest = 0.0  # seconds of a step
+
+    def __enter__(self) -> "StopRequest":
+        reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self._before = [signal.signal(number, _ignore) for number in SIGNALS]
+        threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in zip(SIGNALS, self._before, strict=True):
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        os.close(self._writer)
+
+    def _watch(self, reader: int) -> None:
+        while True:
+            has_come, _, _ = select.select([reader], [], [], 1.0)
+            if has_come:
+                number = os.read(reader, 1)
+                if not number:
+                    break
+                self._ask(signal.Signals(number[0]).name)
+            elif UNDER_TORCHRUN and os.getppid() != PARENT:
+                self._ask("the end of torchrun")
+            with self._lock:
+                if time.monotonic() > self._deadline:
+                    self.end(f"{self.name}: the step does not end, and is lost")
+        os.close(reader)
+
+    def _ask(self, name: str) -> None:
+        with self._lock:
+            if self.nothing_to_lose:
+                self.end(f"{name}: stopped, where there is nothing to save")
+            if not self.name and int(os.environ.get("RANK", 0)) == 0:
+                tqdm.write(f"{name}: stopping where the next step would begin")
+            self.name = name
+            self.terminated = self.terminated or name == "SIGTERM"
+            self._set_deadline()
+
+    def _set_deadline(self) -> None:
+        self._deadline = float("inf")
+        if self.terminated and self._began is not None:
+            self._deadline = time.monotonic() + 5 + 2 * self._slowest
+
+    def begin_step(self) -> bool:
+        """Whether this rank was asked to stop."""
+        with self._lock:
+            self._began = time.monotonic()
+            self._set_deadline()
+            return bool(self.name)
+
+    def end_step(self) -> None:
+        """The step is over: a save or an export may take its time."""
+        with self._lock:
+            if self._began is not None:
+                self._slowest = max(self._slowest, time.monotonic() - self._began)
+            self._began = None
+            self._set_deadline()
+
+    def set_nothing_to_lose(self, value: bool) -> None:
+        """Say whether a request should end this process at once; it does, if one has come."""
+        with self._lock:
+            self.nothing_to_lose = value
+            if value and self.name:
+                self.end(f"{self.name}: stopped, where there is nothing to save")
+
+
+def _ignore(*_: object) -> None:
+    """The thread sees the signal."""
+
+
+def _forget_in_child() -> None:
+    """Processes that `datasets` forks end on a signal as any do, and wake nobody else's thread."""
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def kill_forked() -> None:
+    """Kill what tokenises for `datasets`: without this process it would wait for work for ever."""
+    multiprocess = sys.modules.get("multiprocess")
+    if multiprocess is not None:
+        for child in multiprocess.active_children():
+            child.kill()

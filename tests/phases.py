@@ -1,0 +1,69 @@
+"""A script that stays in one of its phases: phases.py SCRIPT PHASE SECONDS FLAGS...
+
+Where the phase begins, each rank writes the file OUTPUT_DIR.PHASE-RANK, and sleeps, once. Where the
+process leaves, it writes its exit code into OUTPUT_DIR.exit-RANK. The phase "none" never begins.
+"""
+
+import importlib
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import policies
+from runtime import checkpoints, readers, run
+
+RANK = os.environ.get("RANK", "0")
+
+
+def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
+    """Where each phase begins: an object, the name of a function in it, and of one whose second
+    argument is the state, the steps that may be done there."""
+    later = range(3, 1000)
+    return {
+        "load": (script, "load_model", None),
+        "tokenisation": (readers, "cached_map", None),
+        "first validation": (script, "validation", range(1)),
+        "first step": (script, "train_step", range(1)),
+        "step": (script, "train_step", later),
+        "validation": (script, "validation", later),
+        "save": (checkpoints, "_write", None),
+        "generation": (policies, "generation", None),
+        "export": (run, "export_model", None),
+    }
+
+
+def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
+    """Put the sleep where the phase begins."""
+    place, name, steps = places(script)[phase]
+    function = getattr(place, name)
+    there = output.with_name(f"{output.name}.{phase}-{RANK}")
+
+    def slow(*args: Any, **options: Any) -> Any:
+        if not there.exists() and (steps is None or args[1].step in steps):
+            there.touch()
+            time.sleep(seconds)
+        return function(*args, **options)
+
+    setattr(place, name, slow)
+
+
+def leave(code: int) -> None:
+    """Keep the exit code."""
+    output.with_name(f"{output.name}.exit-{RANK}").write_text(str(code))
+    exit_now(code)
+
+
+if __name__ == "__main__":
+    name, phase, seconds, *flags = sys.argv[1:]
+    script = importlib.import_module(name)
+    args = script.parse_args(flags)
+    output = Path(args.output_dir)
+    exit_now, os._exit = os._exit, leave
+    if phase != "none":
+        stay(phase, float(seconds), script, output)
+    run.launch(script.fsdp_main, args)

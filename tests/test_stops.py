@@ -1,0 +1,96 @@
+"""A stop is heard in every phase of a run: the word `stopped`, exit code 75, and nothing lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, check_equal_weights, launch, losses, metrics, status
+from slurm_cluster import wait_until
+
+# Seconds that a phase lasts, and whether the run waits for its end before it stops.
+LONG, SHORT = 100, 4
+PHASES = {
+    "load": LONG,
+    "tokenisation": LONG,
+    "first validation": LONG,
+    "first step": LONG,
+    "step": SHORT,
+    "validation": SHORT,
+    "save": SHORT,
+    "generation": LONG,
+    "export": LONG,
+}
+IN_MAKE_TEST = {("validation", signal.SIGTERM), ("load", signal.SIGUSR1)}
+
+
+def cases() -> list:
+    """Each phase with each signal; a stop in a few of them is what `make test` shows."""
+    found = []
+    for phase in PHASES:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            marks = [] if (phase, number) in IN_MAKE_TEST else [pytest.mark.slow]
+            found.append(pytest.param(phase, number, marks=marks, id=f"{phase}-{number.name}"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def flags(pairs: Path) -> list[str]:
+    """Six steps of `tiny`, which has dropout, validated and saved at every second."""
+    return ["--model-name", "tiny", "--dataset", str(pairs), "--source-column", "text",
+            "--target-column", "headline", "--source-length", "16", "--target-length", "8",
+            "--num-train-samples", "0", "--max-steps", "6", "--batch-size", "2", "--log-every", "1",
+            "--save-every", "2", "--eval-every", "2", "--rouge-samples", "2"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """A finished run of two ranks."""
+    output = tmp_path_factory.mktemp("run") / "uninterrupted"
+    launch(2, "T5_training.py", *flags, "--output-dir", output)
+    return output
+
+
+@pytest.mark.parametrize(("phase", "number"), cases())
+def test_stopped(
+    phase: str, number: signal.Signals, uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """By a signal to torchrun, as launch.slurm has it. The same command then goes on as if nothing
+    had been."""
+    output = tmp_path / "output"
+    flags = [*flags, "--output-dir", str(output)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    worker = ["tests/phases.py", "T5_training", phase, str(PHASES[phase])]
+    command = [sys.executable, *torchrun, *handled, *worker, *flags]
+    env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}  # or nothing is tokenised
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
+    ranks = [0] if phase == "tokenisation" else [0, 1]  # the others wait for the first
+    there = [tmp_path / f"output.{phase}-{rank}" for rank in ranks]
+    wait_until(lambda: all(path.exists() for path in there), 100, str)
+    process.send_signal(number)
+    start = time.monotonic()
+    printed, _ = process.communicate(timeout=60)
+    seconds = time.monotonic() - start
+    assert process.returncode != 0
+    assert status(output) == "stopped", printed
+    assert [(tmp_path / f"output.exit-{rank}").read_text() for rank in (0, 1)] == ["75", "75"]
+    assert seconds < SHORT + 10, printed
+    assert number.name in printed and "runtime/" not in printed  # no traceback but torchrun's
+    assert not list(output.glob("lock*"))
+
+    saved = max((int(path.name[-8:]) for path in output.glob("checkpoints/step-*")), default=0)
+    done = max((line["step"] for line in metrics(output, "train")), default=0)
+    assert saved == done  # nothing is lost
+    result = launch(2, "T5_training.py", *flags)
+    assert [line["step"] for line in metrics(output, "start")][-1] == saved, result.stdout
+    for event in ("train", "val"):
+        assert losses(output, event) == losses(uninterrupted, event)
+    for kind in ("final", "best"):
+        check_equal_weights(output / kind, uninterrupted / kind)
+    assert status(output) == "finished"
+    assert not [*output.rglob("tmp-*"), *output.glob("lock*")]
