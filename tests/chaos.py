@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import pytest
-from conftest import ROOT, check_equal_weights, logged, losses, status, weights
+from conftest import ROOT, check_equal_weights, errors_said, logged, losses, status, weights
 
 TINY = {
     "T5_training.py": ["--rouge-samples", "2", "--target-length", "16", "--source-length", "64"],
@@ -146,11 +146,7 @@ def attempt(
         "exit codes": [path.read_text() if path.exists() else "killed" for path in exits],
         "lost steps": max(0, steps_logged(output) - steps_saved(output)),
         "seconds": round(time.monotonic() - began, 1),
-        "said": [
-            line
-            for line in output.with_suffix(".log").read_text().splitlines()
-            if line.startswith(("error:", "Traceback"))
-        ][-1:],
+        "said": errors_said(output.with_suffix(".log").read_text())[-1:],
     }
 
 
