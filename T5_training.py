@@ -31,7 +31,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer
+from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.t5.modeling_t5 import T5Block
 
@@ -128,8 +128,7 @@ def load_model(
         config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
         return MODEL(config), tokenizer, None  # the seed is the same on all ranks
     directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
-    config = AutoConfig.from_pretrained(directory)
-    hf_weights.check_type(config, MODEL, args.model_name)
+    config = hf_weights.load_config(directory, MODEL, args.model_name)
     arguments.check_length("--source-length", args.source_length, config)
     arguments.check_length("--target-length", args.target_length, config)
     tokenizer = hf_weights.load_tokenizer(directory, config.vocab_size)

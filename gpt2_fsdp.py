@@ -33,7 +33,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, ByT5Tokenizer
+from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -181,8 +181,7 @@ def load_model(
         config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
     else:
         directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
-        config = AutoConfig.from_pretrained(directory)
-        hf_weights.check_type(config, MODEL, args.model_name)
+        config = hf_weights.load_config(directory, MODEL, args.model_name)
         tokenizer = hf_weights.load_tokenizer(directory, config.vocab_size)
     arguments.check_length("--block-size", args.block_size, config)
     if args.model_name == "tiny" or args.from_scratch:

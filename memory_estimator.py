@@ -187,7 +187,7 @@ def load_config(name: str) -> transformers.PretrainedConfig:
         config_class, keys, values = BUILT_IN[size]
         return config_class(**dict(zip(keys.split(), values, strict=True)))
     try:
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(
             f"--model-name {name}: no config of it here or on the hub ({type(error).__name__}), "

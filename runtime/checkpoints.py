@@ -11,15 +11,16 @@ import contextlib
 import json
 import math
 import os
-import pickle
 import random
 import shutil
+import warnings
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy
@@ -29,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -112,9 +113,8 @@ class Saver:
             state.model, state.optimizer, options=_options(state.model)
         )
         model = adapters.saved_part(state.model, model)
-        random_states = pickle.dumps([read() for read, _ in _random_generators()])
         # Under one key for all ranks only rank 0's would be kept.
-        rng = {str(dist.get_rank()): random_states}
+        rng = {str(dist.get_rank()): _random_states()}
         tensors = {"model": model, "optimizer": optimizer, "rng": rng}
         path = self.directory / f"step-{state.step:08d}"
         best = best_path(self.directory.parent, state)
@@ -263,17 +263,30 @@ def _make_full(directory: Path) -> dict[str, list[int]]:
     return {FULL: file_sum(directory / FULL)}
 
 
-def _random_generators() -> list[tuple[Callable, Callable]]:
-    """How the random states of a rank are read, and how they are restored."""
-    pairs = [
-        (random.getstate, random.setstate),
-        (numpy.random.get_state, numpy.random.set_state),
-        (torch.get_rng_state, torch.set_rng_state),
-    ]
+def _random_states() -> dict[str, torch.Tensor]:
+    """What this rank's generators of random numbers are at, as tensors, which need no pickle."""
+    _, words, gauss = random.getstate()
+    _, keys, *position, cached = numpy.random.get_state()
+    states = {
+        "python": torch.tensor(words),
+        "numpy": torch.tensor([*keys.tolist(), *position]),
+        "gauss": torch.tensor([math.nan if gauss is None else gauss, cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
     if accelerator() is not None:
-        device = torch.get_device_module(accelerator())
-        pairs.append((device.get_rng_state, device.set_rng_state))
-    return pairs
+        states["device"] = torch.get_device_module(accelerator()).get_rng_state()
+    return states
+
+
+def _restore_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Set the generators to what `_random_states` returned; without "device", all but that one."""
+    gauss, cached = states["gauss"].tolist()
+    random.setstate((3, tuple(states["python"].tolist()), None if math.isnan(gauss) else gauss))
+    *keys, position, has_gauss = states["numpy"].tolist()
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, cached))
+    torch.set_rng_state(states["torch"])
+    if "device" in states and accelerator() is not None:
+        torch.get_device_module(accelerator()).set_rng_state(states["device"])
 
 
 def _describe(state: TrainState) -> dict[str, Any]:
@@ -342,7 +355,18 @@ def _shards(path: Path) -> Iterator[Path]:
         yield path
         return
     temporary = path.with_name(f"tmp-shards-{path.name}")
-    on_rank_zero(torch_save_to_dcp, path / FULL, temporary)
+
+    def make_shards() -> None:
+        try:
+            tensors = torch.load(path / FULL, weights_only=True, mmap=True)
+        except (UnpicklingError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{path / FULL} is no file of tensors ({reason})") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is alone
+            dcp.save(tensors, checkpoint_id=temporary, no_dist=True)
+
+    on_rank_zero(make_shards)
     yield temporary
     dist.barrier(group=cpu_group())
     on_rank_zero(shutil.rmtree, temporary)
@@ -394,11 +418,15 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _read_random_states(shards: Path) -> list[Any]:
-    """This rank's random states, in the order of `_random_generators`."""
-    tensors = {"rng": {str(dist.get_rank()): b""}}
-    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
-    return pickle.loads(tensors["rng"][str(dist.get_rank())])
+def _read_random_states(shards: Path) -> dict[str, torch.Tensor]:
+    """This rank's `_random_states`; {} of a checkpoint of an older version, which pickled them."""
+    rank = str(dist.get_rank())
+    there = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    states = {key: value for key, value in _random_states().items() if f"rng.{rank}.{key}" in there}
+    if states:
+        tensors = {"rng": {rank: states}}
+        dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    return states
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -418,7 +446,7 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     saved = json.loads((path / "train_state.json").read_text())
     rank, world_size = dist.get_rank(), dist.get_world_size()
     check_identity(path, state.identity)
-    random_states = None
+    random_states = {}
     with _shards(path) as shards:
         _read_weights(shards, state.model)
         _read_optimizer(shards, state.model, state.optimizer)
@@ -437,15 +465,16 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
         if state.best_step and rank == 0:
             print(f"{error}: the best weights so far are lost")
         state.best_loss, state.best_step = float("inf"), 0
-    if random_states is None:
-        set_seed(args.seed + state.step * world_size + rank)
-        if rank == 0:
-            there = saved["world_size"]
-            print(f"{there} processes saved this, {world_size} go on: dropout reseeded")
-        return
     # Last: what stands above may draw random numbers.
-    for (_, restore), value in zip(_random_generators(), random_states, strict=False):
-        restore(value)
+    if random_states:
+        _restore_random_states(random_states)
+        return
+    set_seed(args.seed + state.step * world_size + rank)
+    if rank == 0 and saved["world_size"] == world_size:
+        print(f"an older version saved {path.name}: dropout reseeded")
+    elif rank == 0:
+        there = saved["world_size"]
+        print(f"{there} processes saved this, {world_size} go on: dropout reseeded")
 
 
 def check_identity(path: Path, here: dict[str, Any]) -> None:

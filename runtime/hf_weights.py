@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch.distributed.tensor import empty as distributed_empty
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from tqdm import tqdm
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
@@ -268,6 +269,23 @@ def meta_model(
     return model
 
 
+def load_config(directory: Path, model_class: type[PreTrainedModel], name: str) -> PretrainedConfig:
+    """A directory's configuration; raises ValueError unless it is one of `model_class`."""
+    config = _load_without_code(AutoConfig, directory)
+    check_type(config, model_class, name)
+    return config
+
+
+def _load_without_code(kind: type, directory: Path) -> Any:
+    """What `kind.from_pretrained` makes of a directory whose own Python code is never run."""
+    try:
+        return kind.from_pretrained(directory, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(f"{directory} needs its own code, which is never run here") from None
+
+
 def check_type(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
     """Raise ValueError unless the configuration of the model `name` is one of `model_class`."""
     wanted = model_class.config_class.model_type
@@ -298,7 +316,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     names = ("tokenizer*", "vocab.*", "*.model", "*.spm")
     if not any(list(directory.glob(name)) for name in names):
         raise ValueError(f"{directory} has no tokenizer, such as tokenizer.json")
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = _load_without_code(AutoTokenizer, directory)
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"the tokenizer in {directory} has {len(tokenizer)} tokens, the model only {vocab_size}"
