@@ -45,7 +45,7 @@ MODEL = transformers.T5ForConditionalGeneration
 BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
 SCRIPT = Path(__file__).stem
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor | int]  # as `collate` makes it
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
 
 
@@ -225,15 +225,10 @@ def prepare(
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    names = ("input_ids", "attention_mask", "decoder_input_ids")
+    inputs = {name: batch[name] for name in names}
     logits = model(**inputs, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="sum")
-
-
-def count_tokens(batch: Batch) -> tuple[int, int]:
-    """Number of target tokens, and of all tokens that are not padding."""
-    targets = int((batch["labels"] != -100).sum())
-    return targets, targets + int(batch["attention_mask"].sum())
 
 
 def train(
@@ -263,7 +258,7 @@ def train_step(
     average gradients over ranks, hence the factor of the world size. Returns this rank's share
     of the loss, to be summed over ranks, and the global gradient norm before clipping.
     """
-    counts = [count_tokens(batch) for batch in micro_batches]
+    counts = [(batch["targets"], batch["tokens"]) for batch in micro_batches]
     targets, tokens = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
     if targets == 0:
         ranks.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
@@ -301,7 +296,7 @@ def validation(
         for total, (name, loader) in zip(totals, loaders.items(), strict=True):
             for batch in run.progress(loader, f"validation on {name}"):
                 total[0] += summed_loss(state.model, batches.to_device(batch, state.device))
-                total[1] += count_tokens(batch)[0]
+                total[1] += batch["targets"]
     dist.all_reduce(totals)
     losses = (totals[:, 0] / totals[:, 1]).tolist()
     loss = totals[:, 0].sum() / totals[:, 1].sum()

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -121,16 +122,21 @@ def load_blocks(
     return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
 
 
-def collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
     """int64 input_ids and labels, the tokens that follow, [batch, length]; -100 past a block's end.
+    The ints `targets` and `tokens` are the number of labels that are not -100.
 
     No examples give one without labels, for a rank that has none left.
     """
     rows = [example["input_ids"] for example in examples] or [[0]]
     width = max(8, *(len(row) - 1 for row in rows))
-    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    labels = torch.full_like(input_ids, -100)
-    for row, ids, target in zip(rows, input_ids, labels, strict=True):
-        ids[: len(row) - 1] = torch.tensor(row[:-1])
-        target[: len(row) - 1] = torch.tensor(row[1:])
-    return {"input_ids": input_ids, "labels": labels}
+    input_ids = np.zeros((len(rows), width), dtype=np.int64)
+    labels = np.full((len(rows), width), -100)
+    targets = 0
+    for number, row in enumerate(rows):
+        count = len(row) - 1
+        input_ids[number, :count] = row[:-1]
+        labels[number, :count] = row[1:]
+        targets += count
+    tensors = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
+    return tensors | {"targets": targets, "tokens": targets}

@@ -11,6 +11,7 @@ from collections import abc, defaultdict
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import Dataset, List, Value
 from jinja2 import TemplateError
@@ -271,7 +272,7 @@ class Packs(torch.utils.data.Dataset):
     """
 
     def __init__(self, documents: Dataset, args: Namespace):
-        self.documents = documents
+        self.documents = readers.Rows(documents)
         self.args = args
         self.epoch = 0
         self.plans: dict[int, list[list[int]]] = {}  # of the epoch at hand
@@ -300,25 +301,45 @@ class Packs(torch.utils.data.Dataset):
         return self.documents.__getitems__(self.plan()[i])
 
 
-def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor]:
+def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
     """Packs as rows, padded with 0 to a multiple of 8; without samples one row, all padding.
 
     int64 [batch, length]: `input_ids`; `labels`, which follow them, or -100; `position_ids`, from 0
     in each document, 0 in padding. int32 `cu_seq_lens`: 0 and the ends, in the flattened batch, of
-    the documents and of each row's padding. int64 `tokens` []: positions that are not padding.
+    the documents and of each row's padding. The ints `targets` and `tokens` count the labels that
+    are not -100, and the positions that are not padding. int64 `target_positions` are those of the
+    labels in the flattened batch; one is there even if there is no label, for a head needs some.
     """
     rows = samples or [[]]
     used = [sum(len(document["labels"]) - 1 for document in row) for row in rows]
     width = max(8, -(-max(used) // 8) * 8)
-    parts = []  # of the flattened batch: ids, labels and positions of a document, or of padding
-    for row, length in zip(rows, used, strict=True):
+    shape = len(rows), width
+    input_ids = np.zeros(shape, dtype=np.int64)
+    labels = np.full(shape, -100)
+    positions = np.zeros(shape, dtype=np.int64)
+    count = np.arange(width)
+    bounds = [0]
+    for number, row in enumerate(rows):
+        at = 0
         for document in row:
-            ids = document["input_ids"][:-1]
-            parts.append((ids, document["labels"][1:], range(len(ids))))
-        padding = width - length
-        if padding:
-            parts.append(([0] * padding, [-100] * padding, [0] * padding))
-    columns = (torch.cat([*map(torch.tensor, x)]).view(-1, width) for x in zip(*parts, strict=True))
-    batch = dict(zip(("input_ids", "labels", "position_ids"), columns, strict=True))
-    batch["cu_seq_lens"] = torch.tensor([0, *(len(part[0]) for part in parts)]).cumsum(0).int()
-    return batch | {"tokens": torch.tensor(sum(used))}
+            end = at + len(document["labels"]) - 1
+            input_ids[number, at:end] = document["input_ids"][:-1]
+            labels[number, at:end] = document["labels"][1:]
+            positions[number, at:end] = count[: end - at]
+            bounds.append(number * width + end)
+            at = end
+        if at < width:
+            bounds.append((number + 1) * width)
+    target_positions = np.flatnonzero(labels != -100)
+    targets = len(target_positions)
+    if targets == 0:
+        target_positions = np.zeros(1, dtype=np.int64)
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "labels": torch.from_numpy(labels),
+        "target_positions": torch.from_numpy(target_positions),
+        "position_ids": torch.from_numpy(positions),
+        "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
+        "targets": targets,
+        "tokens": sum(used),
+    }

@@ -48,7 +48,7 @@ BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}
 CHUNK = 1024  # tokens whose logits are held at a time
 SCRIPT = Path(__file__).stem
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor | int]  # as `collate` makes it
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
 
 
@@ -283,12 +283,6 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**model_inputs(batch), targets=batch["labels"])
 
 
-def count_tokens(batch: Batch) -> tuple[int, int]:
-    """Number of target tokens, and of all tokens that are not padding: the same here."""
-    targets = int((batch["labels"] != -100).sum())
-    return targets, targets
-
-
 def train(
     args: Namespace, state: TrainState, loader: DataLoader, val_loaders: Loaders, run: Run
 ) -> None:
@@ -316,7 +310,7 @@ def train_step(
     average gradients over ranks, hence the factor of the world size. Returns this rank's share
     of the loss, to be summed over ranks, and the global gradient norm before clipping.
     """
-    counts = [count_tokens(batch) for batch in micro_batches]
+    counts = [(batch["targets"], batch["tokens"]) for batch in micro_batches]
     targets, tokens = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
     if targets == 0:
         ranks.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
@@ -354,7 +348,7 @@ def validation(
         for total, (name, loader) in zip(totals, loaders.items(), strict=True):
             for batch in run.progress(loader, f"validation on {name}"):
                 total[0] += summed_loss(state.model, batches.to_device(batch, state.device))
-                total[1] += count_tokens(batch)[0]
+                total[1] += batch["targets"]
     dist.all_reduce(totals)
     losses = (totals[:, 0] / totals[:, 1]).tolist()
     loss = totals[:, 0].sum() / totals[:, 1].sum()

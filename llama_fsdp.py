@@ -75,7 +75,7 @@ RECIPE = {  # of Llama-2 70B
 }
 CHUNK = 1024  # tokens whose logits are held at a time
 SCRIPT = Path(__file__).stem
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor | int]  # as `collate` makes it
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
 
 
@@ -191,12 +191,17 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
         self.post_init()  # ties the new head, or initialises it
 
     def forward(
-        self, input_ids: Tensor | None = None, targets: Tensor | None = None, **options: Any
+        self,
+        input_ids: Tensor | None = None,
+        targets: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        **options: Any,
     ) -> Any:
         """As ever without `targets`; with them their summed loss in nats.
 
         `input_ids`, `targets` and `position_ids` are int64 [batch, length] as `collate` makes them:
-        a document begins wherever the positions begin again.
+        a document begins wherever the positions begin again. `target_positions`, int64, are those
+        in the flattened batch that the head is used at: most of a chat is prompt.
         """
         if targets is None:
             return super().forward(input_ids, **options)
@@ -204,7 +209,10 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
             # Without any mask Transformers would look for documents itself, and wait for the GPU.
             options["attention_mask"] = torch.ones_like(input_ids)
         hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
-        return self.lm_head(hidden.flatten(0, 1), targets.flatten())
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if target_positions is not None and targets.numel() > 0:
+            hidden, targets = hidden[target_positions], targets[target_positions]
+        return self.lm_head(hidden, targets)
 
 
 MODEL = LlamaForCausalLM
@@ -339,17 +347,13 @@ def prepare(
 
 def model_inputs(batch: Batch) -> Batch:
     """What the model is given of a batch besides the targets."""
-    return {key: batch[key] for key in ("input_ids", "position_ids", "cu_seq_lens")}
+    names = ("input_ids", "position_ids", "cu_seq_lens", "target_positions")
+    return {name: batch[name] for name in names}
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
     return model(**model_inputs(batch), targets=batch["labels"])
-
-
-def count_tokens(batch: Batch) -> tuple[int, int]:
-    """Number of target tokens, and of all tokens that are not padding."""
-    return int((batch["labels"] != -100).sum()), int(batch["tokens"])
 
 
 def train(
@@ -379,7 +383,7 @@ def train_step(
     average gradients over ranks, hence the factor of the world size. Returns this rank's share
     of the loss, to be summed over ranks, and the global gradient norm before clipping.
     """
-    counts = [count_tokens(batch) for batch in micro_batches]
+    counts = [(batch["targets"], batch["tokens"]) for batch in micro_batches]
     targets, tokens = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
     if targets == 0:
         ranks.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
@@ -417,7 +421,7 @@ def validation(
         for total, (name, loader) in zip(totals, loaders.items(), strict=True):
             for batch in run.progress(loader, f"validation on {name}"):
                 total[0] += summed_loss(state.model, batches.to_device(batch, state.device))
-                total[1] += count_tokens(batch)[0]
+                total[1] += batch["targets"]
     dist.all_reduce(totals)
     losses = (totals[:, 0] / totals[:, 1]).tolist()
     loss = totals[:, 0].sum() / totals[:, 1].sum()

@@ -22,6 +22,7 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
@@ -300,31 +301,44 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
 
 def collate(
     examples: list[dict], pad_token_id: int, decoder_start_token_id: int
-) -> dict[str, torch.Tensor]:
+) -> dict[str, torch.Tensor | int]:
     """Pad examples to the longest of them, rounded up to a multiple of 8.
 
     Returns int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels` and
-    `decoder_input_ids` [batch, target]; padding is `pad_token_id`, in `labels` -100. No examples
-    give one without any target, so that a rank with nothing left can go along with the others.
+    `decoder_input_ids` [batch, target]; padding is `pad_token_id`, in `labels` -100. The ints
+    `targets` and `tokens` count the labels that are not -100, and with them the source's tokens. No
+    examples give one without any target, so that a rank with nothing left can go along.
     """
     # One position stays visible: attention over none would be NaN.
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
-
-    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-        width = max(8, -(-max(map(len, rows)) // 8) * 8)
-        return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
-
-    input_ids = padded([example["input_ids"] for example in examples], pad_token_id)
-    lengths = torch.tensor([[len(example["input_ids"])] for example in examples])
-    labels = padded([example["labels"] for example in examples], -100)
-    start = torch.full_like(labels[:, :1], decoder_start_token_id)
-    shifted = torch.cat((start, labels[:, :-1]), dim=1)
-    return {
+    sources = [example["input_ids"] for example in examples]
+    targets = [example["labels"] for example in examples]
+    source_shape = len(examples), padded_width(sources)
+    target_shape = len(examples), padded_width(targets)
+    input_ids = np.full(source_shape, pad_token_id)
+    attention_mask = np.zeros(source_shape, dtype=np.int64)
+    labels = np.full(target_shape, -100)
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        input_ids[number, : len(source)] = source
+        attention_mask[number, : len(source)] = 1
+        labels[number, : len(target)] = target
+    decoder_input_ids = np.full(target_shape, decoder_start_token_id)
+    decoder_input_ids[:, 1:] = labels[:, :-1]
+    decoder_input_ids[decoder_input_ids == -100] = pad_token_id
+    tensors = {
         "input_ids": input_ids,
-        "attention_mask": (torch.arange(input_ids.size(1)) < lengths).long(),
+        "attention_mask": attention_mask,
         "labels": labels,
-        "decoder_input_ids": shifted.masked_fill(shifted == -100, pad_token_id),
+        "decoder_input_ids": decoder_input_ids,
     }
+    count = sum(map(len, targets))
+    counts = {"targets": count, "tokens": count + sum(map(len, sources))}
+    return {name: torch.from_numpy(array) for name, array in tensors.items()} | counts
+
+
+def padded_width(rows: list[np.ndarray]) -> int:
+    """That of the longest row, rounded up to a multiple of 8, at least 8."""
+    return max(8, -(-max(map(len, rows)) // 8) * 8)
 
 
 def check_rouge(args: argparse.Namespace) -> list[str]:

@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 import llama_fsdp
-from runtime.run import Run, open_output
+from runtime.output import open_output
+from runtime.run import Run
 
 
 def write_chats(tasks: Path, chats: Path) -> None:
@@ -47,7 +48,7 @@ def epoch(args: argparse.Namespace, made: tuple) -> tuple[float, int, int]:
     run = Run(args, state.device, "")
     for samples in loader.batch_sampler.steps():
         batch = next(batches)
-        targets += llama_fsdp.count_tokens(batch)[0]
+        targets += batch["targets"]
         start = time.perf_counter()
         llama_fsdp.train_step(args, state, [batch], samples, run)
         if state.device.type == "cuda":

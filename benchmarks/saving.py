@@ -25,7 +25,8 @@ from common import GPT2, launch, write_gpt2
 
 import gpt2_fsdp
 from runtime import ranks
-from runtime.run import Run, open_output
+from runtime.output import open_output
+from runtime.run import Run
 
 MODES = {"sharded": [], "full": ["--checkpoint-type", "full"], "async": ["--async-save"]}
 

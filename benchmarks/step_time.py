@@ -35,7 +35,7 @@ from datasets import Dataset
 
 import gpt2_fsdp
 import policies
-from runtime.run import open_output
+from runtime.output import open_output
 
 
 def ours(args: argparse.Namespace, device: torch.device) -> tuple[Loop, Loop, Dataset]:

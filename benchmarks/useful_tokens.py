@@ -27,7 +27,7 @@ from transformers import ByT5Tokenizer
 import memory_estimator
 import policies
 import T5_training
-from runtime.run import open_output
+from runtime.output import open_output
 
 
 class Padded(Dataset):

@@ -10,13 +10,16 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .checkpoints import TrainState, checksum
 from .ranks import accelerator
+from .readers import Rows
 
 WINDOW = 50  # global batches at most that are sorted by length together: more pad less, mix less
 PROBES = 256  # samples at most of each data set that tell it from another
@@ -93,7 +96,8 @@ class GlobalBatchSampler:
 def train_loader(
     args: Namespace, dataset: Any, collate: Callable, lengths: list[int] | None = None
 ) -> DataLoader:
-    """The loader of this rank's micro-batches of `dataset`, which has len() and [i].
+    """The loader of this rank's micro-batches of `dataset`, which has len() and [i]. The rows of a
+    `datasets.Dataset` reach `collate` as NumPy arrays, see `Rows`.
 
     Raises ValueError if it has fewer samples than there are processes.
     """
@@ -115,6 +119,8 @@ def val_loader(args: Namespace, dataset: Any, collate: Callable) -> DataLoader:
 
 
 def _loader(dataset: Any, sampler: GlobalBatchSampler, collate: Callable) -> DataLoader:
+    if isinstance(dataset, Dataset):
+        dataset = Rows(dataset)
     return DataLoader(
         dataset,
         batch_sampler=sampler,
@@ -147,9 +153,22 @@ def steps(
         state.consumed = 0
 
 
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The batch on `device`, copied while the host goes on."""
-    return {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+def to_device(batch: dict[str, Tensor | int], device: torch.device) -> dict[str, Tensor | int]:
+    """The batch with its tensors on `device`, copied while the host goes on."""
+    found = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, Tensor):
+            found[name] = value.to(device, non_blocking=True)
+    return found
+
+
+def as_lists(sample: Any) -> Any:
+    """A sample with lists in place of arrays."""
+    if isinstance(sample, dict):
+        return {name: as_lists(value) for name, value in sample.items()}
+    if isinstance(sample, list):
+        return [as_lists(value) for value in sample]
+    return sample.tolist() if isinstance(sample, np.ndarray) else sample
 
 
 def identity(
@@ -161,7 +180,7 @@ def identity(
     for dataset in (loader.dataset, *(other.dataset for other in val_loaders.values())):
         contents.append(len(dataset))
         stride = len(dataset) // PROBES + 1
-        samples += [dataset[i] for i in range(0, len(dataset), stride)]
+        samples += [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
     return {
         "data": checksum(contents + samples),
         "global batch": loader.batch_sampler.global_batch,

@@ -21,8 +21,10 @@ import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
+import numpy as np
 from datasets import Dataset, Features, Value
 from transformers import PreTrainedTokenizerBase
 
@@ -225,6 +227,55 @@ def cached_map(
             f"the cache of data sets, {place}, cannot be written ({error}): make room, or name "
             "another directory in HF_DATASETS_CACHE"
         ) from error
+
+
+class Rows:
+    """The rows of a `Dataset` of integers and lists of integers, which are read without making
+    lists: `[i]` gives them as ints and as NumPy arrays, views of the mapped file."""
+
+    def __init__(self, rows: Dataset) -> None:
+        self._rows = rows
+        self._indices = None  # of the rows that a `select` has chosen
+        if rows._indices is not None:
+            self._indices = rows._indices.column(0).to_numpy()
+        self._columns: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {}
+        for name in rows.column_names:
+            column = rows.data.column(name)
+            self._columns[name] = [_numbers(chunk) for chunk in column.chunks]
+        sizes = [len(chunk) for chunk in column.chunks]  # in rows
+        self._starts = np.cumsum([0, *sizes[:-1]])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.__getitems__([i])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        """As DataLoader asks for a batch."""
+        rows = np.array(indices, dtype=np.int64)
+        if self._indices is not None:
+            rows = self._indices[rows].astype(np.int64)
+        chunks = self._starts.searchsorted(rows, side="right") - 1
+        places = rows - self._starts[chunks]
+        found: list[dict[str, Any]] = [{} for _ in indices]
+        where = list(zip(found, chunks.tolist(), places.tolist(), strict=True))
+        for name, parts in self._columns.items():
+            for row, chunk, i in where:
+                values, offsets = parts[chunk]
+                if offsets is None:
+                    row[name] = values.item(i)
+                else:
+                    row[name] = values[offsets[i] : offsets[i + 1]]
+        return found
+
+
+def _numbers(chunk: Any) -> tuple[np.ndarray, np.ndarray | None]:
+    """An Arrow array's numbers, and where each list begins, and the last one ends; without a copy.
+    The latter is None where they stand in no lists."""
+    if hasattr(chunk, "offsets"):
+        return chunk.values.to_numpy(), chunk.offsets.to_numpy()
+    return chunk.to_numpy(), None
 
 
 def count_targets(rows: Dataset) -> int:

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from ten_steps import local, strategy_flags
 
 from runtime import batches, checkpoints, ranks
-from runtime.run import Run, open_output
+from runtime.output import open_output
+from runtime.run import Run
 
 STRATEGIES = {  # what differs between them is the same in every script
     "T5_training": ("full_shard", "fsdp2"),

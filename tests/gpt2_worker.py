@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import gpt2_fsdp
 import policies
 from runtime import checkpoints, free_space
-from runtime.run import open_output
+from runtime.output import open_output
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
 from runtime import hf_weights
-from runtime.run import open_output
+from runtime.output import open_output
 
 
 def rotary(model: torch.nn.Module) -> torch.nn.Module:

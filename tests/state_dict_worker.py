@@ -32,7 +32,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 from runtime import checkpoints
-from runtime.run import Run, open_output
+from runtime.output import open_output
+from runtime.run import Run
 
 
 def resident(key: str) -> int:

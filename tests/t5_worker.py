@@ -15,7 +15,8 @@ from ten_steps import SHARED_VARIANTS, compile_without_compiler, strategy_flags,
 
 import T5_training
 from runtime import checkpoints
-from runtime.run import Run, open_output
+from runtime.output import open_output
+from runtime.run import Run
 
 VARIANTS = SHARED_VARIANTS | {
     "bf16": ["--precision", "bf16"],

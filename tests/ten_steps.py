@@ -166,7 +166,7 @@ def ten_steps(
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())
         result["samples"].append((state.epoch, samples))
-        result["rows"].append([loader.dataset[i] for i in samples])
+        result["rows"].append(batches.as_lists([loader.dataset[i] for i in samples]))
     policies.clip_gradients = clip
     moments = [v for s in state.optimizer.state.values() for k, v in s.items() if k != "step"]
     result["optimizer_bytes"] = held(moments)

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
+from runtime.batches import as_lists
 
 SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
 CHATML = (
@@ -311,7 +312,7 @@ def test_packs_of_real_chats_are_full(length: int, seed_tasks: list[dict]) -> No
         [chat_dataset.collate([padded[j] for j in range(i, i + 25)]) for i in range(0, 175, 25)],
     ]
     assert max(batch["input_ids"].size(1) for batch in batches[0]) <= length
-    for counted in (lambda batch: int((batch["labels"] != -100).sum()), lambda x: int(x["tokens"])):
+    for counted in (lambda batch: int((batch["labels"] != -100).sum()), lambda x: x["tokens"]):
         packed, unpacked = (sum(map(counted, part)) for part in batches)
         assert packed == unpacked > 0
     assert packed == packs.positions == sum(map(len, rows["input_ids"])) - len(rows)
@@ -324,14 +325,14 @@ def test_packs_depend_on_seed_and_epoch(small: Dataset) -> None:
     def packs(seed: int, epoch: int) -> list[list[dict]]:
         found = chat_dataset.Packs(small, arguments(max_seq_length=64, seed=seed))
         found.set_epoch(epoch)
-        return list(found)
+        return as_lists(list(found))
 
     first = packs(0, 0)
-    assert list(chat_dataset.Packs(small, arguments(max_seq_length=64))) == first == packs(0, 0)
+    assert first == packs(0, 0)
     again = chat_dataset.Packs(small, arguments(max_seq_length=64))
     for epoch in (0, 1, 0):  # forth and back
         again.set_epoch(epoch)
-        assert (list(again) == first) == (epoch == 0)
+        assert (as_lists(list(again)) == first) == (epoch == 0)
     for other in packs(0, 1), packs(1, 0):
         assert other != first
         assert len(other) == len(first)
@@ -367,14 +368,16 @@ def test_collate() -> None:
     """Two rows, one of them with two documents: nothing is predicted across their border."""
     rows = [[document(3, 4, 5, 6), document(7, 8, 9, 10, 11, prompt=3)], [document(*range(20, 29))]]
     batch = chat_dataset.collate(rows)
-    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    assert (batch["targets"], batch["tokens"]) == (13, 15)
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
         "input_ids": [[3, 4, 5, 7, 8, 9, 10, 0], [20, 21, 22, 23, 24, 25, 26, 27]],
         "labels": [[4, 5, 6, -100, -100, 10, 11, -100], [21, 22, 23, 24, 25, 26, 27, 28]],
         "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]],
         "cu_seq_lens": [0, 3, 7, 8, 16],
-        "tokens": 15,
+        "target_positions": [0, 1, 2, 5, 6, *range(8, 16)],
     }
-    types = {name: tensor.dtype for name, tensor in batch.items()}
+    types = {name: tensor.dtype for name, tensor in tensors.items()}
     assert types.pop("cu_seq_lens") == torch.int32
     assert set(types.values()) == {torch.int64}
 
@@ -384,7 +387,7 @@ def test_collate_rounds_the_width_up() -> None:
     assert batch["input_ids"].shape == batch["labels"].shape == (2, 16)
     assert batch["cu_seq_lens"].tolist() == [0, 9, 16, 17, 32]
     assert batch["position_ids"][1].tolist() == [0] * 16
-    assert int((batch["labels"] != -100).sum()) == int(batch["tokens"]) == 10
+    assert int((batch["labels"] != -100).sum()) == batch["tokens"] == 10
 
 
 def test_collate_of_nothing() -> None:
@@ -393,8 +396,8 @@ def test_collate_of_nothing() -> None:
     assert batch["input_ids"].tolist() == batch["position_ids"].tolist() == [[0] * 8]
     assert batch["labels"].tolist() == [[-100] * 8]
     assert batch["cu_seq_lens"].tolist() == [0, 8] and batch["cu_seq_lens"].dtype == torch.int32
-    assert batch["tokens"].shape == () and batch["tokens"] == 0
-    assert batch["labels"].dtype == batch["tokens"].dtype == torch.int64
+    assert batch["tokens"] == batch["targets"] == 0
+    assert batch["labels"].dtype == batch["target_positions"].dtype == torch.int64
 
 
 def test_values_out_of_range() -> None:

@@ -542,6 +542,7 @@ def test_collate():
     collate = pickle.loads(pickle.dumps(collate))
     examples = [{"input_ids": [5] * 9, "labels": [6, 1]}, {"input_ids": [7, 1], "labels": [8] * 8}]
     batch = collate(examples)
+    assert (batch.pop("targets"), batch.pop("tokens")) == (10, 21)
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == {
         "input_ids": ((2, 16), torch.int64),
         "attention_mask": ((2, 16), torch.int64),
@@ -567,11 +568,13 @@ def test_collate_suits_t5():
     )
     model = T5ForConditionalGeneration(config).eval()
     batch = sd.collate([{"input_ids": [5, 1], "labels": [9, 8, 1]}], 0, 0)
+    assert (batch.pop("targets"), batch.pop("tokens")) == (3, 5)
     assert torch.equal(batch["decoder_input_ids"], model._shift_right(batch["labels"]))
     given = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     assert torch.equal(model(**batch).logits, model(**given).logits)
 
     empty = sd.collate([], 0, 0)
+    assert (empty.pop("targets"), empty.pop("tokens")) == (0, 1)
     assert {name: tuple(t.shape) for name, t in empty.items()} == dict.fromkeys(batch, (1, 8))
     assert (empty["labels"] == -100).all() and empty["attention_mask"].sum() == 1
     labels = empty.pop("labels")
