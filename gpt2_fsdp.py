@@ -367,7 +367,8 @@ def continue_prompts(
     texts = []
     with policies.generation(args, state.model, state.device) as generate:
         for index in range(min(3, len(dataset))):
-            prompt = torch.tensor([dataset[index]["input_ids"][:32]], device=state.device)
+            ids = torch.tensor(dataset[index]["input_ids"][:32], dtype=torch.int64)
+            prompt = ids[None].to(state.device)
             (output,) = generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),

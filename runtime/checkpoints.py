@@ -36,7 +36,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
 
-from . import adapters
+from . import adapters, hf_weights
 from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
 
 FULL = "full.pt"  # --checkpoint-type full
@@ -112,7 +112,7 @@ class Saver:
         model, optimizer = dcp_state.get_state_dict(
             state.model, state.optimizer, options=_options(state.model)
         )
-        model = adapters.saved_part(state.model, model)
+        model = _saved_part(state.model, model)
         # Under one key for all ranks only rank 0's would be kept.
         rng = {str(dist.get_rank()): _random_states()}
         tensors = {"model": model, "optimizer": optimizer, "rng": rng}
@@ -146,7 +146,8 @@ class Saver:
         failures_before = self.failures
         state.best_loss = loss
         state.best_step = state.step
-        tensors = {"model": _weights(state.model)}
+        model = dcp_state.get_model_state_dict(state.model, options=_options(state.model))
+        tensors = {"model": _saved_part(state.model, model)}
         self._attempt(_write, best_path(self.directory.parent, state), tensors, _describe(state))
         if self.failures:
             state.best_loss, state.best_step = before
@@ -341,11 +342,25 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     )
 
 
-def _weights(model: nn.Module) -> dict[str, Any]:
-    """What is saved of a model: all its weights, or its adapters."""
-    return adapters.saved_part(
-        model, dcp_state.get_model_state_dict(model, options=_options(model))
-    )
+def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds of a model's state dict: all weights, tied ones once, or adapters."""
+    tied = _tied_names(model)
+    once = {name: tensor for name, tensor in state_dict.items() if name not in tied}
+    return adapters.saved_part(model, once)
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """The further names of tied weights, each with the first one."""
+    inner = model if isinstance(model, FSDPModule) else model.module
+    first: dict[nn.Parameter, str] = {}
+    further = {}
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        name = hf_weights.plain_name(name)
+        if parameter in first:
+            further[name] = first[parameter]
+        else:
+            first[parameter] = name
+    return further
 
 
 @contextlib.contextmanager
@@ -373,9 +388,15 @@ def _shards(path: Path) -> Iterator[Path]:
 
 
 def _read_weights(shards: Path, model: nn.Module) -> None:
-    tensors = {"model": _weights(model)}
+    options = _options(model)
+    whole = dcp_state.get_model_state_dict(model, options=options)
+    tensors = {"model": _saved_part(model, whole)}
     dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
-    dcp_state.set_model_state_dict(model, tensors["model"], options=_options(model))
+    loaded = tensors["model"]
+    for name, first in _tied_names(model).items():
+        if first in loaded:
+            loaded[name] = loaded[first]
+    dcp_state.set_model_state_dict(model, loaded, options=options)
 
 
 def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import (
     ByT5Tokenizer,
@@ -84,6 +85,13 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     files = sorted(directory.glob("*.safetensors"))
     assert files, directory
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def check_tied_once(output: Path) -> None:
+    """A run's checkpoint of its best weights holds as many tensors as the exported model."""
+    best = max((output / "checkpoints").glob("best-*"))
+    names = dcp.FileSystemReader(best).read_metadata().state_dict_metadata
+    assert len(names) == len(weights(output / "final"))
 
 
 def check_equal_weights(one: Path, other: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, check_equal_weights, launch, losses, metrics, weights
+from conftest import ROOT, check_equal_weights, check_tied_once, launch, losses, metrics, weights
 
 import gpt2_fsdp
 
@@ -83,6 +83,7 @@ def test_resumed_by_one_process_under_ddp(
     assert launch(2, "tests/killed.py", "gpt2_fsdp", 0, 7, *command, check=False).returncode
     args = gpt2_fsdp.parse_args([*flags, *output, "--batch-size", "8", "--strategy", "ddp"])
     gpt2_fsdp.fsdp_main(args)
+    check_tied_once(tmp_path / "parts")
     for event in ("train", "val"):
         there = losses(tmp_path / "whole", event)
         assert losses(tmp_path / "parts", event) == pytest.approx(there, abs=1e-5)
@@ -95,6 +96,7 @@ def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple)
     assert math.exp(found["loss"]) == pytest.approx(math.exp(val[8]), rel=1e-5)
     assert found["tied"] and found["class"] == "GPT2LMHeadModel"
     assert "lm_head.weight" not in weights(uninterrupted / "final")
+    check_tied_once(uninterrupted)
     assert metrics(uninterrupted, "val")[-1]["perplexity"] == pytest.approx(math.exp(val[8]))
     phases = [line["phase"] for line in metrics(uninterrupted, "memory")]
     assert phases == ["load", "first forward", "first step"]

@@ -12,6 +12,7 @@ import torch
 from conftest import (
     ROOT,
     check_equal_weights,
+    check_tied_once,
     errors_said,
     launch,
     losses,
@@ -140,6 +141,7 @@ def test_what_a_run_leaves(uninterrupted: Path) -> None:
     assert {"loss", "lr", "grad_norm", "tokens", "tokens_per_second"} <= line.keys()
     assert line["peak_memory_mb"] > 100
     assert metrics(uninterrupted, "done")[0]["best_loss"] == best[1]
+    check_tied_once(uninterrupted)
 
 
 def reloaded(directory: Path, pairs: Path) -> dict:
