@@ -24,6 +24,7 @@ import policies
 import summarization_dataset
 from runtime import checkpoints, hf_weights, optimization, ranks
 from runtime.run import Run
+from runtime.trackers import Trackers
 
 Loop = Callable[[Callable[[], None]], None]  # calls its argument where a step ends
 GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and small ones
@@ -94,6 +95,7 @@ class TimedRun(Run):
         self.directory.mkdir(parents=True, exist_ok=True)
         self.state = state
         self.end_of_step = end_of_step
+        self._trackers = Trackers(args, self.directory, "", 0)  # none, as it is not entered
         self._show_bar()
 
     @contextlib.contextmanager
@@ -106,7 +108,7 @@ class TimedRun(Run):
     def save(self) -> None:
         """Not here."""
 
-    def save_if_best(self, loss: float) -> None:
+    def log_validation(self, metrics: dict) -> None:
         """Not here."""
 
 

@@ -35,6 +35,7 @@ from datasets import Dataset
 
 import gpt2_fsdp
 import policies
+from runtime import batches
 from runtime.output import open_output
 
 
@@ -50,7 +51,7 @@ def ours(args: argparse.Namespace, device: torch.device) -> tuple[Loop, Loop, Da
     def bare(end_of_step: Callable[[], None]) -> None:
         while True:
             for batch in loader:
-                batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+                batch = batches.to_device(batch, device)
                 with policies.autocast(args, device):
                     loss = gpt2_fsdp.summed_loss(state.model, batch) / batch["labels"].numel()
                 loss.backward()
@@ -59,7 +60,7 @@ def ours(args: argparse.Namespace, device: torch.device) -> tuple[Loop, Loop, Da
                 state.optimizer.zero_grad()
                 end_of_step()
 
-    return loop, bare, loader.dataset
+    return loop, bare, loader.dataset.dataset
 
 
 def plain_collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

@@ -64,7 +64,7 @@ def worker(options: argparse.Namespace, flags: list[str]) -> None:
     open_output(Path(args.output_dir), "auto", "T5_training")
     tokens = {"ours": [0], "tutorial": [0]}
     state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
-    rows = loader.dataset
+    rows = loader.dataset.dataset
     other, _, _ = T5_training.setup_model(args, device, pretrained=True)
 
     def ours(end_of_step: Callable[[], None]) -> None:

@@ -234,7 +234,7 @@ class Rows:
     lists: `[i]` gives them as ints and as NumPy arrays, views of the mapped file."""
 
     def __init__(self, rows: Dataset) -> None:
-        self._rows = rows
+        self.dataset = rows
         self._indices = None  # of the rows that a `select` has chosen
         if rows._indices is not None:
             self._indices = rows._indices.column(0).to_numpy()
@@ -246,7 +246,7 @@ class Rows:
         self._starts = np.cumsum([0, *sizes[:-1]])
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.dataset)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
         return self.__getitems__([i])[0]

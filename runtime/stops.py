@@ -63,7 +63,8 @@ class StopRequest:
                 number = os.read(reader, 1)
                 if not number:
                     break
-                self._ask(signal.Signals(number[0]).name)
+                if number[0] in SIGNALS:  # others may have handlers in Python, too
+                    self._ask(signal.Signals(number[0]).name)
             elif UNDER_TORCHRUN and os.getppid() != PARENT:
                 self._ask("the end of torchrun")
             with self._lock:
