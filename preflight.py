@@ -11,8 +11,8 @@ A rank is out of line if it takes longer than the median of the others, by more 
 than three times its own spread: the median distance of its samples from their median, relative to
 that. Samples are taken in rounds, of all measurements in turn, by all ranks at once. Who looks out
 of line is measured a second time, and named if that says so again. On a CPU, the time in which a
-process waits for a core is left out: it shows how many processes there are, not how fast one is. Copies in
-its memory may take 20% longer.
+process waits for a core is left out: it shows how many processes there are, not how fast one is.
+Copies in its memory may take 20% longer.
 
 A collective is as slow as its slowest rank, so groups are compared: nodes within, and the ranks of
 equal number across. One is out of line if it is so in all three collectives of one size, as what
