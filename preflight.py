@@ -27,6 +27,7 @@ torchrun itself waits.
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -60,7 +61,7 @@ warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+_tensor` is de
 ROUNDS = 5
 TOLERANCE = 0.1  # by which a rank may take longer than the others
 CPU_COPY_TOLERANCE = 0.2  # cores share caches and memory: healthy processes differed by 17%
-SAMPLE_SECONDS = 0.3  # that a sample lasts: a shorter call is repeated
+SAMPLE_SECONDS = 0.25  # that a sample lasts: a shorter call is repeated
 LARGE_SECONDS = 0.3  # that a large transfer may last: fewer bytes are sent where it would be longer
 SMALL_BYTES = 1 << 16
 TRIAL_BYTES = 1 << 24  # are sent, or written, to know how many can be
@@ -375,16 +376,17 @@ def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
     return groups
 
 
-def slowest(seconds: float) -> float:
-    """The most of all ranks'."""
-    most = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=ranks.cpu_group())
-    return most.item()
+def of_all_ranks(seconds: float, choose: dist.ReduceOp) -> float:
+    """The largest or the smallest."""
+    chosen = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(chosen, choose, group=ranks.cpu_group())
+    return chosen.item()
 
 
 def affordable_bytes(wanted: int, trial_seconds: float) -> int:
     """As many as take LARGE_SECONDS, where TRIAL_BYTES took so long; the same on all ranks."""
-    return int(min(wanted, TRIAL_BYTES * LARGE_SECONDS / slowest(trial_seconds)))
+    slowest = of_all_ranks(trial_seconds, dist.ReduceOp.MAX)
+    return int(min(wanted, TRIAL_BYTES * LARGE_SECONDS / slowest))
 
 
 def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
@@ -574,6 +576,18 @@ def seconds_without_core(device: torch.device) -> float:
     return 1e-9 * int(file.read_text().split()[1])
 
 
+def count_calls(probe: Probe, seconds: float) -> int:
+    """How many make a sample, if one takes this rank so long. The same on all ranks.
+
+    They last SAMPLE_SECONDS on the fastest rank, and longer on a slow one; in a group on all alike.
+    """
+    if len(probe.members) > 1:
+        seconds = of_all_ranks(seconds, dist.ReduceOp.MAX)
+    else:
+        seconds = of_all_ranks(seconds if probe.members else math.inf, dist.ReduceOp.MIN)
+    return max(1, int(SAMPLE_SECONDS / seconds))
+
+
 def measure(probes: list[Probe], device: torch.device, watch: Watch) -> dict[str, Seconds]:
     """Seconds of a call, by name of the probe; in a group, of its slowest rank in each round."""
     calls = [probe.call if probe.members else lambda: None for probe in probes]
@@ -581,7 +595,7 @@ def measure(probes: list[Probe], device: torch.device, watch: Watch) -> dict[str
     for probe, call in zip(probes, calls, strict=True):
         watch.begin(probe.name)
         sample(call, 1, device)  # the first call may take longer
-        counts.append(max(1, int(SAMPLE_SECONDS / slowest(sample(call, 1, device)))))
+        counts.append(count_calls(probe, sample(call, 1, device)))
     mine: list[list[float]] = [[] for _ in probes]
     for _ in range(ROUNDS):
         for probe, call, count, samples in zip(probes, calls, counts, mine, strict=True):
