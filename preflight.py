@@ -1,4 +1,4 @@
-"""Is every device there, and as fast as the others? Asked before a run, in under a minute.
+"""Is every device there, and as fast as the others? Asked before a run, in about a minute.
 
     torchrun --nnodes 1 --nproc_per_node 8 preflight.py --model-name llama-2-7b
     sbatch --nodes 4 launch.slurm preflight.py --model-name llama-2-70b --output-dir /shared/run

@@ -74,13 +74,17 @@ class StopRequest:
 
     def _ask(self, name: str) -> None:
         with self._lock:
-            if self.nothing_to_lose:
-                self.end(f"{name}: stopped, where there is nothing to save")
-            if not self.name and int(os.environ.get("RANK", 0)) == 0:
-                tqdm.write(f"{name}: stopping where the next step would begin")
+            is_first = not self.name
             self.name = name
             self.terminated = self.terminated or name == "SIGTERM"
+            self._end_if_nothing_is_lost()
             self._set_deadline()
+            if is_first and int(os.environ.get("RANK", 0)) == 0:
+                tqdm.write(f"{name}: stopping where the next step would begin")
+
+    def _end_if_nothing_is_lost(self) -> None:
+        if self.name and self.nothing_to_lose:
+            self.end(f"{self.name}: stopped, where there is nothing to save")
 
     def _set_deadline(self) -> None:
         self._deadline = float("inf")
@@ -106,8 +110,7 @@ class StopRequest:
         """Say whether a request should end this process at once; it does, if one has come."""
         with self._lock:
             self.nothing_to_lose = value
-            if value and self.name:
-                self.end(f"{self.name}: stopped, where there is nothing to save")
+            self._end_if_nothing_is_lost()
 
 
 def _ignore(*_: object) -> None:

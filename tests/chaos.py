@@ -185,9 +185,9 @@ def chaos(
     # A run that a full disk has not ended goes on to its end.
     runs = [(fault, [phase]) for fault in faults if fault == "disk full" for phase in phases]
     runs += [(fault, phases) for fault in faults if fault != "disk full"]
-    for fault, phases in runs:
+    for fault, phases_of_run in runs:
         torn = directory / "torn"
-        for number, phase in enumerate(phases):
+        for number, phase in enumerate(phases_of_run):
             turn = ["--fsdp", str(1 + number % 2)] if alternate else []
             found = attempt(script, phase, fault, [*flags, *turn], torn, chance)
             if found:

@@ -13,6 +13,7 @@ from transformers import ByT5Tokenizer, LlamaConfig
 import chat_dataset
 import llama_fsdp
 from runtime.attention import register, varlen_kernel
+from runtime.batches import to_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -122,7 +123,7 @@ def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
     model = llama_fsdp.LlamaForCausalLM(config).cuda().train()
     rows = [torch.randint(3, 300, (n,)).tolist() for n in (300, 17, 2, 90, 64, 65)]
     packs = [[{"input_ids": x, "labels": x} for x in part] for part in (rows[:3], rows[3:])]
-    batch = {key: x.cuda() for key, x in chat_dataset.collate(packs).items()}
+    batch = to_device(chat_dataset.collate(packs), torch.device("cuda"))
     register(kernel)
     found = {}
     for name, dtype in (("sdpa", torch.float32), ("sdpa", torch.bfloat16),
