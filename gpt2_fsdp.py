@@ -291,13 +291,12 @@ def train(
         lr = state.scheduler.get_last_lr()[0]
         with run.step():
             loss, grad_norm = train_step(args, state, list(micro_batches), samples, run)
-        at_end = state.step == state.total_steps or state.consumed == len(loader.dataset)
-        if at_end or run.due(args.log_every):
+        if run.due(args.log_every):
             dist.all_reduce(loss)
             run.log("train", loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **run.speed())
-        if at_end or run.due(args.eval_every):
+        if run.due(args.eval_every):
             run.log_validation(validation(args, state, val_loaders, run))
-        if at_end or run.due(args.save_every):
+        if run.due(args.save_every):
             run.save()
 
 
@@ -311,10 +310,7 @@ def train_step(
     of the loss, to be summed over ranks, and the global gradient norm before clipping.
     """
     counts = [(batch["targets"], batch["tokens"]) for batch in micro_batches]
-    targets, tokens = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
-    if targets == 0:
-        ranks.exit_with(f"step {state.step + 1} has no target tokens, in samples {samples}")
-
+    targets = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
     loss = torch.zeros((), device=state.device)
     for number, batch in enumerate(micro_batches, start=1):
         batch = batches.to_device(batch, state.device)
@@ -326,11 +322,10 @@ def train_step(
 
     state.scaler.unscale_(state.optimizer)
     grad_norm = policies.clip_gradients(state.model, args.max_grad_norm)
-    optimization.check_finite(state, loss, grad_norm, samples)  # or all end here
-    state.optimizer_step()
+    state.optimizer_step(grad_norm)
+    run.check_later(state, samples, loss, grad_norm)  # all end if it is not finite
     state.step += 1
     state.consumed += len(samples)
-    state.tokens += tokens
     return loss, grad_norm
 
 

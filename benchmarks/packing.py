@@ -41,20 +41,21 @@ def write_chats(tasks: Path, chats: Path) -> None:
 
 
 def epoch(args: argparse.Namespace, made: tuple) -> tuple[float, int, int]:
-    """Seconds of the steps of one epoch, and its useful and target tokens."""
+    """Seconds of the steps of one epoch, and this rank's useful and target tokens."""
     state, _, loader, _ = made
-    loader.batch_sampler.consumed, batches, seconds, targets = 0, iter(loader), 0.0, 0
-    before = state.tokens
+    loader.batch_sampler.consumed, batches, seconds = 0, iter(loader), 0.0
+    tokens, targets = 0, 0
     run = Run(args, state.device, "")
     for samples in loader.batch_sampler.steps():
         batch = next(batches)
+        tokens += batch["tokens"]
         targets += batch["targets"]
         start = time.perf_counter()
         llama_fsdp.train_step(args, state, [batch], samples, run)
         if state.device.type == "cuda":
             torch.cuda.synchronize()
         seconds += time.perf_counter() - start
-    return seconds, state.tokens - before, targets
+    return seconds, tokens, targets
 
 
 def main() -> None:

@@ -63,15 +63,27 @@ class TrainState:
     best_step: int = 0
     validation_due: bool = False  # a stop came before the validation of this step was done
 
-    def optimizer_step(self) -> None:
-        """Step the optimizer and the schedule; neither does where fp16 has overflowed."""
-        scale = self.scaler.get_scale()  # 1 unless fp16
+    def optimizer_step(self, grad_norm: torch.Tensor) -> None:
+        """Step the optimizer and the schedule. Where `grad_norm` is not finite, no weight, moment
+        or count of steps changes."""
+        if self.scaler.is_enabled():
+            self._scaled_step()
+        else:
+            # As fp16's scaler says it to the fused optimizer, whose kernel then does nothing. The
+            # host does not wait for it, unless the optimizer runs on the host.
+            place = self.optimizer.param_groups[0]["params"][0].device
+            self.optimizer.found_inf = grad_norm.isfinite().logical_not().float().to(place)
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def _scaled_step(self) -> None:
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         overflowed = self.scaler.get_scale() < scale
         if not overflowed:
             self.scheduler.step()
-        self.optimizer.zero_grad()
 
 
 class SaveError(OSError):

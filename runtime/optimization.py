@@ -1,11 +1,12 @@
-"""Parameter groups, the learning-rate schedule, and the check that a step was finite."""
+"""Parameter groups, the learning-rate schedule, and the check that a step was good."""
 
 import math
 import re
 from argparse import Namespace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -62,23 +63,57 @@ def lr_schedule(
     return LambdaLR(optimizer, factor)
 
 
-def check_finite(
-    state: TrainState, loss: torch.Tensor, grad_norm: torch.Tensor, samples: list[int]
-) -> None:
-    """End the run, on all ranks, if the gradient norm of the step under way is not finite.
+class HostCopy:
+    """Numbers of the device, on their way to the host."""
 
-    `loss` is this rank's share, `samples` are those of all ranks. fp16 may overflow: the scaler
-    then skips the step and halves its scale. If that would fall below 1, the run ends too.
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)  # which is in pinned memory
+        self._arrived = None
+        if numbers.device.type != "cpu":
+            self._arrived = torch.Event(numbers.device)
+            self._arrived.record()
+
+    def read(self) -> list[Any]:
+        """Wait for the numbers, but not for what the device has been given to do since."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers.tolist()
+
+
+class StepCheck:
+    """A step that is under way on the device, to be checked when the host can know how it went.
+
+    Such a step changes nothing if it is bad, see `TrainState.optimizer_step`.
     """
-    if grad_norm.isfinite():
-        return
-    reason = ""
-    if state.scaler.is_enabled():
-        if state.scaler.get_scale() * state.scaler.get_backoff_factor() >= 1:
+
+    def __init__(
+        self, state: TrainState, samples: list[int], counts: HostCopy, loss: Tensor,
+        grad_norm: Tensor,
+    ):  # fmt: skip
+        self.state = state
+        self.step = state.step + 1
+        self.samples = samples  # of all ranks
+        self.counts = counts  # of all ranks; the first is that of target tokens
+        self.numbers = HostCopy(torch.stack([loss, grad_norm.to(loss)]))  # this rank's share, all's
+
+    def check(self) -> None:
+        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
+
+        fp16 may overflow: then the scale was halved. If it is below 1, the run ends too.
+        """
+        if self.counts.read()[0] == 0:
+            ranks.exit_with(f"step {self.step} has no target tokens, in samples {self.samples}")
+        loss, grad_norm = self.numbers.read()
+        if math.isfinite(grad_norm):
             return
-        reason = ", and the loss scale of fp16 would fall below 1"
-    where = ranks.ranks_where(not loss.isfinite()) or "none"
-    ranks.exit_with(
-        f"step {state.step + 1}: gradient norm {grad_norm}, loss not finite on ranks {where}, "
-        f"samples {samples}{reason}"
-    )
+        reason = ""
+        scaler = self.state.scaler
+        if scaler.is_enabled():
+            if scaler.get_scale() >= 1:
+                return
+            reason = ", and the loss scale of fp16 would fall below 1"
+        where = ranks.ranks_where(not math.isfinite(loss)) or "none"
+        ranks.exit_with(
+            f"step {self.step}: gradient norm {grad_norm}, loss not finite on ranks {where}, "
+            f"samples {self.samples}{reason}"
+        )

@@ -22,6 +22,13 @@ class PagedAdamW(PagedAdamW32bit):
     no tensors, and moments that FSDP takes for settings.
     """
 
+    found_inf: Tensor | bool = False  # whether the next step does nothing, as of a fused AdamW
+
+    def step(self, closure: None = None) -> None:
+        """A step, unless `found_inf`, at which the host looks here."""
+        if not self.found_inf:
+            super().step(closure)
+
     def update_step(self, group: dict, parameter: Tensor, *place: int) -> None:
         """A rank may have nothing of a parameter: a CUDA kernel of no blocks ends the process."""
         if parameter.numel():

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from . import adapters, checkpoints, free_space, hf_weights, output, ranks
 from .checkpoints import SaveError, Saver, TrainState
+from .optimization import HostCopy, StepCheck
 from .stops import Stopped, StopRequest, kill_forked
 from .trackers import Trackers
 from .watchdog import Watchdog
@@ -105,6 +106,10 @@ class Run:
         self._lock = output.Lock(self.directory)
         self._watchdog = Watchdog(args.stall_minutes)
         self._stack = ExitStack()
+        self._counts: HostCopy | None = None  # of the step under way: targets, tokens, who stops
+        self._unchecked: list[StepCheck] = []
+        self._stops = False  # so the ranks agreed
+        self._epoch_samples = 0
         self._seconds = 0.0  # of the steps since the last speed
         self._tokens = 0  # at the last speed
         self._steps_done = 0  # by this process
@@ -229,6 +234,7 @@ class Run:
         self._write_status("running")
         self._log_start(loader)
         self._tokens = state.tokens
+        self._epoch_samples = len(loader.dataset)
         self._show_bar()
         self._stack.callback(self._bar.close)
         self._log_memory("load")
@@ -252,13 +258,34 @@ class Run:
         total, done = self.state.total_steps, self.state.step
         self._bar = tqdm(total=total, initial=done, unit="step", disable=ranks.hide_bar())
 
-    def exchange(self, counts: list[tuple[int, ...]]) -> list[int]:
-        """The sums of each column of `counts`, over its rows and all ranks.
+    def exchange(self, counts: list[tuple[int, int]]) -> Tensor:
+        """The number of target tokens in the step, of all ranks: int64 [], on the device.
 
-        Call it where a step begins: it raises Stopped, on all ranks, if one was asked to stop.
+        `counts` are the targets and the tokens of each micro-batch of this rank. Call it where a
+        step begins: it raises Stopped, on all ranks, if one was asked to stop before the last step.
         """
-        columns = zip(*counts, strict=True)
-        return self._sum_over_ranks([*map(sum, columns)])
+        if self._stops:
+            self.check_steps()
+            raise Stopped
+        targets, tokens = (sum(column) for column in zip(*counts, strict=True))
+        asked = int(self.stop.begin_step())
+        on_host = torch.tensor([targets, tokens, asked], pin_memory=self.device.type != "cpu")
+        sums = on_host.to(self.device, non_blocking=True)
+        dist.all_reduce(sums)
+        self._counts = HostCopy(sums)
+        return sums[0]
+
+    def check_later(
+        self, state: TrainState, samples: list[int], loss: Tensor, grad_norm: Tensor
+    ) -> None:
+        """Have the step under way checked once the next one is, or before something that is due:
+        the host does not wait for the device. `samples` are of all ranks, `loss` of this one."""
+        self._unchecked.append(StepCheck(state, samples, self._counts, loss, grad_norm))
+
+    def check_steps(self, waiting: int = 0) -> None:
+        """Check all steps but the last few, which are `waiting`; the run ends if one was bad."""
+        while len(self._unchecked) > waiting:
+            self._unchecked.pop(0).check()
 
     def progress(self, loader: DataLoader, text: str) -> Iterator[dict[str, torch.Tensor]]:
         """The batches of a validation, with a progress bar. All ranks have the same number of them.
@@ -267,23 +294,11 @@ class Run:
         goes on.
         """
         for batch in ranks.progress(loader, text):
-            try:
-                self._sum_over_ranks([])
-            except Stopped:
+            if ranks.ranks_where(self.stop.begin_step()):
                 self.state.validation_due = True
-                raise
+                raise Stopped
             yield batch
             self.stop.end_step()
-
-    def _sum_over_ranks(self, numbers: list[int]) -> list[int]:
-        """Their sums over all ranks; raises Stopped, on all of them, if one was asked to stop."""
-        asked = int(self.stop.begin_step())
-        sums = torch.tensor([*numbers, asked])
-        dist.all_reduce(sums, group=ranks.cpu_group())
-        *totals, stops = sums.tolist()
-        if stops:
-            raise Stopped
-        return totals
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -291,6 +306,10 @@ class Run:
         start = time.perf_counter()
         self._watchdog.phase(f"step {self.state.step + 1}")
         yield
+        _, tokens, stops = self._counts.read()  # when the device has begun the step
+        self.state.tokens += tokens
+        self._stops = stops > 0
+        self.check_steps(waiting=0 if self._is_read_at_once() else 1)
         self._watchdog.phase(None)
         self.stop.end_step()
         self._seconds += time.perf_counter() - start
@@ -301,9 +320,19 @@ class Run:
             self._log_memory("first step")
         self._steps_done += 1
 
+    def _is_read_at_once(self) -> bool:
+        """Whether the host needs to know how the last step went before the next one begins."""
+        args = self.args
+        is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
+        return is_due or self._steps_done == 0 or self.state.scaler.is_enabled()
+
     def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps (0: never) is due at this one."""
-        return every > 0 and self.state.step % every == 0
+        """Whether something that happens every so many steps (0: never) is due after this one. All
+        is at the end of an epoch and of the run."""
+        state = self.state
+        if state.step == state.total_steps or state.consumed == self._epoch_samples:
+            return True
+        return every > 0 and state.step % every == 0
 
     def say(self, text: str) -> None:
         """Print a line, on rank 0, above the progress bar."""

@@ -74,7 +74,9 @@ def overflow(
         state.scaler.unscale_ = infinite_shard
     ended = False
     try:
-        script.train_step(args, state, [batch], [0], Run(args, state.device, ""))
+        run = Run(args, state.device, "")
+        script.train_step(args, state, [batch], [0], run)
+        run.check_steps()
     except SystemExit:
         ended = True
     script.summed_loss = summed_loss

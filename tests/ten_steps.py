@@ -1,9 +1,12 @@
 """What the parity tests run on every rank: ten steps of a script, watched closely."""
 
 import argparse
+import contextlib
 import functools
 import importlib.util
+import traceback
 import types
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import policies
 from runtime import arguments, batches
@@ -97,6 +101,31 @@ def held(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
+class Watch(TorchDispatchMode):
+    """Counts collectives, and the places in the code where the host reads a number of a tensor: on
+    a GPU it would wait there for all that the GPU was given to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = 0
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """See what is called, and call it."""
+        self.collectives += function.namespace == "c10d"
+        if function is torch.ops.aten._local_scalar_dense.default:
+            frames = traceback.extract_stack()[:-1]
+            callers = [f.filename for f in frames if "/torch/_" not in f.filename]
+            self.waits[Path(callers[-1]).name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def check_nothing_waits(results: dict, variants: Iterable[str]) -> None:
+    """In a step and the fetch of its micro-batches, but where Transformers looks at its masks."""
+    for name in variants:
+        assert results[name]["waits"].keys() <= {"masking_utils.py"}, (name, results[name]["waits"])
+
+
 def go_on(
     script: types.ModuleType, args: argparse.Namespace, device: torch.device
 ) -> dict[str, tuple[list[float], list[torch.Tensor]]]:
@@ -151,23 +180,30 @@ def ten_steps(
     clip = policies.clip_gradients
 
     def keep_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        result.setdefault("gradient_bytes", held(p.grad for p in model.parameters()))
-        result.setdefault("parameter_bytes", held(model.parameters()))
-        result.setdefault("gradient", gradients(model))
+        policies.clip_gradients = clip
+        result["gradient_bytes"] = held(p.grad for p in model.parameters())
+        result["parameter_bytes"] = held(model.parameters())
+        result["gradient"] = gradients(model)
         return clip(model, max_norm)
 
     policies.clip_gradients = keep_gradient
     counters.clear()
     for micro_batches, samples in batches.steps(loader, state):
-        micro_batches = list(micro_batches)
+        watch = contextlib.nullcontext()
+        if len(result["losses"]) == 3 and not args.compile:  # no epoch begins there
+            watch = Watch()
+        with watch:
+            micro_batches = list(micro_batches)
+            loss, norm = script.train_step(args, state, micro_batches, samples, run)
+            run.check_steps(waiting=1)
+        if isinstance(watch, Watch):
+            result |= {"collectives": watch.collectives, "waits": dict(watch.waits)}
         result["shapes"] |= {tuple(batch["input_ids"].shape) for batch in micro_batches}
-        loss, norm = script.train_step(args, state, micro_batches, samples, run)
         dist.all_reduce(loss)
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())
         result["samples"].append((state.epoch, samples))
         result["rows"].append(batches.as_lists([loader.dataset[i] for i in samples]))
-    policies.clip_gradients = clip
     moments = [v for s in state.optimizer.state.values() for k, v in s.items() if k != "step"]
     result["optimizer_bytes"] = held(moments)
     result["graphs"] = counters["stats"]["unique_graphs"]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch
-from ten_steps import PAGED, SHARED_VARIANTS, check_going_on
+from ten_steps import PAGED, SHARED_VARIANTS, check_going_on, check_nothing_waits
 from transformers import ByT5Tokenizer, GPT2Config
 
 import block_dataset
@@ -119,6 +119,24 @@ def test_parameters_are_counted_whatever_is_sharded(
     for results, variants in ((two_ranks, TWO_RANKS), (four_ranks, FOUR_RANKS)):
         for name in variants:
             assert results[name]["counted"] == (count, count), name
+
+
+def test_nothing_waits_for_the_device(two_ranks: dict) -> None:
+    """Nor are there other collectives in a step than each unit's three (the root stays gathered for
+    the backward pass), the exchange, and the gradient norm."""
+    check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
+    for name in ("full_shard", "fsdp2"):
+        assert two_ranks[name]["collectives"] == 3 * two_ranks[name]["units"] + 1
+
+
+def test_a_bad_step_changes_nothing(two_ranks: dict) -> None:
+    """No weight, moment or count of steps, whoever steps; and it is told when it is checked."""
+    names = {"full_shard", "fsdp2", "ddp", "paged"} & two_ranks.keys()
+    for name in names:
+        (changed, infinite), (changed_by_empty, empty) = two_ranks[name]["bad"].values()
+        assert changed == changed_by_empty == [], name
+        assert "step 11: gradient norm" in infinite and "ranks [1], samples [7, 8]" in infinite
+        assert "step 12 has no target tokens, in samples [7, 8]" in empty
 
 
 def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import launch
 from safetensors.torch import load_file, save_file
-from ten_steps import COMPILED, PAGED, SHARED_VARIANTS, check_going_on
+from ten_steps import COMPILED, PAGED, SHARED_VARIANTS, check_going_on, check_nothing_waits
 from transformers import AutoTokenizer, LlamaConfig
 
 import chat_dataset
@@ -162,6 +162,11 @@ def test_a_paged_optimizer_goes_on(variant: str, two_ranks: dict) -> None:
     """From its checkpoint, and PyTorch's AdamW from it too; the ten steps are above."""
     pytest.importorskip("bitsandbytes")
     check_going_on(two_ranks[variant]["going on"])
+
+
+def test_nothing_waits_for_the_device(two_ranks: dict) -> None:
+    """Not in ours, in FSDP or in the optimizer."""
+    check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
 @pytest.mark.parametrize("variant", ["compile", "fsdp2_compile"])

@@ -163,8 +163,9 @@ def test_an_error_on_one_rank(flags: list[str], tmp_path: Path, patient: None) -
 
 
 def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
-    """All ranks stop, with step, rank and samples named; nothing is saved over the good state."""
-    command = ["gpt2_fsdp", "nan", 1, 5, *flags, "--output-dir", tmp_path]
+    """All ranks stop in the step after it, with its own number, rank and samples named; nothing is
+    saved over the good state."""
+    command = ["gpt2_fsdp", "nan", 1, 5, *flags, "--log-every", 100, "--output-dir", tmp_path]
     result = launch(2, "tests/faulty.py", *command, check=False)
     assert result.returncode
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]

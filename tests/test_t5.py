@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import launch
-from ten_steps import PAGED, SHARED_VARIANTS, check_going_on
+from ten_steps import PAGED, SHARED_VARIANTS, check_going_on, check_nothing_waits
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 import T5_training
@@ -72,6 +72,11 @@ def test_a_paged_optimizer_goes_on(variant: str, results: dict) -> None:
     """From its checkpoint, and PyTorch's AdamW from it too; the ten steps are above."""
     pytest.importorskip("bitsandbytes")
     check_going_on(results[variant]["going on"])
+
+
+def test_nothing_waits_for_the_device(results: dict) -> None:
+    """Not in ours, in FSDP or in the optimizer."""
+    check_nothing_waits(results, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
 def test_compiled_blocks_train_alike(results: dict) -> None:
