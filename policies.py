@@ -11,6 +11,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -101,7 +103,10 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (world_size,))
     shards = args.shard_group_size or int(os.environ["LOCAL_WORLD_SIZE"])
     names = ("replicate", "shard")
-    return init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=names)
+    for group in mesh.get_all_groups():  # which have the backend's own limit, 10 minutes of nccl
+        _set_pg_timeout(timedelta(minutes=args.timeout_minutes), group)
+    return mesh
 
 
 def fully_shard_units(

@@ -72,6 +72,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="send the numbers of metrics.jsonl to these trackers too",
     )
+    add("--profile", type=int, default=0, metavar="N", help="trace step N of rank 0 into "
+        "OUTPUT_DIR, and write there what fills a GPU's memory if it is not enough")  # fmt: skip
     add("--track-memory", **OFF, help="report peak memory: allocated and reserved, or RSS")
     add("--stall-minutes", type=float, default=10.0, help="a step, save or load that takes longer "
         "has every rank print where it is (0: never)")  # fmt: skip
@@ -151,7 +153,7 @@ ANY = 2**31  # an upper limit that no user meets
 LIMITS = {
     **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
     **dict.fromkeys(("log_every", "keep_checkpoints"), (1, ANY)),
-    **dict.fromkeys(("max_steps", "eval_every", "save_every", "seed"), (0, ANY)),
+    **dict.fromkeys(("max_steps", "eval_every", "save_every", "profile", "seed"), (0, ANY)),
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
     **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (TINY, 1_000_000)),
     **dict.fromkeys(("max_shard_size", "timeout_minutes"), (TINY, 1_000_000)),

@@ -1,6 +1,7 @@
 """Parameter groups, the learning-rate schedule, and the check that a step was good."""
 
 import math
+import os
 import re
 from argparse import Namespace
 from typing import Any
@@ -35,6 +36,9 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def new_optimizer(args: Namespace, groups: list[dict]) -> Optimizer:
     """AdamW, of PyTorch, or of bitsandbytes where --optimizer asks for it."""
+    if args.cpu_offload and os.environ.get("OMP_NUM_THREADS") == "1":  # so torchrun sets it
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
     if args.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=args.lr, fused=True)
     from .paged_adamw import PagedAdamW

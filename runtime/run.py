@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from . import adapters, checkpoints, free_space, hf_weights, output, ranks
+from . import adapters, checkpoints, free_space, hf_weights, output, profiling, ranks
 from .checkpoints import SaveError, Saver, TrainState
 from .optimization import HostCopy, StepCheck
 from .stops import Stopped, StopRequest, kill_forked
@@ -33,7 +33,10 @@ from .trackers import Trackers
 from .watchdog import Watchdog
 
 STOPPED = 75  # exit code of a run that stopped on request, and goes on when it is started again
-PEAK_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "L40S": 362}  # of a GPU in bf16, dense
+PEAK_TFLOPS = {  # of a GPU whose name has this, in bf16, dense, as NVIDIA's data sheets have it
+    "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835,
+    "A100": 312, "H100": 989, "H200": 989, "L40S": 362,
+}  # fmt: skip
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
 UNSAID = {"tokens_per_second_per_rank", "assumed_peak_tflops"}
 
@@ -57,12 +60,16 @@ def speed(state: TrainState, tokens: int, seconds: float) -> dict[str, float]:
     values = {"tokens_per_second": tokens / seconds, "tokens_per_second_per_rank": per_rank}
     if state.device.type != "cpu" and state.flops_per_token:
         values["tflops_per_gpu"] = per_rank * state.flops_per_token / 1e12
-        name = ranks.device_name(state.device)
-        for part, peak in PEAK_TFLOPS.items():
-            if part in name:
-                values["mfu"] = values["tflops_per_gpu"] / peak
-                values["assumed_peak_tflops"] = peak
+        peak = peak_tflops(ranks.device_name(state.device))
+        if peak:
+            values["mfu"] = values["tflops_per_gpu"] / peak
+            values["assumed_peak_tflops"] = peak
     return values
+
+
+def peak_tflops(device_name: str) -> int | None:
+    """Of a GPU in bf16; None if it is not known."""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
 
 
 def export_model(
@@ -125,6 +132,8 @@ class Run:
             ranks.tell_failure()
             self._stack.close()
             ranks.exit_with(error)
+        if self.args.profile:
+            profiling.record_memory(self.device)
         self._stack.enter_context(self._watchdog)
         self._watchdog.phase("the load of model and data")
         return self
@@ -136,6 +145,8 @@ class Run:
         traceback: TracebackType | None,
     ) -> bool:
         with self._stack:  # gives back the lock at last
+            if self.args.profile:
+                profiling.write_memory(self.directory, error)
             if self.state is None:
                 self._end_before_training(error)
                 return False
@@ -304,12 +315,17 @@ class Run:
     def step(self) -> Iterator[None]:
         """Around an optimizer step, and the reading of its micro-batches."""
         start = time.perf_counter()
-        self._watchdog.phase(f"step {self.state.step + 1}")
-        yield
-        _, tokens, stops = self._counts.read()  # when the device has begun the step
-        self.state.tokens += tokens
-        self._stops = stops > 0
-        self.check_steps(waiting=0 if self._is_read_at_once() else 1)
+        number = self.state.step + 1
+        self._watchdog.phase(f"step {number}")
+        profile = contextlib.nullcontext()
+        if number == self.args.profile:
+            profile = profiling.trace(self.directory, number)
+        with profile:
+            yield
+            _, tokens, stops = self._counts.read()  # when the device has begun the step
+            self.state.tokens += tokens
+            self._stops = stops > 0
+            self.check_steps(waiting=0 if self._is_read_at_once() else 1)
         self._watchdog.phase(None)
         self.stop.end_step()
         self._seconds += time.perf_counter() - start

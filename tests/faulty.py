@@ -1,7 +1,7 @@
 """A script with a fault: faulty.py SCRIPT FAULT RANK STEP FLAGS..., before that step on that rank.
 
-raise: an exception. nan: the parameters become NaN. hang: the rank sleeps in its forward pass.
-full: no file can grow beyond 100 kB, as if the disk were full, until the step after; full for good:
+raise: an exception. memory: a GPU's is not enough. nan: the parameters become NaN. hang: the rank
+sleeps in its forward pass. full: no file can grow beyond 100 kB, as if the disk were full, until the step after; full for good:
 until the end. slow: saves take ten seconds. once: SIGKILL, but not after a restart by torchrun.
 """
 
@@ -38,6 +38,8 @@ if __name__ == "__main__":
         if here and state.step + 1 == step:
             if fault == "raise":
                 raise IndexError(f"the fault of rank {rank}")
+            if fault == "memory":
+                torch.empty(2**50, dtype=torch.uint8, device="cuda")
             if fault == "nan":
                 with torch.no_grad():
                     for parameter in state.model.parameters():

@@ -63,7 +63,8 @@ def main() -> None:
     common = ["--model-name", model, "--train-file", train, "--val-file", val, "--block-size", "32",
               "--num-train-samples", "34", "--num-val-samples", "5", "--precision", "fp32", "--lr",
               "1e-3", "--batch-size", batch, "--max-steps", "10", "--max-grad-norm", "0.5",
-              "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
+              "--output-dir", f"{output}.run", "--weight-decay", "0.1",
+              "--timeout-minutes", "7"]  # fmt: skip
     device = gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
     ranks.GRACE_SECONDS = 0  # rank 0 does not end
     results = {}
@@ -84,6 +85,9 @@ def main() -> None:
         )
         texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
         results[name]["texts"] = texts
+        groups = dist.distributed_c10d._world.pg_map
+        limits = {group._get_backend(device).options._timeout for group in groups}
+        results[name]["limits"] = {limit.total_seconds() for limit in limits}
         if name in ("full_shard", "fsdp2", "ddp", "paged"):
             results[name]["bad"] = bad_steps(args, trained, next(iter(loader)))
     for fsdp in ("1", "2"):

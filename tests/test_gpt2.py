@@ -129,6 +129,11 @@ def test_nothing_waits_for_the_device(two_ranks: dict) -> None:
         assert two_ranks[name]["collectives"] == 3 * two_ranks[name]["units"] + 1
 
 
+def test_all_groups_have_the_limit_asked_for(four_ranks: dict) -> None:
+    """Those of hybrid_shard too; it is not their default."""
+    assert four_ranks["hybrid_shard"]["limits"] == {7 * 60}
+
+
 def test_a_bad_step_changes_nothing(two_ranks: dict) -> None:
     """No weight, moment or count of steps, whoever steps; and it is told when it is checked."""
     names = {"full_shard", "fsdp2", "ddp", "paged"} & two_ranks.keys()

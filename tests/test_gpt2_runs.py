@@ -1,5 +1,6 @@
 """Whole runs of gpt2_fsdp.py: real text, killed and resumed, exported and reloaded."""
 
+import gzip
 import json
 import math
 import subprocess
@@ -52,8 +53,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
     """A finished run of two ranks under FSDP2, with dropout."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", output, "--track-memory"]
-    launch(2, "gpt2_fsdp.py", *command)
+    launch(2, "gpt2_fsdp.py", *command, "--profile", 3)
     return output
+
+
+def test_a_step_is_profiled(uninterrupted: Path) -> None:
+    """With what computes, what communicates and what optimizes, once."""
+    trace = json.loads(gzip.decompress((uninterrupted / "trace-step-3.json.gz").read_bytes()))
+    names = [event["name"] for event in trace["traceEvents"]]
+    assert "gloo:all_reduce" in names and "aten::embedding" in names
+    assert names.count("Optimizer.step#AdamW.step") == 1
 
 
 def test_killed_and_run_again_is_as_if_nothing_was(

@@ -142,6 +142,17 @@ def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
         assert torch.as_tensor(ours[place] - exact[place]).norm() < 2 * error + 1e-3
 
 
+def test_what_fills_the_memory_is_written(
+    llama_directory: Path, chats: Path, tmp_path: Path
+) -> None:
+    """A step that needs more than any GPU has: with --profile there is a record to look at."""
+    command = ["llama_fsdp", "memory", 0, 2, "--model-name", llama_directory, "--dataset", chats,
+               "--output-dir", tmp_path, "--max-seq-length", 128, "--profile", 1]  # fmt: skip
+    result = launch(0, "tests/faulty.py", *command, check=False)
+    assert "OutOfMemoryError" in result.stderr and "memory_viz" in result.stdout
+    assert (tmp_path / "memory-rank-0.pickle").stat().st_size > 1000
+
+
 def test_llama_of_7b_shape(tmp_path: Path) -> None:
     """Random weights of Llama 2 7B, as a script's user would load them; its loss falls, in bf16.
     The run ends by a kill before it saves anything, or it would need 150 GB of disk."""

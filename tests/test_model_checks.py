@@ -25,7 +25,7 @@ import policies
 from runtime import attention as attention_module
 from runtime.checkpoints import TrainState
 from runtime.model_checks import check_head, flops_per_token
-from runtime.run import speed
+from runtime.run import peak_tflops, speed
 
 MODELS = {  # with what the tiny model's config has besides
     "Llama": {},
@@ -260,6 +260,16 @@ def test_flops_are_those_of_the_formula(name: str) -> None:
     with torch.device("meta"):
         model = scripts[config.model_type](config)
     assert flops_per_token(model, 377.3) == formula(config, 377.3)
+
+
+def test_peaks_by_name() -> None:
+    """PCIe and NVL parts have other peaks than SXM."""
+    names = {
+        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
+        "NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA A100 80GB PCIe": 312, "NVIDIA L40S": 362, "NVIDIA GeForce RTX 4090": None,
+    }  # fmt: skip
+    assert {name: peak_tflops(name) for name in names} == names
 
 
 def test_speed_reads_no_config(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
