@@ -27,7 +27,7 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from runtime import arguments, readers
+from runtime import arguments, ranks, readers
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 # Validation last: a title that stands in two lists is not trained on.
@@ -302,7 +302,7 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
 def collate(
     examples: list[dict], pad_token_id: int, decoder_start_token_id: int
 ) -> dict[str, torch.Tensor | int]:
-    """Pad examples to the longest of them, rounded up to a multiple of 8.
+    """Pad examples to the longest of them; on a GPU to a multiple of 8, which its kernels want.
 
     Returns int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels` and
     `decoder_input_ids` [batch, target]; padding is `pad_token_id`, in `labels` -100. The ints
@@ -337,8 +337,9 @@ def collate(
 
 
 def padded_width(rows: list[np.ndarray]) -> int:
-    """That of the longest row, rounded up to a multiple of 8, at least 8."""
-    return max(8, -(-max(map(len, rows)) // 8) * 8)
+    """That of the longest row, at least 1; on a GPU rounded up to a multiple of 8."""
+    multiple = 1 if ranks.accelerator() is None else 8
+    return max(1, -(-max(map(len, rows)) // multiple)) * multiple
 
 
 def check_rouge(args: argparse.Namespace) -> list[str]:

@@ -17,11 +17,11 @@ from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from . import checkpoints
 from .checkpoints import TrainState, checksum
 from .ranks import accelerator
 from .readers import Rows
 
-WINDOW = 50  # global batches at most that are sorted by length together: more pad less, mix less
 PROBES = 256  # samples at most of each data set that tell it from another
 
 
@@ -72,14 +72,14 @@ class GlobalBatchSampler:
             yield order[start : start + self.global_batch].tolist()
 
     def _grouped(self, order: Tensor, generator: torch.Generator) -> Tensor:
-        """Sort each window by length, then shuffle all the global batches but a short last one."""
+        """Sort each half by length, then shuffle all the global batches but a short last one."""
         whole = len(order) // self.global_batch
         if not whole:
             return order
         order, short = order.tensor_split([whole * self.global_batch])
-        # Several windows in an epoch, or each epoch would have the same batches.
-        window = max(1, min(WINDOW, whole // 8)) * self.global_batch
-        parts = [part[self.lengths[part].argsort(stable=True)] for part in order.split(window)]
+        # Halves, drawn anew in each epoch, or each would have the same batches.
+        half = (whole + 1) // 2 * self.global_batch
+        parts = [part[self.lengths[part].argsort(stable=True)] for part in order.split(half)]
         batches = torch.cat(parts).view(whole, self.global_batch)
         batches = batches[torch.randperm(whole, generator=generator)]
         longest = self.lengths[batches].sum(dim=1).argmax().item()
@@ -181,8 +181,11 @@ def identity(
         contents.append(len(dataset))
         stride = len(dataset) // PROBES + 1
         samples += [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
-    return {
+    found = {
         "data": checksum(contents + samples),
         "global batch": loader.batch_sampler.global_batch,
         "seed": args.seed,
     }
+    if loader.batch_sampler.lengths is not None:
+        found[checkpoints.GROUPING] = "of halves of an epoch"
+    return found

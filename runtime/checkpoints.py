@@ -40,6 +40,7 @@ from . import adapters, hf_weights
 from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
 
 FULL = "full.pt"  # --checkpoint-type full
+GROUPING = "grouping by length"  # in the identity
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")
 
 
@@ -518,6 +519,8 @@ def check_identity(path: Path, here: dict[str, Any]) -> None:
         return
     what = ", ".join(f"{name} ({saved.get(name)} there, {here[name]} here)" for name in differing)
     remedy = "give what it had, or another --output-dir"
+    if GROUPING in differing:
+        remedy = "go on with the version of the script that wrote it, or give another --output-dir"
     if differing == ["global batch"]:
         per_rank, rest = divmod(saved["global batch"], dist.get_world_size())
         batch = math.gcd(per_rank, 8)

@@ -537,10 +537,13 @@ def test_byte_encoding_is_cut_before_eos(tmp_path):
     assert sorted(train + val) == [("say: " + t * 10, t * 7) for t in "ab"]
 
 
-def test_collate():
+def test_collate(monkeypatch):
+    """On a GPU to a multiple of 8, on a CPU no further than the longest."""
+    examples = [{"input_ids": [5] * 9, "labels": [6, 1]}, {"input_ids": [7, 1], "labels": [8] * 8}]
+    assert sd.collate(examples, 0, 2)["input_ids"].tolist() == [[5] * 9, [7, 1] + [0] * 7]
+    monkeypatch.setattr(sd.ranks, "accelerator", lambda: "cuda")
     collate = partial(sd.collate, pad_token_id=0, decoder_start_token_id=2)
     collate = pickle.loads(pickle.dumps(collate))
-    examples = [{"input_ids": [5] * 9, "labels": [6, 1]}, {"input_ids": [7, 1], "labels": [8] * 8}]
     batch = collate(examples)
     assert (batch.pop("targets"), batch.pop("tokens")) == (10, 21)
     assert {name: (tuple(t.shape), t.dtype) for name, t in batch.items()} == {
@@ -575,7 +578,7 @@ def test_collate_suits_t5():
 
     empty = sd.collate([], 0, 0)
     assert (empty.pop("targets"), empty.pop("tokens")) == (0, 1)
-    assert {name: tuple(t.shape) for name, t in empty.items()} == dict.fromkeys(batch, (1, 8))
+    assert {name: tuple(t.shape) for name, t in empty.items()} == dict.fromkeys(batch, (1, 1))
     assert (empty["labels"] == -100).all() and empty["attention_mask"].sum() == 1
     labels = empty.pop("labels")
     logits = model(**empty).logits
