@@ -73,14 +73,17 @@ class GlobalBatchSampler:
 
     def _grouped(self, order: Tensor, generator: torch.Generator) -> Tensor:
         """Sort each half by length, then shuffle all the global batches but a short last one."""
-        whole = len(order) // self.global_batch
+        whole, rest = divmod(len(order), self.global_batch)
         if not whole:
             return order
-        order, short = order.tensor_split([whole * self.global_batch])
         # Halves, drawn anew in each epoch, or each would have the same batches.
-        half = (whole + 1) // 2 * self.global_batch
-        parts = [part[self.lengths[part].argsort(stable=True)] for part in order.split(half)]
-        batches = torch.cat(parts).view(whole, self.global_batch)
+        half = (whole + 1) // 2
+        parts = order.tensor_split([half * self.global_batch])
+        order = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in parts])
+        # The short batch has neighbours too, of any length in the second half.
+        place = torch.randint(half, whole + 1, (), generator=generator).item() * self.global_batch
+        before, short, after = order.tensor_split([place, place + rest])
+        batches = torch.cat((before, after)).view(whole, self.global_batch)
         batches = batches[torch.randperm(whole, generator=generator)]
         longest = self.lengths[batches].sum(dim=1).argmax().item()
         batches[[0, longest]] = batches[[longest, 0]]
