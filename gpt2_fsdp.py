@@ -263,7 +263,8 @@ def prepare(
     scaler = policies.gradient_scaler(args, device, optimizer)
     identity |= batches.identity(args, loader, val_loaders)
     state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
-    state.flops_per_token = flops_per_token(policies.unwrapped(model), args.block_size)
+    if device.type != "cpu":  # for the share of a GPU's peak
+        state.flops_per_token = flops_per_token(policies.unwrapped(model), args.block_size)
     ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)

@@ -62,10 +62,11 @@ class GlobalBatchSampler:
 
     def steps(self) -> Iterator[list[int]]:
         """The samples, of all ranks, in each remaining step of the epoch."""
-        order = torch.arange(self.num_samples)
-        if self.seed is not None:
+        if self.seed is None:
+            order = torch.arange(self.num_samples, dtype=torch.int32)
+        else:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-            order = torch.randperm(self.num_samples, generator=generator)
+            order = torch.randperm(self.num_samples, generator=generator, dtype=torch.int32)
             if self.lengths is not None:
                 order = self._grouped(order, generator)
         for start in range(self.consumed, self.num_samples, self.global_batch):
