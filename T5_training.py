@@ -320,7 +320,7 @@ def summarize(
             for triple, row in zip(texts, is_target, strict=True):
                 if row.any():  # or it is no example, see `validation`
                     mine.append(triple)
-    return ranks.gather_in_turn(mine)[: args.rouge_samples]
+    return ranks.gather_in_turn(mine, args.rouge_samples)
 
 
 if __name__ == "__main__":

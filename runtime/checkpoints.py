@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, Metadata
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from tqdm import tqdm
@@ -213,6 +214,17 @@ def _prune(directory: Path, keep: int, best: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)  # in use on NFS: then the next time
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Keeps the checkpoint's index on rank 0, once it is written: DCP would send it to all ranks,
+    which have no use for it, and it has some 200 bytes for each shard of each tensor."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write it, on rank 0 alone."""
+        super().finish(metadata, results)
+        metadata.state_dict_metadata = {}
+        metadata.planner_data = metadata.storage_data = None
+
+
 def _write(
     path: Path,
     tensors: dict[str, Any],
@@ -235,8 +247,6 @@ def _write(
         return {file.name: file_sum(file) for file in temporary.glob(f"__{rank}_*.distcp")}
 
     def complete() -> None:
-        if rank != 0:
-            return
         if full:
             saved["files"] = _make_full(temporary)
         else:
@@ -250,12 +260,12 @@ def _write(
         when_done()
 
     try:
-        writer = dcp.FileSystemWriter(temporary, overwrite=True)
+        writer = _Writer(temporary, overwrite=True)
         dcp.save(tensors, storage_writer=writer, process_group=group)
         saved["files"] = {}
         for sums in on_every_rank(sums_of_own_shards, group=group):
             saved["files"] |= sums
-        on_every_rank(complete, group=group)
+        on_rank_zero(complete, group=group)
     except (OSError, CheckpointException) as error:
         if rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)

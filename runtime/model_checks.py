@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from . import adapters
-from .ranks import ranks_where
+from .ranks import true_on_any
 
 
 def flops_per_token(model: nn.Module, length: float) -> float | None:
@@ -68,7 +68,7 @@ def check_head(
     largest = own.abs().nan_to_num(0, 0).max().item()
     # Values that are not finite in both are left to the first step, which names the samples.
     same = torch.allclose(found, own, rtol=0, atol=rounding * largest, equal_nan=True)
-    if ranks_where(not same):
+    if true_on_any(not same):
         difference = (found - own).abs().max().item()
         raise ValueError(
             f"the logits behind the loss differ by {difference:.3g} from the model's own, which "

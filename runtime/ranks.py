@@ -106,24 +106,36 @@ def on_every_rank(
     The first rank's OSError or ValueError is raised on all ranks. `group` is one for CPU tensors
     (default: that of `cpu_group`).
     """
-    result, error = None, None
-    try:
-        result = function(*args)
-    except (OSError, ValueError) as raised:
-        error = raised.with_traceback(None)  # its frames would keep their local variables alive
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (result, error), group=group or cpu_group())
+    dist.all_gather_object(outcomes, _outcome(function, *args), group=group or cpu_group())
     for _, error in outcomes:
         if error is not None:
             raise error
     return [result for result, _ in outcomes]
 
 
-def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on rank 0 alone. All ranks return its result, or raise its error."""
+def on_rank_zero(
+    function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None
+) -> Any:
+    """Run `function` on rank 0 alone. All ranks return its result, or raise its error.
+
+    Rank 0 does not wait until all have it: it is passed on in log2 N turns.
+    """
+    outcomes: list[Any] = [None]
     if dist.get_rank() == 0:
-        return on_every_rank(function, *args)[0]
-    return on_every_rank(lambda: None)[0]
+        outcomes = [_outcome(function, *args)]
+    dist.broadcast_object_list(outcomes, src=0, group=group or cpu_group())
+    result, error = outcomes[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _outcome(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
+    try:
+        return function(*args), None
+    except (OSError, ValueError) as error:
+        return None, error.with_traceback(None)  # its frames would keep their variables alive
 
 
 def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
@@ -143,10 +155,13 @@ def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def gather_in_turn(mine: list[Any]) -> list[Any]:
-    """The items of all ranks, in the order in which they were dealt out: one to each in turn."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine, group=cpu_group())
+def gather_in_turn(mine: list[Any], count: int) -> list[Any]:
+    """The first `count` items of all ranks, in the order in which they were dealt out: one to each
+    in turn."""
+    world_size = dist.get_world_size()
+    wanted = mine[: len(range(dist.get_rank(), count, world_size))]
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, wanted, group=cpu_group())
     rounds = max(len(items) for items in everyone)
     return [items[turn] for turn in range(rounds) for items in everyone if turn < len(items)]
 
@@ -191,8 +206,15 @@ def failure_told() -> bool:
     return False
 
 
+def true_on_any(condition: bool) -> bool:
+    """Whether `condition` is true on any rank."""
+    count = torch.tensor(int(condition))
+    dist.all_reduce(count, group=cpu_group())
+    return count.item() > 0
+
+
 def ranks_where(condition: bool) -> list[int]:
-    """The ranks on which `condition` is true."""
+    """The ranks on which `condition` is true; one number of each rank is summed for it."""
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     flags[dist.get_rank()] = condition
     dist.all_reduce(flags, group=cpu_group())

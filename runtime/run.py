@@ -305,7 +305,7 @@ class Run:
         goes on.
         """
         for batch in ranks.progress(loader, text):
-            if ranks.ranks_where(self.stop.begin_step()):
+            if ranks.true_on_any(self.stop.begin_step()):
                 self.state.validation_due = True
                 raise Stopped
             yield batch
