@@ -77,6 +77,14 @@ def test_saving() -> None:
 
 
 @pytest.mark.slow
+def test_growth() -> None:
+    """A batch of a validation costs one number, and a save no index of all shards."""
+    table = run("growth.py --processes 2 4")
+    assert "| validation batch | ours | all_reduce | 1 | 8 | 12 |" in table
+    assert re.search(r"^\| save \| DCP \| broadcast_object_list \| 1 \| (\d+) ", table, re.M)
+
+
+@pytest.mark.slow
 def test_estimate() -> None:
     """What is held is what was estimated, to the last digit shown."""
     pairs = re.findall(r"([0-9.]+) / ([0-9.]+)", run("estimate.py --models tiny-t5 tiny"))
