@@ -624,6 +624,20 @@ def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) 
     return total
 
 
+def loss_bytes(model: Model, itemsize: int) -> int:
+    """What the loss holds at once, with `itemsize` bytes of the compute dtype.
+
+    The chunked one has two copies of the head's gradient in fp32, in 16 bits one more, and the
+    logits of a chunk in fp32. Of a frozen head there is that one more, but logits, softmax and
+    gradient of a chunk.
+    """
+    if not model.chunked:
+        return model.logits
+    if model.head_is_trained:
+        return (8 + itemsize % 4) * model.head + 4 * model.logit_count
+    return itemsize % 4 * model.head + (12 + itemsize % 4) * model.logit_count
+
+
 def fsdp1_peak(
     model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
 ) -> tuple[int, int, int]:
@@ -638,8 +652,9 @@ def fsdp1_peak(
     of the unit at work, and of the one being reduced. One GPU alone shards nothing, but casts a
     unit at a time. DDP has a bucket for each gradient, in fp32, and what autocast has cast.
 
-    Activations go while gradients come, so the peak has the larger of the two; where gradients are
-    accumulated it has both. What a block keeps while it is recomputed, and the logits, come on top.
+    The peak is in the loss, which has all activations and no gradients yet, or in the blocks, where
+    the logits are gone: activations go while gradients come, so it has the larger of the two, and
+    what a block keeps while it is recomputed. Where gradients are accumulated both phases have all.
     """
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
     shards, _, units = layout(model, args, strategy)
@@ -652,10 +667,14 @@ def fsdp1_peak(
     whole = itemsize * (whole_parameters + at_work)
     if strategy == "ddp":
         whole = root * (4 + itemsize % 4)
-    peak = sum([*states, whole, kept, block, model.logits])
+    logits = loss_bytes(model, itemsize)
+    in_loss = kept + logits
+    in_block = kept + states[1] + block
     if args.gradient_accumulation_steps == 1:
-        peak -= min(states[1], kept)
-    return whole, model.logits, peak
+        in_block -= min(states[1], kept)
+    else:
+        in_loss += states[1]
+    return whole, logits, states[0] + states[2] + whole + max(in_loss, in_block)
 
 
 def fsdp2_peak(
@@ -666,9 +685,7 @@ def fsdp2_peak(
     Takes what `fsdp1_peak` takes. The peak is in one of three phases (as FSDPMemTracker finds them,
     with torch 2.13):
 
-    - the loss: no gradients yet. The chunked loss has two copies of the head's gradient in fp32,
-      in 16 bits one more, and the logits of a chunk in fp32. Of a frozen head there is that one
-      more, but logits, softmax and gradient of a chunk, and the block before is gathered;
+    - the loss: no gradients yet. Where the head is frozen the block before is gathered;
     - a block: its parameters, gathered, and its gradients; the next block's parameters as they are
       gathered; the gradients of the block before as they are reduced;
     - the root, at last: all gradients, and of a tied weight three, of both its uses and the sum.
@@ -687,14 +704,10 @@ def fsdp2_peak(
     of_tied = 0
     if model.tied and model.head_is_trained:
         of_tied = compute * model.head
-    logits = model.logits
-    in_loss = kept + others[-1].gathered
-    if model.chunked and model.head_is_trained:
-        logits = (8 + compute % 4) * model.head + 4 * model.logit_count
-    elif model.chunked:
-        logits = compute % 4 * model.head + (12 + compute % 4) * model.logit_count
+    logits = loss_bytes(model, compute)
+    in_loss = kept + others[-1].gathered + logits
+    if model.chunked and not model.head_is_trained:
         in_loss += others[-2].gathered
-    in_loss += logits
     in_block = kept + states[1] + at_work + of_tied + block
     in_root = states[1] + reduce * others[-1].trained + 3 * of_tied
     if args.gradient_accumulation_steps == 1:
