@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from . import adapters, hf_weights
@@ -139,7 +141,7 @@ class Saver:
         if self.group is None:
             self._attempt(_write, path, tensors, _describe(state), self.full, None, prune)
             return self.failures == 0
-        copy = BlockingAsyncStager().stage(tensors)
+        copy = _copied_to_host(state, tensors)
         thread = ThreadPoolExecutor(max_workers=1)
         if state.device.type != "cpu":  # or every rank's thread would open a context on GPU 0
             thread.submit(torch.accelerator.set_device_index, state.device.index)
@@ -191,6 +193,30 @@ class Saver:
                 raise SaveError(f"{error}, the second time in a row") from None
             if dist.get_rank() == 0:
                 tqdm.write(f"{error}: the next save tries again")
+
+
+def _copied_to_host(state: TrainState, tensors: dict[str, Any]) -> dict[str, Any]:
+    """The tensors in host memory, none of which the training changes. FSDP1's state dicts are
+    copies already: another would double what a save takes of the host's memory and time."""
+    moments = [x for values in state.optimizer.state.values() for x in values.values()]
+    live = {_storage(x) for x in (*state.model.parameters(), *state.model.buffers(), *moments)}
+    stager = BlockingAsyncStager()
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.device.type == "cpu" and _storage(value) not in live:
+            return value
+        return stager.stage({"": value})[""]
+
+    return tree_map(copied, tensors)
+
+
+def _storage(value: Any) -> int:
+    """Where a tensor's memory begins, or a DTensor's of this rank; 0 of what has none."""
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else 0
 
 
 def best_path(output: Path, state: TrainState) -> Path:

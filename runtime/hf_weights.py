@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import math
+import os
 import re
 import shutil
 import zlib
@@ -47,6 +48,7 @@ from transformers.core_model_loading import (
 
 from .ranks import cpu_group, hide_bar, on_every_rank, on_rank_zero
 
+HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -335,9 +337,12 @@ class WeightLoader:
 
     FSDP1 takes `fill` as `param_init_fn`: it calls it for the modules of a unit and then shards the
     unit, so no rank ever holds more than its shard and one unit. Rank 0 reads a tensor from the
-    safetensors files in `directory` and broadcasts it. Under DDP call it for every module before
-    wrapping. Under FSDP2 call it for every module after sharding: each rank then gets its rows, on
-    the CPU with --cpu-offload.
+    safetensors files in `directory` and broadcasts it; on a single node, whose ranks share what the
+    disk has given, each reads it. Under DDP call it for every module before wrapping. Under FSDP2
+    call it for every module after sharding: each rank then gets its rows, on the CPU with
+    --cpu-offload.
+
+    What is stored in 16 bits goes to the device so, and is cast there.
 
     Without a directory it only allocates, for a checkpoint loaded next. Tied parameters stay one
     tensor, frozen ones stay frozen. Persistent buffers are treated as parameters are, in their own
@@ -353,6 +358,7 @@ class WeightLoader:
         self.model = model
         self.directory = directory
         self.device = device
+        self.keeps_tensors = args.strategy == "ddp"  # FSDP1 copies them into its flat parameters
         self.shard_device = device  # of what FSDP2 shards
         if args.cpu_offload:
             self.shard_device = torch.device("cpu")
@@ -360,7 +366,8 @@ class WeightLoader:
         self.everyone_reads = False
         if directory:
             self.found = on_rank_zero(_find_weights, model, directory)
-            if args.fsdp == 2:
+            one_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == dist.get_world_size()
+            if args.fsdp == 2 or one_node:
                 self.everyone_reads = _everyone_sees(self.found, directory)
         self.names = _names_of_places(model)
         self.uses = Counter(self.names.values())
@@ -379,12 +386,8 @@ class WeightLoader:
             if name in self.tied:
                 setattr(module, key, self.tied[name])
             elif name in self.found:
-                tensor = self._allocate(meta)
+                tensor = self._take(module, key, meta)
                 setattr(module, key, tensor)
-                if hasattr(module, "quantize") and key == "weight":
-                    self._quantize(module, tensor, self.found[name])
-                else:
-                    self._load(tensor, self.found[name])
                 tensor._is_hf_initialized = True  # `_init_weights` leaves it alone then
             elif name and not self.directory:  # a checkpoint fills it
                 setattr(module, key, self._allocate(meta))
@@ -396,6 +399,29 @@ class WeightLoader:
             name = self.names.get((module, key))
             if self.uses[name] > 1:
                 self.tied[name] = getattr(module, key)
+
+    def _take(self, module: nn.Module, key: str, meta: torch.Tensor) -> torch.Tensor:
+        """What the files have of a module under a key, in place of `meta`."""
+        stored = self.found[self.names[module, key]]
+        self.bar.update()
+        if self.everyone_reads and not isinstance(meta, DTensor):
+            return self._read(meta, stored)
+        tensor = self._allocate(meta)
+        if hasattr(module, "quantize") and key == "weight":
+            self._quantize(module, tensor, stored)
+        else:
+            self._load(tensor, stored)
+        return tensor
+
+    def _read(self, meta: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+        """This rank's own reading. On a CPU it may be a part of the mapped file."""
+        path = self.directory / stored.path.name
+        tensor = read(path, stored.key).to(self.device).to(meta.dtype)
+        if not isinstance(meta, nn.Parameter):
+            return tensor.clone()
+        if self.keeps_tensors:
+            tensor = tensor.clone()
+        return nn.Parameter(tensor, requires_grad=meta.requires_grad)
 
     def _allocate(self, meta: torch.Tensor) -> torch.Tensor:
         device = self.device
@@ -409,19 +435,21 @@ class WeightLoader:
     def _load(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
         """Of a DTensor each rank reads its rows, or rank 0 scatters: no rank holds more beside its
         shard than one tensor."""
-        self.bar.update()
         if isinstance(tensor, DTensor) and self.everyone_reads:
             _load_rows(tensor, stored, self.directory / stored.path.name)
             return
         whole = tensor.data
-        if isinstance(tensor, DTensor):
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        dtype = HALVES.get(stored.dtype, tensor.dtype)
+        if isinstance(tensor, DTensor) or dtype != tensor.dtype:
+            whole = torch.empty(tensor.shape, dtype=dtype, device=self.device)
         if dist.get_rank() == 0:
             whole.copy_(read(stored.path, stored.key))
         if isinstance(tensor, DTensor):
             _scatter(whole, tensor)
         else:
             dist.broadcast(whole, src=0)
+            if whole.dtype != tensor.dtype:
+                tensor.data.copy_(whole)
 
     def _compute(self, module: nn.Module, metas: dict[str, torch.Tensor]) -> None:
         """Have the model initialise what `metas` has of a module; sharded only afterwards."""
@@ -494,10 +522,10 @@ def _everyone_sees(found: dict[str, StoredTensor], directory: Path) -> bool:
 
     sums = on_every_rank(checksum_of_rows)
     everyone = len(set(sums)) == 1
-    if dist.get_rank() == 0:
-        how = "each rank reads its rows"
+    if dist.get_rank() == 0 and len(sums) > 1:
+        how = "each rank reads"
         if not everyone:
-            how = "rank 0 reads and scatters, as not every rank sees the same files"
+            how = "rank 0 reads for all, as not every rank sees the same files"
         print(f"{directory}: {how}", flush=True)
     return everyone
 
@@ -509,7 +537,8 @@ def _load_rows(tensor: DTensor, stored: StoredTensor, path: Path) -> None:
     )
     if shape[0]:  # small tensors may have no row for this rank
         rows = _read_rows(path, stored, offset[0], offset[0] + shape[0])
-        tensor.to_local().data.copy_(rows)
+        local = tensor.to_local().data
+        local.copy_(rows.to(local.device))
 
 
 def _scatter(whole: torch.Tensor, tensor: DTensor) -> None:
@@ -600,6 +629,22 @@ def export_model(
             tokenizer.save_pretrained(temporary)
 
 
+def copy_export(source: Path, path: Path) -> None:
+    """Make `path` of an exported directory. Its weights are the same files, under a second name,
+    where the file system has hard links; all ranks."""
+    with new_directory(path) as temporary:
+        if dist.get_rank() == 0:
+            shutil.copytree(source, temporary, copy_function=_link_weights, dirs_exist_ok=True)
+
+
+def _link_weights(source: str, path: str) -> None:
+    if source.endswith(".safetensors"):
+        with contextlib.suppress(OSError):
+            os.link(source, path)
+            return
+    shutil.copy2(source, path)
+
+
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """A directory for rank 0 to write to, which takes the place of `path` on leaving; all ranks."""
@@ -651,7 +696,8 @@ class WeightFiles:
         size = tensor.numel() * dtype.itemsize
         if self.pending and sum(x.nbytes for x in self.pending.values()) + size > self.limit:
             self._write()
-        self.pending[key] = tensor.to("cpu", dtype, copy=True)
+        cast = tensor.to(dtype)  # on its device
+        self.pending[key] = cast.to("cpu", copy=cast is tensor)
 
     def _write(self) -> None:
         path = self.directory / str(len(self.written))

@@ -79,8 +79,21 @@ def export_model(
     export = hf_weights.export_model
     if adapters.has_adapters(model):
         export = adapters.export
-    try:
+    with _told(path):
         export(model, tokenizer, path, args)
+
+
+def copy_export(source: Path, path: Path) -> None:
+    """Write the same directory once more, without a second copy of its weights."""
+    with _told(path):
+        hf_weights.copy_export(source, path)
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """An error in writing `path` is told as one of a save."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         raise SaveError(f"{path} could not be written, is the disk full? ({error})") from None
 
@@ -414,15 +427,15 @@ class Run:
         Returns what the event "done" says of them.
         """
         state = self.state
-        export_model(state.model, tokenizer, self.directory / "final", self.args)
-        if state.best_step:  # or no validation followed on a checkpoint taken from elsewhere
-            best = checkpoints.best_path(self.directory, state)
-            checkpoints.load_weights(best, state.model)
-        export_model(state.model, tokenizer, self.directory / "best", self.args)
-        self.say(
-            f"last model: {self.directory / 'final'}, of lowest validation loss: "
-            f"{self.directory / 'best'}"
-        )
+        final, best = self.directory / "final", self.directory / "best"
+        export_model(state.model, tokenizer, final, self.args)
+        # 0: no validation followed on a checkpoint taken from elsewhere.
+        if state.best_step in (0, state.step):
+            copy_export(final, best)
+        else:
+            checkpoints.load_weights(checkpoints.best_path(self.directory, state), state.model)
+            export_model(state.model, tokenizer, best, self.args)
+        self.say(f"last model: {final}, of lowest validation loss: {best}")
         return {"best_loss": state.best_loss, "best_step": state.best_step} | self._memory()
 
     def export_checkpoint(

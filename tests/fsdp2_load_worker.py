@@ -1,10 +1,9 @@
-"""Run under torchrun by test_fsdp2.py: models loaded under FSDP2, and what a load drew.
+"""Run under torchrun by test_fsdp2.py: models loaded under FSDP2, FSDP1 and DDP.
 
     fsdp2_load_worker.py RESULT.json OUTPUT_DIR MODELS.json
 
-MODELS.json has a directory by script. Each is loaded on a 1-D and on a 2-D mesh, from files that
-every rank sees, and from files that rank 0 alone sees, and exported. Rank 0 writes what each rank
-had.
+MODELS.json has a directory by script. Each is loaded in every way of WAYS, from files that every
+rank sees, and from files that rank 0 alone sees, and exported. Rank 0 writes what each rank had.
 """
 
 import importlib
@@ -17,14 +16,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
+from ten_steps import local
 from torch.distributed.tensor import DTensor
 
 import policies
 from runtime import hf_weights, ranks
 
-MESHES = {
-    "1-D mesh": ["--strategy", "full_shard"],
-    "2-D mesh": ["--strategy", "hybrid_shard", "--shard-group-size", "2"],
+WAYS = {
+    "1-D mesh": ["--fsdp", "2"],
+    "2-D mesh": ["--fsdp", "2", "--strategy", "hybrid_shard", "--shard-group-size", "2"],
+    "FSDP1": [],
+    "DDP": ["--strategy", "ddp"],
 }
 LENGTHS = {
     "T5_training": ["--dataset", "docstrings"],
@@ -45,9 +47,9 @@ def main() -> None:
     rank, found, device = int(os.environ["RANK"]), {}, None
     for name, directory in json.loads(models).items():
         script = importlib.import_module(name)
-        for mesh, flags in MESHES.items():
+        for way, flags in WAYS.items():
             own = ["--model-name", directory, *LENGTHS[name], "--export-dtype", "fp32"]
-            args = script.parse_args(["--fsdp", "2", *own, *flags])
+            args = script.parse_args([*own, *flags])
             device = device or script.setup(args)
             for seen_by in ("all", "rank 0"):
                 place = Path(directory)
@@ -55,15 +57,15 @@ def main() -> None:
                     place = without_weights(place, Path(output) / f"{name} {rank}")
                 hf_weights.model_directory = lambda _, place=place: place
                 model, tokenizer, _ = script.setup_model(args, device, pretrained=True)
-                path = Path(output) / name / mesh / seen_by
+                path = Path(output) / name / way / seen_by
                 hf_weights.export_model(model, tokenizer, path, args)
                 tied = policies.unwrapped(model).get_output_embeddings().weight
                 mine = {
-                    "bytes": sum(p.to_local().nbytes for p in model.parameters()),
+                    "bytes": sum(local(p).nbytes for p in model.parameters()),
                     "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
                     "tied": tied is policies.unwrapped(model).get_input_embeddings().weight,
                 }
-                key = f"{name}, {mesh}, {seen_by}"
+                key = f"{name}, {way}, {seen_by}"
                 found[key] = ranks.on_every_rank(lambda mine=mine: mine)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))

@@ -57,6 +57,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
     return output
 
 
+def test_the_last_weights_are_written_once_if_they_are_the_best(uninterrupted: Path) -> None:
+    """Under two names, and the rest twice."""
+    (done,) = metrics(uninterrupted, "done")
+    best, final = uninterrupted / "best", uninterrupted / "final"
+    assert done["best_step"] == done["step"]  # or there would be nothing to see
+    assert (best / "model.safetensors").samefile(final / "model.safetensors")
+    assert not (best / "config.json").samefile(final / "config.json")
+    assert {path.name for path in best.iterdir()} == {path.name for path in final.iterdir()}
+
+
 def test_a_step_is_profiled(uninterrupted: Path) -> None:
     """With what computes, what communicates and what optimizes, once."""
     trace = json.loads(gzip.decompress((uninterrupted / "trace-step-3.json.gz").read_bytes()))

@@ -79,7 +79,7 @@ def streamed(model_class: type[PreTrainedModel], directory: Path) -> DDP:
     """The model in `directory` as the scripts load it; needs a process group."""
     config = model_class.config_class.from_pretrained(directory)
     model = hf_weights.meta_model(model_class, config, directory)
-    args = Namespace(fsdp=1, cpu_offload=False)
+    args = Namespace(fsdp=1, cpu_offload=False, strategy="ddp")
     hf_weights.materialize(model, hf_weights.WeightLoader(args, model, directory, CPU).fill)
     return DDP(model)
 
