@@ -23,9 +23,10 @@ def trace(directory: Path, step: int) -> Iterator[None]:
 
 
 def record_memory(device: torch.device) -> None:
-    """Have the GPU's allocator remember, from now on, what is allocated by which line."""
+    """Have the GPU's allocator remember, from now on, what is allocated by which line. The record
+    itself is in host memory, and of bounded length."""
     if device.type == "cuda":
-        torch.cuda.memory._record_memory_history()
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
 
 
 def write_memory(directory: Path, error: BaseException | None) -> None:

@@ -80,7 +80,7 @@ class StopRequest:
             self._end_if_nothing_is_lost()
             self._set_deadline()
             if is_first and int(os.environ.get("RANK", 0)) == 0:
-                tqdm.write(f"{name}: stopping where the next step would begin")
+                tqdm.write(f"{name}: stopping after this step or the next")
 
     def _end_if_nothing_is_lost(self) -> None:
         if self.name and self.nothing_to_lose:
