@@ -270,8 +270,8 @@ def train_step(
 
     state.scaler.unscale_(state.optimizer)
     grad_norm = policies.clip_gradients(state.model, args.max_grad_norm)
-    state.optimizer_step(grad_norm)
-    run.check_later(state, samples, loss, grad_norm)  # all end if it is not finite
+    state.optimizer_step(good=grad_norm.isfinite() & (targets > 0))
+    run.check_later(state, samples, loss, grad_norm)  # all end if it was not good
     state.step += 1
     state.consumed += len(samples)
     return loss, grad_norm

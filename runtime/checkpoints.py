@@ -67,16 +67,16 @@ class TrainState:
     best_step: int = 0
     validation_due: bool = False  # a stop came before the validation of this step was done
 
-    def optimizer_step(self, grad_norm: torch.Tensor) -> None:
-        """Step the optimizer and the schedule. Where `grad_norm` is not finite, no weight, moment
-        or count of steps changes."""
+    def optimizer_step(self, good: torch.Tensor) -> None:
+        """Step the optimizer and the schedule. If `good`, a bool [] that is the same on all ranks,
+        is false, no weight, moment or count of steps changes; fp16's scaler decides by itself."""
         if self.scaler.is_enabled():
             self._scaled_step()
         else:
             # As fp16's scaler says it to the fused optimizer, whose kernel then does nothing. The
             # host does not wait for it, unless the optimizer runs on the host.
             place = self.optimizer.param_groups[0]["params"][0].device
-            self.optimizer.found_inf = grad_norm.isfinite().logical_not().float().to(place)
+            self.optimizer.found_inf = good.logical_not().float().to(place)
             self.optimizer.step()
             self.scheduler.step()
         self.optimizer.zero_grad()
