@@ -829,6 +829,8 @@ def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
             continue
         if strategy == "hybrid_shard" and args.gpus_per_node == 1:  # the scripts refuse it
             continue
+        if offload and args.fsdp == 1 and args.nodes * args.gpus_per_node == 1:  # and this
+            continue
         found.append((strategy, offload, recompute, optimizer))
     return found
 

@@ -141,7 +141,8 @@ def main() -> None:
     gpu = torch.cuda.is_available()
     strategies = [["ddp"], ["shard_grad_op"], ["full_shard"]]
     if gpu:
-        strategies += [["shard_grad_op", "--cpu-offload"], ["full_shard", "--cpu-offload"]]
+        offload = ["--cpu-offload", "--fsdp", "2"]  # FSDP1's needs two GPUs
+        strategies += [["shard_grad_op", *offload], ["full_shard", *offload]]
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         write_gpt2(options.model, directory, options.block_size)

@@ -174,6 +174,12 @@ def common_problems(args: Namespace) -> list[str]:
         problems.append(f"--nproc_per_node {local_size} is above the {gpus} GPUs")
     if args.cpu_offload and (args.strategy == "ddp" or not gpus):
         problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
+    alone = processes == 1 or args.strategy == "no_shard"
+    if args.cpu_offload and alone and args.fsdp != 2 and not args.export_only:
+        # FSDP1 then trains wrongly, on CUDA: https://github.com/pytorch/pytorch/issues/118245
+        problems.append(
+            "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards"
+        )
     if args.fsdp == 2 and args.strategy in ("no_shard", "ddp"):
         reason = ""
         if getattr(args, "lora_rank", 0):

@@ -108,6 +108,7 @@ def main() -> None:
             "position_ids": ids,
             "cu_seq_lens": ids,
             "labels": target,
+            "target_positions": torch.arange(length),  # the most there can be
         }
         tracker = FSDPMemTracker(model)
         tracker.track_inputs(tuple(batch.values()))

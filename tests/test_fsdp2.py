@@ -110,7 +110,8 @@ def test_what_it_has_not_is_refused(
     flags: list[str], said: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a sentence; under --fsdp 1, the default, the same flags are taken."""
-    monkeypatch.setattr(ranks, "device_count", lambda: 1)  # --cpu-offload needs a GPU
+    monkeypatch.setattr(ranks, "device_count", lambda: 2)  # --cpu-offload needs a GPU
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as end:
         gpt2_fsdp.parse_args(["--fsdp", "2", *flags])
     assert end.value.code

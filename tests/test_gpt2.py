@@ -333,21 +333,32 @@ def test_bad_input_is_one_sentence(
     assert end.value.code and error.startswith("error: ") and said in error
 
 
-def test_accumulation_that_offload_would_lose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP overwrites an offloaded gradient, unless no_sync keeps it on the GPU until the end; one
-    process never enters no_sync."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+ACCUMULATE = ["--gradient-accumulation-steps", "2"]
+
+
+@pytest.mark.parametrize("processes, flags, refused", [
+    # FSDP overwrites an offloaded gradient, unless no_sync keeps it on the GPU until the end; one
+    # process never enters no_sync.
+    ("1", [*ACCUMULATE, "--accumulate-no-sync"], "--cpu-offload accumulates"),
+    ("2", ACCUMULATE, "--cpu-offload accumulates"),
+    ("2", [*ACCUMULATE, "--accumulate-no-sync"], ""),
+    # FSDP1 offloads wrongly what it does not shard.
+    ("1", [], "--cpu-offload needs --fsdp 2"),
+    ("2", ["--strategy", "no_shard"], "--cpu-offload needs --fsdp 2"),
+    ("1", ["--fsdp", "2"], ""),
+    ("1", ["--export-only"], ""),
+    ("2", [], ""),
+])  # fmt: skip
+def test_where_offload_would_train_wrongly(
+    processes: str, flags: list[str], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused there, and taken elsewhere."""
+    monkeypatch.setattr(arguments.ranks, "device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", processes)
     parser = argparse.ArgumentParser()
     arguments.add_common(parser)
-    flags = ["--cpu-offload", "--gradient-accumulation-steps", "2"]
-    for processes, more, refused in (
-        ("1", ["--accumulate-no-sync"], True),
-        ("2", [], True),
-        ("2", ["--accumulate-no-sync"], False),
-    ):
-        monkeypatch.setenv("WORLD_SIZE", processes)
-        problems = arguments.common_problems(parser.parse_args([*flags, *more]))
-        assert refused == any("--cpu-offload accumulates" in problem for problem in problems)
+    problems = "; ".join(arguments.common_problems(parser.parse_args(["--cpu-offload", *flags])))
+    assert refused in problems and bool(refused) == bool(problems)
 
 
 def test_an_empty_validation_set_and_an_unknown_column(

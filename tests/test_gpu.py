@@ -42,11 +42,12 @@ FLAGS = [
     ["--precision", "bf16", "--strategy", "shard_grad_op"],
     ["--precision", "bf16", "--strategy", "ddp"],
     ["--precision", "fp16", "--strategy", "ddp"],
-    ["--precision", "bf16", "--cpu-offload"],
     ["--precision", "bf16", "--fsdp", "2"],
     ["--precision", "fp16", "--fsdp", "2"],
     ["--precision", "bf16", "--fsdp", "2", "--cpu-offload"],
 ]
+if RANKS > 1:
+    FLAGS += [["--precision", "bf16", "--cpu-offload"], ["--precision", "fp16", "--cpu-offload"]]
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
