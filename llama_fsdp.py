@@ -121,7 +121,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     problems = chat_dataset.check_arguments(args) + adapters.check_arguments(args)
     precision = arguments.resolve_precision(args.precision)
     try:
-        args.attention = attention.resolve(args.attention, precision)
+        args.attention = attention.resolve(args, precision)
     except ValueError as error:
         problems.append(str(error))
     return arguments.checked(args, problems)

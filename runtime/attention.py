@@ -1,4 +1,5 @@
-"""Attention for packed documents: flash-attn's kernel or torch's own, given to Transformers.
+"""Attention for packed documents: flash-attn's kernel or torch's own, given to Transformers. On a
+machine without an accelerator torch's computes a document at a time.
 
 Names no model. A layer that asks for what a kernel does not compute is refused.
 """
@@ -11,8 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+
+from . import ranks
 
 CHOICES = ["auto", "flash", "varlen", "sdpa", "eager"]
 HELP = "flash-attn's kernel, torch's own, or one with a mask; auto: the first that runs"
@@ -21,10 +25,12 @@ HELP = "flash-attn's kernel, torch's own, or one with a mask; auto: the first th
 def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
     """The attention kernel for packed documents that `name` (flash or varlen) means.
 
-    It takes queries, keys and values [positions, heads, head size] in bf16 or fp16 with fewer
-    heads in the latter two (GQA), cumulative document lengths (int32), the largest of the lengths
-    and the scale. Raises ValueError with the reason if it cannot run here.
+    It takes queries, keys and values [positions, heads, head size] in bf16 or fp16 (on a CPU also
+    fp32) with fewer heads in the latter two (GQA), cumulative document lengths (int32), the largest
+    of the lengths and the scale. Raises ValueError with the reason if it cannot run here.
     """
+    if name == "varlen" and ranks.accelerator() is None:
+        return per_document
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         raise ValueError(f"--attention {name} needs a GPU of compute capability 8.0 or newer")
     if precision == "fp32":
@@ -73,15 +79,35 @@ def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
     return flash
 
 
-def resolve(name: str, precision: str) -> str:
-    """`auto` is the first that runs here; raises ValueError if `name` cannot."""
-    for candidate in ("flash", "varlen") if name == "auto" else ():
+def per_document(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
+) -> Tensor:
+    """What the kernels compute, on a CPU: there is no mask over the whole pack."""
+    outputs = []
+    lengths = ends.diff().tolist()
+    for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        heads_first = (x.transpose(0, 1)[None] for x in parts)
+        output = F.scaled_dot_product_attention(
+            *heads_first, is_causal=True, scale=scale, enable_gqa=True
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def resolve(args: Namespace, precision: str) -> str:
+    """What --attention means here, of which `auto` is the first that runs; raises ValueError if it
+    does not run."""
+    if args.attention in ("flash", "varlen"):
+        varlen_kernel(args.attention, precision)
+    if args.attention != "auto":
+        return args.attention
+    if args.compile and ranks.accelerator() is None:
+        return "sdpa"  # a graph would break at the documents, which are there one by one
+    for candidate in ("flash", "varlen"):
         with contextlib.suppress(ValueError):
             varlen_kernel(candidate, precision)
             return candidate
-    if name in ("flash", "varlen"):
-        varlen_kernel(name, precision)
-    return "sdpa" if name == "auto" else name
+    return "sdpa"
 
 
 def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:

@@ -11,7 +11,6 @@ import torch
 import transformers
 from conftest import launch
 from copied import copied, llama_as
-from test_llama import per_document
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -22,7 +21,7 @@ import gpt2_fsdp
 import llama_fsdp
 import memory_estimator
 import policies
-from runtime import attention as attention_module
+from runtime.attention import per_document, register
 from runtime.checkpoints import TrainState
 from runtime.model_checks import check_head, flops_per_token
 from runtime.run import peak_tflops, speed
@@ -85,12 +84,10 @@ def test_another_loss_is_refused_on_all_ranks(name: str, variant: str, two_ranks
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_whatever_the_attention(
-    name: str, attention: str, chats: Path, device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    name: str, attention: str, chats: Path, device: torch.device
+) -> None:
     """Gemma 2 is refused by the kernel already, and sdpa by Transformers for it."""
     script = llama_as(name, **MODELS[name])
-    monkeypatch.setattr(attention_module, "varlen_kernel", lambda *_: per_document)
     flags = ["--attention", attention, *ATTENTIONS[attention]]
     if name not in REFUSED:
         prepare(script, chats, device, *flags)
@@ -119,12 +116,12 @@ def test_hidden_states_that_differ(chats: Path, device: torch.device) -> None:
         ("use_cache=False, **options)", "use_cache=False)"),
     ):
         with pytest.raises(ValueError, match=DIFFER):
-            prepare(copied("llama_fsdp", {old: new}), chats, device)
+            prepare(copied("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
 
 
 def test_nothing_is_left_behind(chats: Path, device: torch.device) -> None:
     """It runs as in evaluation, uncompiled; random states and mode are as before."""
-    args, state = prepare(llama_fsdp, chats, device)
+    args, state = prepare(llama_fsdp, chats, device, "--attention", "sdpa")
     model, compiled, modes = state.model, [], []
 
     def compile_nothing(graph: torch.fx.GraphModule, _: list) -> Callable:
@@ -212,7 +209,7 @@ def attend(**options: object) -> torch.Tensor:
 ])  # fmt: skip
 def test_packed_attention_refuses_what_it_lacks(name: str, value: object) -> None:
     """By name, instead of training another model."""
-    attention_module.register(per_document)
+    register(per_document)
     said = {"mask": "attention_mask", "module_is_causal": "is_causal"}.get(name, name)
     with pytest.raises(ValueError, match=f"have no {said}.*use --attention eager"):
         attend(**{name: value})
@@ -220,21 +217,18 @@ def test_packed_attention_refuses_what_it_lacks(name: str, value: object) -> Non
 
 def test_packed_attention_takes_what_changes_nothing() -> None:
     """Features that are off, and a window as long as the sequences."""
-    attention_module.register(per_document)
+    register(per_document)
     off = {"dropout": 0.0, "softcap": None, "s_aux": None, "use_cache": False, "is_causal": None}
     assert attend(**off, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
-    attention_module.register(per_document, longest=32)
+    register(per_document, longest=32)
     attend(sliding_window=32)
     with pytest.raises(ValueError, match="have no sliding_window"):
         attend(sliding_window=16)
 
 
-def test_a_window_is_refused_before_any_training(
-    chats: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_is_refused_before_any_training(chats: Path, device: torch.device) -> None:
     """Where sequences may be longer than Mistral's, whatever the first of them is."""
     script = llama_as("Mistral", sliding_window=63)
-    monkeypatch.setattr(attention_module, "varlen_kernel", lambda *_: per_document)
     with pytest.raises(ValueError, match="have no sliding_window, for which MistralAttention asks"):
         prepare(script, chats, device, "--attention", "varlen", "--precision", "bf16")
 
