@@ -37,7 +37,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset
-from runtime import arguments, batches, checkpoints, hf_weights, optimization, ranks
+from runtime import arguments, batches, checkpoints, hf_weights, identities, optimization, ranks
 from runtime.checkpoints import TrainState
 from runtime.run import Run, launch
 
@@ -178,7 +178,7 @@ def setup_model(
     """The wrapped model, its tokenizer, and what tells its kind from others; all ranks."""
     model, tokenizer, init = load_model(args, device, pretrained)
     hf_weights.say_size(args.model_name, model)
-    identity = checkpoints.model_identity(args, SCRIPT, model)
+    identity = identities.of_model(args, SCRIPT, model)
     return wrap_model(args, device, model, init), tokenizer, identity
 
 
@@ -214,7 +214,7 @@ def prepare(
     optimizer = optimization.new_optimizer(args, groups)
     scheduler = optimization.lr_schedule(args, optimizer, total_steps, epoch_steps)
     scaler = policies.gradient_scaler(args, device, optimizer)
-    identity |= batches.identity(args, loader, val_loaders)
+    identity |= identities.of_data(args, loader, val_loaders)
     identity["--group-by-length"] = args.group_by_length
     state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
     ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks

@@ -37,16 +37,26 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--val-file", nargs="+", help="the same for validation")
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
     add("--block-size", type=int, default=1024, help="tokens in a sample")
-    add("--num-train-samples", type=int, default=2000, help="training blocks (0: all)")
-    add("--num-val-samples", type=int, default=500, help="validation blocks (0: all)")
+    blocks = "blocks of training (0: all; as by default, but 2000 of docstrings)"
+    add("--num-train-samples", type=int, help=blocks)
+    blocks = "blocks of validation (0: all; as by default, but 500 of docstrings)"
+    add("--num-val-samples", type=int, help=blocks)
 
 
 def check_arguments(args: Namespace) -> list[str]:
-    """One sentence for each value that is out of range."""
+    """One sentence for each value that is wrong.
+
+    Fills in what --num-train-samples and --num-val-samples are by default.
+    """
+    is_built_in = args.dataset == "docstrings" and not args.train_file
+    arguments.fill_samples(args, *((2000, 500) if is_built_in else (0, 0)))
     limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, {"block_size": (2, arguments.ANY)} | limits)
     if bool(args.train_file) != bool(args.val_file):
         problems.append("--train-file and --val-file need each other")
+    path = Path(args.dataset)
+    if path.exists() or path.suffix.lower() in (*readers.KINDS, ".txt"):
+        problems.append(f"--dataset {path} is no hub id: name files by --train-file and --val-file")
     return problems
 
 
@@ -68,7 +78,7 @@ def read_texts(args: Namespace, split: str) -> Dataset:
         paths = [Path(name) for pattern in patterns for name in sorted(glob(pattern)) or [pattern]]
         return concatenate_datasets([read_file(path, args.text_column) for path in paths])
     if args.dataset != "docstrings":
-        parts = readers.read_hub(args.dataset, args)
+        parts = readers.read_hub(args.dataset, args, "train_split", "val_split")
         name = args.train_split if split == "train" else args.val_split
         return readers.text_column(args.dataset, parts[name], args.text_column)
     rows = readers.docstring_rows()
@@ -118,7 +128,7 @@ def load_blocks(
     )
     number = min(number or len(cut), len(cut))
     if verbose:
-        print(f"{split}: {len(cut):,} blocks, {number:,} used", flush=True)
+        print(f"{split}: {number:,} of {len(cut):,} blocks used", flush=True)
     return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
 
 

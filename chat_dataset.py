@@ -178,7 +178,7 @@ def read_rows(name: str, args: Namespace) -> list[Dataset]:
             known = ", ".join(readers.KINDS)
             raise ValueError(f"--dataset {name} is of no known kind: {known}")
         return [readers.read_file(path)]
-    splits = readers.read_hub(name, args)
+    splits = readers.read_hub(name, args, "train_split", "val_split")
     return [splits[part] for part in dict.fromkeys((args.train_split, args.val_split))]
 
 

@@ -39,7 +39,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import block_dataset
 import policies
-from runtime import arguments, batches, checkpoints, hf_weights, optimization, ranks
+from runtime import arguments, batches, checkpoints, hf_weights, identities, optimization, ranks
 from runtime.checkpoints import TrainState
 from runtime.model_checks import check_head, flops_per_token
 from runtime.run import Run, launch
@@ -183,6 +183,8 @@ def load_model(
         directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
         config = hf_weights.load_config(directory, MODEL, args.model_name)
         tokenizer = hf_weights.load_tokenizer(directory, config.vocab_size)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer in {directory} has no EOS token")
     arguments.check_length("--block-size", args.block_size, config)
     if args.model_name == "tiny" or args.from_scratch:
         return MODEL(config), tokenizer, None  # the seed is the same on all ranks
@@ -232,7 +234,7 @@ def setup_model(
     """The wrapped model, its tokenizer, and what tells its kind from others; all ranks."""
     model, tokenizer, init = load_model(args, device, pretrained)
     hf_weights.say_size(args.model_name, model)
-    identity = checkpoints.model_identity(args, SCRIPT, model)
+    identity = identities.of_model(args, SCRIPT, model)
     return wrap_model(args, device, model, init), tokenizer, identity
 
 
@@ -261,7 +263,7 @@ def prepare(
     optimizer = optimization.new_optimizer(args, groups)
     scheduler = optimization.lr_schedule(args, optimizer, total_steps, epoch_steps)
     scaler = policies.gradient_scaler(args, device, optimizer)
-    identity |= batches.identity(args, loader, val_loaders)
+    identity |= identities.of_data(args, loader, val_loaders)
     state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
     if device.type != "cpu":  # for the share of a GPU's peak
         state.flops_per_token = flops_per_token(policies.unwrapped(model), args.block_size)

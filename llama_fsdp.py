@@ -45,6 +45,7 @@ from runtime import (
     batches,
     checkpoints,
     hf_weights,
+    identities,
     optimization,
     ranks,
 )
@@ -297,7 +298,7 @@ def setup_model(
     """The wrapped model, its tokenizer, and what tells its kind from others; all ranks."""
     model, tokenizer, init = load_model(args, device, pretrained)
     hf_weights.say_size(args.model_name, model)
-    identity = checkpoints.model_identity(args, SCRIPT, model)
+    identity = identities.of_model(args, SCRIPT, model)
     return wrap_model(args, device, model, init), tokenizer, identity
 
 
@@ -333,7 +334,7 @@ def prepare(
     optimizer = optimization.new_optimizer(args, groups)
     scheduler = optimization.lr_schedule(args, optimizer, total_steps, epoch_steps)
     scaler = policies.gradient_scaler(args, device, optimizer)
-    identity |= batches.identity(args, loader, val_loaders)
+    identity |= identities.of_data(args, loader, val_loaders)
     state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
     if device.type != "cpu":  # for the share of a GPU's peak
         state.flops_per_token = flops_per_token(policies.unwrapped(model), loader.dataset.span)

@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from runtime import arguments, ranks, readers
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
+BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # examples, where none are asked for
 # Validation last: a title that stands in two lists is not trained on.
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
 
@@ -43,6 +44,7 @@ class Source:
     columns: tuple[str, str, str]  # text, summary, and the key: rows equal in it stay together
     percent: dict[str, int]  # of the keys, for each split; "train" first
     rule: str  # the same in words
+    one_line: bool = False  # line breaks in texts and summaries become spaces
     titles: dict[str, str] | None = None  # the split of each title, in place of percentages
     wikihow: bool = False  # apply WikiHow's published cleaning
 
@@ -57,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dataset = "wikihow, docstrings (built in), a CSV, TSV, JSONL or Parquet file, or a hub id"
     val_split = "the one to validate on; the training split again means: hold out 5%% of it"
     add("--dataset", dataset, default="wikihow")
+    add("--val-dataset", "a file or hub id to validate on, instead of a part of --dataset")
     add("--data-dir", "folder with WikiHow's CSV files and title lists", default="data")
     add("--wikihow-part", "whole articles or paragraphs", choices=list(WIKIHOW), default="all")
     add("--dataset-config", "configuration of a hub data set")
@@ -67,38 +70,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--source-prefix", "put before each text", default="summarize: ")
     add("--source-length", "longest text in tokens, EOS included", type=int, default=512)
     add("--target-length", "longest summary in tokens, EOS included", type=int, default=150)
-    add("--num-train-samples", "training examples, 0 for all", type=int, default=1500)
-    add("--num-val-samples", "validation examples, 0 for all", type=int, default=300)
+    for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
+        text = f"0: all; as by default, but {number} of wikihow and docstrings"
+        group.add_argument(flag, type=int, help=text)
+    line = "put each text and summary on one line, as is done with wikihow and docstrings"
+    add("--clean", line, **arguments.OFF)
 
 
 def check_arguments(args: argparse.Namespace) -> list[str]:
-    """One sentence for each problem that shows without reading data, [] when there is none."""
+    """One sentence for each problem that shows without reading data, [] when there is none.
+
+    Fills in what --num-train-samples and --num-val-samples are by default.
+    """
+    arguments.fill_samples(args, *BUILT_IN.get(args.dataset, (0, 0)))
     limits = dict.fromkeys(("source_length", "target_length"), (2, arguments.ANY))
     limits |= dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, limits)
-    path = local_path(args)
-    if path is None or path.is_file() and path.suffix.lower() in readers.KINDS:
-        return problems
     if args.dataset == "wikihow":
-        problems.append(
-            f"{path} is missing: get {path.name} of the WikiHow dataset (Koupaee & Wang 2018) by "
-            f"way of https://github.com/mahnazkoupaee/WikiHow-Dataset and put it into "
-            f"{path.parent}/, or take --dataset docstrings, which needs no download"
-        )
-    elif path.is_file():
-        problems.append(f"--dataset {path} is of no known kind: {', '.join(readers.KINDS)}")
+        path = wikihow_path(args)
+        if not path.is_file():
+            problems.append(
+                f"{path} is missing: get {path.name} of the WikiHow dataset (Koupaee & Wang 2018) "
+                f"by way of https://github.com/mahnazkoupaee/WikiHow-Dataset and put it into "
+                f"{path.parent}/, or take --dataset docstrings, which needs no download"
+            )
     else:
-        problems.append(f"--dataset {path} is missing: there is no such file")
+        problems += readers.check_name("--dataset", args.dataset)
+    if args.val_dataset is not None and args.dataset in BUILT_IN:
+        problems.append(f"--val-dataset goes with files and hub ids, not with {args.dataset}")
+    elif args.val_dataset is not None:
+        problems += readers.check_name("--val-dataset", args.val_dataset)
     return problems
 
 
-def local_path(args: argparse.Namespace) -> Path | None:
-    """The file to read, or None for docstrings and hub ids."""
-    if args.dataset == "wikihow":
-        return Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
-    path = Path(args.dataset).expanduser()
-    hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", args.dataset)
-    return path if path.is_file() or path.suffix.lower() in readers.KINDS or not hub_id else None
+def wikihow_path(args: argparse.Namespace) -> Path:
+    """Of the CSV file."""
+    return Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
 
 
 def load_summarization(
@@ -127,12 +134,16 @@ def load_summarization(
     sets = []
     for split, number in ("train", args.num_train_samples), ("validation", args.num_val_samples):
         rows, indices = found[split]
+        found_rows = len(indices)
         if 0 < number < len(indices):
             random.Random(0).shuffle(indices)
             indices = sorted(indices[:number])  # reads faster than in random order
         examples = encode(rows.select(indices), args, tokenizer)
         targets = readers.count_targets(examples)
-        report(f"{split}: {len(examples):,} examples used, with {targets:,} target tokens")
+        report(
+            f"{split}: {len(examples):,} of {found_rows:,} examples used, with {targets:,} target "
+            "tokens"
+        )
         sets.append(examples)
     first = sets[0][0]
     text, summary = (tokenizer.decode(first[column]) for column in ("input_ids", "labels"))
@@ -141,39 +152,37 @@ def load_summarization(
 
 
 def open_sources(args: argparse.Namespace) -> list[Source]:
-    """Open what `--dataset` names: one source to be split, or a hub data set's two splits."""
-    path = local_path(args)
+    """Open what `--dataset` names: one source to be split, or two that are split already."""
     columns = (args.source_column, args.target_column)
     if args.dataset == "docstrings":
         columns = ("text", "headline", "module")
         percent = {"train": 85, "validation": 15}
         rows = readers.docstring_rows()
-        return [Source("docstrings", rows, columns, percent, "a hash of the module")]
+        return [Source("docstrings", rows, columns, percent, "a hash of the module", one_line=True)]
     if args.dataset == "wikihow":
         columns += ("title",)
+        path = wikihow_path(args)
         rows = readers.read_file(path)
         check_columns(str(path), rows, columns)
         titles = read_title_lists(path.parent)
         percent = {"train": 98, "validation": 1, "test": 1}
         rule = "a hash of the title" if titles is None else f"the title lists in {path.parent}/"
-        return [Source(str(path), rows, columns, percent, rule, titles, wikihow=True)]
-    name = str(path or args.dataset)
-    train = args.train_split
-    val = args.val_split
-    if path:
-        parts = {train: readers.read_file(path)}
-        check_columns(name, parts[train], columns)
+        return [Source(str(path), rows, columns, percent, rule, True, titles, wikihow=True)]
+    if args.val_dataset is None:
+        parts = readers.read_parts(args.dataset, args, "train_split", "val_split")
     else:
-        parts = readers.read_hub(args.dataset, args)
-        for part in (train, val):
-            check_columns(f"{name} {part}", parts[part], columns)
+        parts = readers.read_parts(args.dataset, args, "train_split")
+        parts += readers.read_parts(args.val_dataset, args, "val_split")
+    for name, rows in parts:
+        check_columns(name, rows, columns)
     columns += columns[:1]
-    if path or train == val:
+    if len(parts) == 1:
         percent = {"train": 95, "validation": 5}
-        return [Source(name, parts[train], columns, percent, f"a hash of {columns[0]}")]
+        rule = f"a hash of {columns[0]}"
+        return [Source(*parts[0], columns, percent, rule, args.clean)]
     return [
-        Source(f"{name} {part}", parts[part], columns, {split: 100}, "the data set itself")
-        for split, part in (("train", train), ("validation", val))
+        Source(*part, columns, {split: 100}, "the data set itself", args.clean)
+        for split, part in zip(("train", "validation"), parts, strict=True)
     ]
 
 
@@ -215,6 +224,7 @@ def prepare(source: Source) -> Dataset:
     columns = source.columns
     titles = source.titles
     wikihow = source.wikihow
+    one_line = source.one_line
     bounds = list(zip(accumulate(source.percent.values()), source.percent, strict=True))
 
     def clean(text: str, summary: str, key: str) -> tuple[str, str, int, str]:
@@ -232,7 +242,8 @@ def prepare(source: Source) -> Dataset:
         if wikihow:
             text = re.sub(r"\.+[\r\n]+,", ".\n", text)
             summary = summary.replace(".,", ".")
-        text, summary = (re.sub(r"\s*[\r\n]\s*", " ", part) for part in (text, summary))
+        if one_line:
+            text, summary = (re.sub(r"\s*[\r\n]\s*", " ", part) for part in (text, summary))
         return text, summary, number, split
 
     def clean_batch(batch: dict[str, list[str | None]]) -> dict[str, list]:
@@ -242,7 +253,8 @@ def prepare(source: Source) -> Dataset:
 
     features = {name: Value("string") for name in ("text", "summary", "key", "place")}
     features["key"] = Value("int64")
-    return readers.cached_map(source.rows, clean_batch, features, columns, bounds, titles, wikihow)
+    identity = (columns, bounds, titles, wikihow, one_line)
+    return readers.cached_map(source.rows, clean_batch, features, *identity)
 
 
 def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list[str]:

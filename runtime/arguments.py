@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 from argparse import Namespace
+from pathlib import Path
 
 from transformers import PretrainedConfig
 
@@ -133,6 +134,14 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
     add("--compile", **OFF, help="torch.compile of each block; on a CPU with a C++ compiler")
 
 
+def fill_samples(args: Namespace, train: int, val: int) -> None:
+    """What --num-train-samples and --num-val-samples are where the user has said nothing."""
+    if args.num_train_samples is None:
+        args.num_train_samples = train
+    if args.num_val_samples is None:
+        args.num_val_samples = val
+
+
 def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> list[str]:
     """One sentence for each value below its lower limit, or not below its upper one."""
     problems = []
@@ -170,6 +179,11 @@ def common_problems(args: Namespace) -> list[str]:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     accumulates = args.gradient_accumulation_steps > 1
     syncs_once = args.accumulate_no_sync and processes > 1
+    output = Path(args.output_dir)
+    if output.is_file():
+        problems.append(f"--output-dir {output} is a file: name a directory")
+    if output.is_dir() and output.resolve() == Path(args.model_name).expanduser().resolve():
+        problems.append(f"--output-dir {output} is the model's own directory: name another")
     if 0 < gpus < local_size:
         problems.append(f"--nproc_per_node {local_size} is above the {gpus} GPUs")
     if args.cpu_offload and (args.strategy == "ddp" or not gpus):

@@ -10,19 +10,15 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from . import checkpoints
-from .checkpoints import TrainState, checksum
+from .checkpoints import TrainState
 from .ranks import accelerator
 from .readers import Rows
-
-PROBES = 256  # samples at most of each data set that tell it from another
 
 
 class GlobalBatchSampler:
@@ -163,33 +159,4 @@ def to_device(batch: dict[str, Tensor | int], device: torch.device) -> dict[str,
     for name, value in batch.items():
         if isinstance(value, Tensor):
             found[name] = value.to(device, non_blocking=True)
-    return found
-
-
-def as_lists(sample: Any) -> Any:
-    """A sample with lists in place of arrays."""
-    if isinstance(sample, dict):
-        return {name: as_lists(value) for name, value in sample.items()}
-    if isinstance(sample, list):
-        return [as_lists(value) for value in sample]
-    return sample.tolist() if isinstance(sample, np.ndarray) else sample
-
-
-def identity(
-    args: Namespace, loader: DataLoader, val_loaders: dict[str, DataLoader]
-) -> dict[str, Any]:
-    """What must not differ between a run and its continuation: data, global batch and seed."""
-    contents = []
-    samples = []
-    for dataset in (loader.dataset, *(other.dataset for other in val_loaders.values())):
-        contents.append(len(dataset))
-        stride = len(dataset) // PROBES + 1
-        samples += [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
-    found = {
-        "data": checksum(contents + samples),
-        "global batch": loader.batch_sampler.global_batch,
-        "seed": args.seed,
-    }
-    if loader.batch_sampler.lengths is not None:
-        found[checkpoints.GROUPING] = "of halves of an epoch"
     return found

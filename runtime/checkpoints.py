@@ -39,11 +39,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-from . import adapters, hf_weights
+from . import adapters, hf_weights, identities
 from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
 
 FULL = "full.pt"  # --checkpoint-type full
-GROUPING = "grouping by length"  # in the identity
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")
 
 
@@ -225,7 +224,7 @@ def best_path(output: Path, state: TrainState) -> Path:
 
 
 def _prune(directory: Path, keep: int, best: Path) -> None:
-    """Delete all but the newest `keep` checkpoints; rank 0 alone.
+    """Delete all but the newest `keep` checkpoints, and one that is damaged; rank 0 alone.
 
     Pruning keeps `best`, and each best-N that a kept checkpoint names: a run continued from that
     checkpoint finds the weights, whatever was trained and lost after it.
@@ -236,7 +235,9 @@ def _prune(directory: Path, keep: int, best: Path) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError):  # damaged
             number = json.loads((path / "train_state.json").read_text())["best_step"]
             wanted.add(directory / f"best-{number:08d}")
-    for path in (*checkpoints[:-keep], *set(directory.glob("best-*")) - wanted):
+    unwanted = set(directory.glob("best-*")) - wanted
+    damaged = sorted(directory.glob("damaged-*"))[:-1]
+    for path in (*checkpoints[:-keep], *unwanted, *damaged):
         shutil.rmtree(path, ignore_errors=True)  # in use on NFS: then the next time
 
 
@@ -343,6 +344,7 @@ def _describe(state: TrainState) -> dict[str, Any]:
     """What train_state.json holds besides the files' sums."""
     saved = {name: getattr(state, name) for name in COUNTERS}
     saved["schedule"] = state.scheduler.last_epoch
+    saved["lr"] = state.scheduler.get_last_lr()[0]  # of the next step
     saved["scaler"] = state.scaler.state_dict()
     saved["validation_due"] = state.validation_due
     saved["world_size"] = dist.get_world_size()
@@ -515,7 +517,7 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     """
     saved = json.loads((path / "train_state.json").read_text())
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    check_identity(path, state.identity)
+    identities.check(path, state.identity, args)
     random_states = {}
     with _shards(path) as shards:
         _read_weights(shards, state.model)
@@ -524,6 +526,11 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
             random_states = _read_random_states(shards)
     state.scheduler.last_epoch = saved["schedule"] - 1
     state.scheduler.step()
+    lr = state.scheduler.get_last_lr()[0]
+    planned = saved.get("lr", lr)  # older checkpoints do not know it
+    if rank == 0 and not math.isclose(lr, planned):
+        print(f"the learning rate goes on at {lr:.3g}, not at {planned:.3g} as planned before: "
+              "--lr, the schedule or the number of steps have changed")  # fmt: skip
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
@@ -545,41 +552,3 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     elif rank == 0:
         there = saved["world_size"]
         print(f"{there} processes saved this, {world_size} go on: dropout reseeded")
-
-
-def check_identity(path: Path, here: dict[str, Any]) -> None:
-    """Raise ValueError with all that differs between the run that wrote `path` and this one."""
-    saved = json.loads((path / "train_state.json").read_text())["identity"]
-    differing = [name for name in here if here[name] != saved.get(name)]
-    if not differing:
-        return
-    what = ", ".join(f"{name} ({saved.get(name)} there, {here[name]} here)" for name in differing)
-    remedy = "give what it had, or another --output-dir"
-    if GROUPING in differing:
-        remedy = "go on with the version of the script that wrote it, or give another --output-dir"
-    if differing == ["global batch"]:
-        per_rank, rest = divmod(saved["global batch"], dist.get_world_size())
-        batch = math.gcd(per_rank, 8)
-        remedy = f"--batch-size {batch} --gradient-accumulation-steps {per_rank // batch} keeps it"
-        if rest:
-            remedy = f"use a number of processes that divides {saved['global batch']}"
-    raise ValueError(f"{path} was saved by a run that differs in {what}: {remedy}")
-
-
-def model_identity(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
-    """What tells this script's model from others, by names and shapes; call it before wrapping."""
-    named = []
-    for name, parameter in model.named_parameters():
-        shape = getattr(parameter, "whole_shape", parameter.shape)  # of what is in 4 bits
-        named.append((name, list(shape)))
-    identity = {"script": script, "model": checksum(named)}
-    if getattr(args, "lora_rank", 0) and not adapters.has_adapters(model):
-        raise ValueError("--lora-rank: load_model has added no adapters to this model")
-    if adapters.has_adapters(model):
-        identity |= adapters.identity(args, model)
-    return identity
-
-
-def checksum(items: list[Any]) -> str:
-    """Their number and the CRC-32 of what they print as: tells data, or shapes, from others."""
-    return f"{len(items)} items, crc {zlib.crc32(repr(items).encode()):08x}"

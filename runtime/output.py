@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import checkpoints, ranks
+from . import checkpoints, identities, ranks
 
 LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
 
@@ -198,7 +198,8 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
         return found
     path = Path(resume).resolve()
     elsewhere = newest and path.parent != newest.parent.resolve()
-    if elsewhere or (newest and path.name < newest.name and _last_resume(directory) == resume):
+    again = identities.last_arguments(directory).get("resume") == resume  # as a requeued job has
+    if elsewhere or (newest and path.name < newest.name and again):
         print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
         return found
     if not (path.name.startswith("step-") and path.is_dir()):
@@ -206,15 +207,6 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
     if newest and path.name < newest.name:
         raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
     return [path]
-
-
-def _last_resume(directory: Path) -> str | None:
-    """What --resume the last start of a run in `directory` had: a requeued job has the same."""
-    last = None
-    for line in (directory / "metrics.jsonl").read_text().splitlines():
-        with contextlib.suppress(ValueError, KeyError):  # torn, or another event
-            last = json.loads(line)["arguments"]["resume"]
-    return last
 
 
 def _check_visible(path: Path) -> None:

@@ -14,6 +14,7 @@ import io
 import itertools
 import json
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -147,8 +148,19 @@ def csv_options(path: Path) -> dict:
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = filter(None, csv.reader(file, delimiter=separator))
-        header, first = next(rows, []), next(rows, [])
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        rows = filter(None, reader)
+        good = 0  # pandas would take a wrong quote as text, and what follows it too
+        try:
+            header, first = next(rows, []), next(rows, [])
+            good = reader.line_num
+            for _ in rows:
+                good = reader.line_num
+        except csv.Error as error:
+            advice = "a quote inside a quoted field is written twice"
+            raise ValueError(f"badly quoted after line {good} ({error}): {advice}") from None
+    if len(header) == 1 and ";" in header[0]:
+        raise ValueError("its fields are set apart by semicolons: save it with commas")
     if len(first) > len(header):  # pandas would shift the columns
         raise ValueError(f"{len(first)} fields in the first row, {len(header)} in the header")
     # All text: "123" stays a headline, and "null" does not become a missing one.
@@ -167,8 +179,35 @@ def broken_line(path: Path) -> str:
     return ""
 
 
-def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
-    """Load the hub data set `name`, with the splits that --train-split and --val-split name.
+def check_name(flag: str, name: str) -> list[str]:
+    """A sentence if what `flag` names is neither docstrings, nor a file of KINDS, nor a hub id."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return [f"{flag} {name} is a directory: name a file in it ({', '.join(KINDS)})"]
+    if path.is_file() and path.suffix.lower() not in KINDS:
+        return [f"{flag} {name} is of no known kind: {', '.join(KINDS)}"]
+    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
+    if not path.is_file() and (path.suffix.lower() in KINDS or not is_hub_id):
+        return [f"{flag} {name} is missing: there is no such file"]
+    return []
+
+
+def read_parts(name: str, args: Namespace, *flags: str) -> list[tuple[str, Dataset]]:
+    """The rows of a file, or of each split of a hub data set that `flags` name (train_split,
+    val_split), and what to call them.
+
+    Raises ValueError, with a sentence for the user, if they cannot be had.
+    """
+    path = Path(name).expanduser()
+    if path.suffix.lower() in KINDS:
+        return [(str(path), read_file(path))]
+    parts = read_hub(name, args, *flags)
+    splits = dict.fromkeys(getattr(args, flag) for flag in flags)
+    return [(f"{name} {split}", parts[split]) for split in splits]
+
+
+def read_hub(name: str, args: Namespace, *flags: str) -> datasets.DatasetDict:
+    """Load the hub data set `name`, with the splits that `flags` name, train_split and val_split.
 
     Raises ValueError, with a sentence for the user, if it or one of them cannot be had.
     """
@@ -183,11 +222,12 @@ def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
             "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "
             "file, or docstrings"
         ) from error
-    for flag, part in ("--train-split", args.train_split), ("--val-split", args.val_split):
+    for flag in flags:
+        part = getattr(args, flag)
         if part not in parts:
             raise ValueError(
-                f"{name} has the splits {', '.join(parts)}; {flag} {part} is not among "
-                "them (both flags naming the same split hold out 5% of it)"
+                f"{name} has the splits {', '.join(parts)}; --{flag.replace('_', '-')} {part} is "
+                "not among them (both flags naming the same split hold out 5% of it)"
             )
     return parts
 

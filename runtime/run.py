@@ -25,7 +25,16 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from . import adapters, checkpoints, free_space, hf_weights, output, profiling, ranks
+from . import (
+    adapters,
+    checkpoints,
+    free_space,
+    hf_weights,
+    identities,
+    output,
+    profiling,
+    ranks,
+)
 from .checkpoints import SaveError, Saver, TrainState
 from .optimization import HostCopy, StepCheck
 from .stops import Stopped, StopRequest, kill_forked
@@ -444,7 +453,7 @@ class Run:
         """Write final/ from the newest checkpoint, at any world size."""
         if self.checkpoint is None:
             raise ValueError(f"--export-only finds no checkpoint in {self.directory}")
-        checkpoints.check_identity(self.checkpoint, identity)
+        identities.check(self.checkpoint, identity, self.args)
         checkpoints.load_weights(self.checkpoint, model)
         export_model(model, tokenizer, self.directory / "final", self.args)
         self.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import policies
-from runtime import arguments, batches
+from runtime import arguments, batches, identities
 from runtime.checkpoints import Saver, TrainState
 from runtime.run import Run
 
@@ -203,7 +203,7 @@ def ten_steps(
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())
         result["samples"].append((state.epoch, samples))
-        result["rows"].append(batches.as_lists([loader.dataset[i] for i in samples]))
+        result["rows"].append(identities.as_lists([loader.dataset[i] for i in samples]))
     moments = [v for s in state.optimizer.state.values() for k, v in s.items() if k != "step"]
     result["optimizer_bytes"] = held(moments)
     result["graphs"] = counters["stats"]["unique_graphs"]

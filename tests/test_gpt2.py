@@ -3,6 +3,7 @@
 import argparse
 import ast
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch
 from ten_steps import PAGED, SHARED_VARIANTS, check_going_on, check_nothing_waits
-from transformers import ByT5Tokenizer, GPT2Config
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 import block_dataset
 import gpt2_fsdp
@@ -310,10 +314,14 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     (b"", ["--cpu-offload"], "--cpu-offload needs a GPU"),
     (b"", ["--block-size", "1"], "--block-size 1 is out of range: it must be at least 2"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
+    (b"", ["--dataset", "own.txt"], "own.txt is no hub id: name files by --train-file and --val-"),
+    (b"", ["--output-dir", __file__], "test_gpt2.py is a file: name a directory"),
+    (b"", ["--output-dir", "tests", "--model-name", str(ROOT / "tests")], "the model's own direct"),
+    (b"", ["--model-name", "NO EOS"], "has no EOS token"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(
     content: bytes | None, flags: list, said: str | None, texts: tuple, tmp_path: Path,
-    capfd: pytest.CaptureFixture,
+    gpt2_directory: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Before training, with an exit code that is not 0."""
     if torch.cuda.is_available() and flags == ["--cpu-offload"]:
@@ -321,6 +329,13 @@ def test_bad_input_is_one_sentence(
     file = tmp_path / "train.txt"
     if content is not None:
         file.write_bytes(content)
+    monkeypatch.chdir(ROOT)
+    if "NO EOS" in flags:
+        flags = ["--model-name", str(tmp_path / "model")]
+        shutil.copytree(gpt2_directory, flags[1], ignore=shutil.ignore_patterns("*token*"))
+        tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(ByteLevel.alphabet())}, []))
+        tokenizer.pre_tokenizer = ByteLevel()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(flags[1])
     command = ["--model-name", "tiny", "--train-file", str(file), "--val-file", str(texts[1]),
                "--output-dir", str(tmp_path / "run"), "--block-size", "32", "--max-steps", "1",
                *flags]  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
 
-from runtime.batches import as_lists
+from runtime.identities import as_lists
 from runtime.readers import Rows
 
 FEATURES = Features({"ids": List(Value("int32")), "count": Value("int64")})

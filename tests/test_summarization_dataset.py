@@ -338,11 +338,50 @@ COLUMNS = {"source_column": "document", "target_column": "summary"}
 def test_files_of_all_kinds(tmp_path, name):
     path = write_rows(tmp_path / name, ROWS)
     train, val = load(dataset=str(path), **COLUMNS)
-    expected = [(row["document"].replace("\n", " "), row["summary"]) for row in ROWS]
+    expected = [(row["document"], row["summary"]) for row in ROWS]
     held_out = [bucket_of(row["document"]) >= 95 for row in ROWS]
-    assert train == [pair for pair, held in zip(expected, held_out, strict=True) if not held]
+    expected_train = [pair for pair, held in zip(expected, held_out, strict=True) if not held]
+    assert train == expected_train and any("\n" in text for text, _ in train)
     assert val == [pair for pair, held in zip(expected, held_out, strict=True) if held]
     assert val
+
+
+def test_line_breaks_go_where_clean_asks(tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", ROWS)
+    train, val = load(dataset=str(path), clean=True, **COLUMNS)
+    documents = {row["document"].replace("\n", " ") for row in ROWS}
+    assert {text for text, _ in train + val} == documents
+
+
+def test_validation_pairs_of_ones_own(tmp_path, capsys):
+    """All of --dataset is trained on then, and what is left out of either is told."""
+    path = write_rows(tmp_path / "train.jsonl", ROWS[:40])
+    other = write_rows(tmp_path / "val.parquet", ROWS[40:60])
+    files = {"dataset": str(path), "val_dataset": str(other)}
+    train, val = load(**files, **COLUMNS)
+    assert [summary for _, summary in train] == [row["summary"] for row in ROWS[:40]]
+    assert [summary for _, summary in val] == [row["summary"] for row in ROWS[40:60]]
+    train, val = load(**files, num_train_samples=9, **COLUMNS)
+    assert (len(train), len(val)) == (9, 20)
+    said = capsys.readouterr().out
+    assert "train: 9 of 40 examples used" in said and "validation: 20 of 20" in said
+    message = refusal(dataset=str(path), val_dataset="gone.csv", **COLUMNS)
+    assert "--val-dataset gone.csv is missing" in message
+    assert "not with docstrings" in refusal(dataset="docstrings", val_dataset=str(other))
+
+
+def test_only_built_in_sets_are_limited_by_default():
+    for dataset, expected in (
+        ("wikihow", (1500, 300)),
+        ("docstrings", (1500, 300)),
+        ("a/b", (0, 0)),
+    ):
+        args = arguments(dataset=dataset, num_train_samples=None, num_val_samples=None)
+        sd.check_arguments(args)
+        assert (args.num_train_samples, args.num_val_samples) == expected
+    args = arguments(dataset="docstrings", num_train_samples=0, num_val_samples=7)
+    sd.check_arguments(args)
+    assert (args.num_train_samples, args.num_val_samples) == (0, 7)
 
 
 def test_a_file_with_a_byte_order_mark_and_missing_fields(tmp_path):
@@ -372,7 +411,7 @@ def test_xsum():
     train, val = load(dataset=str(XSUM), **COLUMNS, source_length=512, target_length=150)
     rows = [json.loads(line) for line in XSUM.read_text(encoding="utf-8").splitlines()]
     assert len(train) + len(val) == len(rows) == 200 and len(val) == 7
-    assert all(text and summary and "\n" not in text + summary for text, summary in train + val)
+    assert all(text and summary for text, summary in train + val)
     assert max(len(text.encode()) for text, _ in train) == 511
 
 
@@ -383,6 +422,8 @@ def test_hub_splits(tmp_path, monkeypatch):
     write_rows(folder / "train.jsonl", ROWS[:40])
     write_rows(folder / "test.jsonl", ROWS[40:60])
     monkeypatch.chdir(tmp_path)
+    assert "someone/set is a directory: name a file in it" in refusal(dataset="someone/set")
+    monkeypatch.setattr(sd.readers, "check_name", lambda *_: [])
     train, val = load(dataset="someone/set", val_split="test", **COLUMNS)
     assert [summary for _, summary in train + val] == [row["summary"] for row in ROWS[:60]]
     assert (len(train), len(val)) == (40, 20)
@@ -455,7 +496,9 @@ FILES = {  # name: (content, words of the answer)
         "text,headline\na,b\nc,d, e\n",
         "wider.csv cannot be read as CSV: Error tokenizing data. C error: Expected 2",
     ),
-    "open.csv": ('text,headline\na,"b\nc,d\n', "open.csv cannot be read as CSV: "),
+    "open.csv": ('text,headline\na,"b\nc,d\n', "open.csv cannot be read as CSV: badly quoted"),
+    "quotes.csv": ('text,headline\na,b\n"he said "hi" to",c\n', "badly quoted after line 2"),
+    "semicolon.csv": ("text;headline\na;b\n", "set apart by semicolons: save it with commas"),
     "bad.jsonl": ('{"text": "a"}\n\n{"text": "b}\n', "bad.jsonl, line 3, cannot be read as JSONL"),
     "lists.jsonl": ('{"text": "a"}\n["text"]\n', "lists.jsonl, line 2, cannot be read as JSONL"),
     "bad.json": ('[{"text": "a"', "bad.json cannot be read as JSON: "),
@@ -680,6 +723,7 @@ def test_the_flags_are_documented():
     sd.add_arguments(parser)
     (group,) = (group for group in parser._action_groups if group.title == "data")
     flags = [action.option_strings for action in group._group_actions]
-    assert all(len(flag) == 1 and flag[0].replace("-", "").islower() for flag in flags)
-    assert all("%(default)s" in action.help for action in group._group_actions)
+    assert all(flag[0].replace("-", "").islower() for flag in flags)
+    stated = [action for action in group._group_actions if "samples" not in action.dest]
+    assert all("%(default)s" in action.help for action in stated)
     assert "hold out 5% of it" in " ".join(parser.format_help().split())

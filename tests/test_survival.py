@@ -312,7 +312,9 @@ def test_asked_to_stop_during_a_slow_save(first: int, flags: list[str], tmp_path
 
 
 def test_pruning(tmp_path: Path) -> None:
-    """It keeps the newest, the best, and the best of each that is kept."""
+    """It keeps the newest, the best, and the best of each that is kept; the newest damaged one."""
+    for step in (3, 5):
+        (tmp_path / f"damaged-step-{step:08d}").mkdir()
     for step, best in ((2, 1), (4, 3), (6, 3)):
         path = tmp_path / f"step-{step:08d}"
         path.mkdir()
@@ -321,6 +323,7 @@ def test_pruning(tmp_path: Path) -> None:
         (tmp_path / f"best-{step:08d}").mkdir()
     checkpoints._prune(tmp_path, 2, tmp_path / "best-00000005")
     kept = {"step-00000004", "step-00000006", "best-00000003", "best-00000005"}
+    kept.add("damaged-step-00000005")
     assert {path.name for path in tmp_path.iterdir()} == kept
     checkpoints._prune(tmp_path, 1, tmp_path / "best-00000005")
     assert (tmp_path / "step-00000006").is_dir() and (tmp_path / "best-00000003").is_dir()

@@ -193,6 +193,7 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(
     assert "is finished" in capfd.readouterr().out
     assert (finished / "metrics.jsonl").read_text() == before
     one_process([*flags, "--max-steps", "10", "--lr", "2e-3"], finished)
+    assert "learning rate goes on at 0.000444, not at 0 as planned" in capfd.readouterr().out
     assert list(losses(finished)) == list(range(1, 11))
     rates = [line["lr"] for line in metrics(finished, "train")[-2:]]
     assert rates == pytest.approx([2e-3 * 2 / 9, 2e-3 * 1 / 9])  # of the schedule as it is now
@@ -215,7 +216,9 @@ def test_what_must_not_differ_is_named(
     before = sorted((path, path.stat().st_mtime) for path in finished.rglob("*") if path.is_file())
     said = refused([*flags, "--seed", "1"], finished, capfd)
     assert "seed (0 there, 1 here)" in said and "model" not in said
-    assert "data (" in refused([*flags, "--source-length", "8"], finished, capfd)
+    said = refused([*flags, "--source-length", "8", "--clean"], finished, capfd)
+    assert "data (" in said
+    assert "of --source-length (512 there, 8 here), --clean (False there, True here), or" in said
     said = refused([*flags, "--no-group-by-length"], finished, capfd)
     assert "--group-by-length (True there, False here)" in said
     assert "model (" in refused([*flags, "--model-name", str(t5_directory)], finished, capfd)
