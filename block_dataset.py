@@ -21,7 +21,7 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, readers
+from runtime import arguments, readers, tokens
 
 EXAMPLE = {"input_ids": list(range(33))}  # a block
 
@@ -55,16 +55,25 @@ def check_arguments(args: Namespace) -> list[str]:
     if bool(args.train_file) != bool(args.val_file):
         problems.append("--train-file and --val-file need each other")
     path = Path(args.dataset)
-    if path.exists() or path.suffix.lower() in (*readers.KINDS, ".txt"):
+    is_file = path.suffix.lower() in (*readers.KINDS, ".txt")
+    if (path.exists() or is_file) and not readers.is_saved(path):
         problems.append(f"--dataset {path} is no hub id: name files by --train-file and --val-file")
     return problems
 
 
 def read_file(path: Path, column: str) -> Dataset:
-    """A file's texts, a row each: of a column, or the lines of a text file; raises ValueError."""
+    """A file's texts, a row each: of a column, or the lines of a text file. Or its tokens, where it
+    has input_ids. Raises ValueError."""
     if path.suffix.lower() in readers.KINDS:
-        return readers.text_column(str(path), readers.read_file(path), column)
+        return text_or_tokens(str(path), readers.read_file(path), column)
     return readers.read_lines(path)
+
+
+def text_or_tokens(name: str, rows: Dataset, column: str) -> Dataset:
+    """The column of texts, or those of tokens made beforehand; raises ValueError if neither."""
+    if "input_ids" in rows.column_names:
+        return rows
+    return readers.text_column(name, rows, column)
 
 
 def read_texts(args: Namespace, split: str) -> Dataset:
@@ -78,9 +87,9 @@ def read_texts(args: Namespace, split: str) -> Dataset:
         paths = [Path(name) for pattern in patterns for name in sorted(glob(pattern)) or [pattern]]
         return concatenate_datasets([read_file(path, args.text_column) for path in paths])
     if args.dataset != "docstrings":
-        parts = readers.read_hub(args.dataset, args, "train_split", "val_split")
-        name = args.train_split if split == "train" else args.val_split
-        return readers.text_column(args.dataset, parts[name], args.text_column)
+        flag = "train_split" if split == "train" else "val_split"
+        ((name, rows),) = readers.read_parts(args.dataset, args, flag)
+        return text_or_tokens(name, rows, args.text_column)
     rows = readers.docstring_rows()
     held_out = [zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]]
     return rows.select([i for i, out in enumerate(held_out) if out == (split != "train")])
@@ -107,6 +116,20 @@ def load_blocks(
     Raises ValueError if there is none.
     """
     readers.show_progress(verbose)
+    rows = read_texts(args, split)
+    if "input_ids" in rows.column_names:
+        limits = {"input_ids": ("--block-size", args.block_size + 1)}
+        cut = tokens.check(f"the {split} set", rows, limits, tokenizer)
+    else:
+        cut = cut_texts(args, tokenizer, split, rows)
+    number = min(number or len(cut), len(cut))
+    if verbose:
+        print(f"{split}: {number:,} of {len(cut):,} blocks used", flush=True)
+    return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
+
+
+def cut_texts(args: Namespace, tokenizer: Tokenizer, split: str, rows: Dataset) -> Dataset:
+    """The blocks of all texts of a split; raises ValueError if there is none."""
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = [text or "" for text in batch["text"]]
@@ -118,18 +141,14 @@ def load_blocks(
 
     features = {"input_ids": List(Value("int32"))}
     identity = readers.tokenizer_identity(tokenizer)
-    rows = readers.cached_map(read_texts(args, split), encode, features, *identity)
+    rows = readers.cached_map(rows, encode, features, *identity)
     if next(blocks(rows, args.block_size), None) is None:
         raise ValueError(f"the {split} texts give no block: they have fewer than two tokens")
-    cut = Dataset.from_generator(
+    return Dataset.from_generator(
         functools.partial(blocks, rows, args.block_size),
         features=Features(features),
         fingerprint=readers.fingerprint(blocks, rows._fingerprint, args.block_size),
     )
-    number = min(number or len(cut), len(cut))
-    if verbose:
-        print(f"{split}: {number:,} of {len(cut):,} blocks used", flush=True)
-    return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
 
 
 def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:

@@ -156,14 +156,6 @@ def encoder(name: str, kind: str, tokenizer: Tokenizer, args: Namespace) -> abc.
     return encode_batch
 
 
-def held_out(keys: list[int]) -> list[bool]:
-    """True for the rows of 5% of the keys, of one at least; ValueError if all are the same."""
-    distinct = sorted(set(keys))  # hashes: the least of them are a random choice
-    if len(distinct) < 2:
-        raise ValueError("5% cannot be held out: no two rows differ before the first answer")
-    return [key < distinct[max(1, len(distinct) // 20)] for key in keys]
-
-
 def read_rows(name: str, args: Namespace) -> list[Dataset]:
     """The rows of data set `name`: a training and a validation set, or one that is to be split.
 
@@ -178,8 +170,8 @@ def read_rows(name: str, args: Namespace) -> list[Dataset]:
             known = ", ".join(readers.KINDS)
             raise ValueError(f"--dataset {name} is of no known kind: {known}")
         return [readers.read_file(path)]
-    splits = readers.read_hub(name, args, "train_split", "val_split")
-    return [splits[part] for part in dict.fromkeys((args.train_split, args.val_split))]
+    parts = readers.read_parts(name, args, "train_split", "val_split")
+    return [rows for _, rows in parts]
 
 
 def load_documents(
@@ -201,10 +193,7 @@ def load_documents(
             readers.cached_map(rows, encode_batch, FEATURES, *identity, with_indices=True)
         )
     if len(encoded) == 1:
-        rows = encoded[0]
-        is_held_out = held_out(rows["key"][:])
-        train_set = rows.select([i for i, out in enumerate(is_held_out) if not out])
-        val_set = rows.select([i for i, out in enumerate(is_held_out) if out])
+        train_set, val_set = readers.hold_out(name, encoded[0], encoded[0]["key"][:])
     else:
         train_set, val_set = encoded
     train_set = choose(train_set, args.num_train_samples, f"{name}, training", verbose)

@@ -98,6 +98,10 @@ def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
         model, tokenizer, identity = setup_model(args, device, pretrained=False)
         run.export_checkpoint(model, tokenizer, identity)
         return
+    if args.prepare_only:
+        _, tokenizer, _ = load_model(args, device, pretrained=False)
+        run.write_prepared(*setup_data(args, tokenizer), tokenizer)
+        return
     state, tokenizer, loader, val_loaders = prepare(args, device, run.checkpoint)
     if not run.begin(state, loader):
         return

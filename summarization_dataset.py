@@ -27,9 +27,11 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from runtime import arguments, ranks, readers
+from runtime import arguments, ranks, readers, tokens
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
+TOKENS = ("input_ids", "labels")  # columns of what is tokenised already
+FEATURES = dict.fromkeys(TOKENS, List(Value("int32"))) | {"length": Value("int32")}
 BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # examples, where none are asked for
 # Validation last: a title that stands in two lists is not trained on.
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
@@ -126,19 +128,24 @@ def load_summarization(
     readers.show_progress(verbose)
     report = partial(print, flush=True) if verbose else lambda line: None
     found = {}
-    for source in open_sources(args):
+    sources = open_sources(args)
+    if sources[0].columns == TOKENS:
+        found = load_tokens(sources, args, tokenizer)
+        sources = []
+    for source in sources:
         rows = prepare(source)
         places = assign(source, rows, report)
         for split in source.percent:
-            found[split] = rows, [i for i, place in enumerate(places) if place == split]
+            found[split] = rows.select([i for i, place in enumerate(places) if place == split])
     sets = []
     for split, number in ("train", args.num_train_samples), ("validation", args.num_val_samples):
-        rows, indices = found[split]
-        found_rows = len(indices)
-        if 0 < number < len(indices):
+        rows = found[split]
+        found_rows = len(rows)
+        if 0 < number < found_rows:
+            indices = list(range(found_rows))
             random.Random(0).shuffle(indices)
-            indices = sorted(indices[:number])  # reads faster than in random order
-        examples = encode(rows.select(indices), args, tokenizer)
+            rows = rows.select(sorted(indices[:number]))  # reads faster than in random order
+        examples = rows if "input_ids" in rows.column_names else encode(rows, args, tokenizer)
         targets = readers.count_targets(examples)
         report(
             f"{split}: {len(examples):,} of {found_rows:,} examples used, with {targets:,} target "
@@ -173,6 +180,8 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
     else:
         parts = readers.read_parts(args.dataset, args, "train_split")
         parts += readers.read_parts(args.val_dataset, args, "val_split")
+    if all("input_ids" in rows.column_names for _, rows in parts):
+        return [Source(*part, TOKENS, {}, "") for part in parts]
     for name, rows in parts:
         check_columns(name, rows, columns)
     columns += columns[:1]
@@ -184,6 +193,24 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
         Source(*part, columns, {split: 100}, "the data set itself", args.clean)
         for split, part in zip(("train", "validation"), parts, strict=True)
     ]
+
+
+def load_tokens(
+    sources: list[Source], args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Dataset]:
+    """The same of tokens made beforehand: rows as `encode` makes them, by split."""
+    limits = {"input_ids": ("--source-length", args.source_length)}
+    limits["labels"] = ("--target-length", args.target_length)
+    parts = [tokens.check(source.name, source.rows, limits, tokenizer) for source in sources]
+    if len(parts) == 1:
+        parts = tokens.split(sources[0].name, *parts)
+
+    def add_length(batch: dict[str, list]) -> dict[str, list]:
+        lengths = [len(ids) for ids in batch["input_ids"]]
+        return {column: batch[column] for column in TOKENS} | {"length": lengths}
+
+    sets = [readers.cached_map(rows, add_length, FEATURES) for rows in parts]
+    return dict(zip(("train", "validation"), sets, strict=True))
 
 
 def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
@@ -305,10 +332,8 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
         targets = [closed(ids, lengths[1]) for ids in labels["input_ids"]]
         return {"input_ids": sources, "labels": targets, "length": [len(ids) for ids in sources]}
 
-    features = dict.fromkeys(("input_ids", "labels"), List(Value("int32")))
-    features["length"] = Value("int32")
     identity = (prefix, lengths, *readers.tokenizer_identity(tokenizer))
-    return readers.cached_map(rows, encode_batch, features, *identity)
+    return readers.cached_map(rows, encode_batch, FEATURES, *identity)
 
 
 def collate(

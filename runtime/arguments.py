@@ -52,6 +52,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--output-dir", default="output", help="checkpoints, metrics and the final model")
     add("--resume", default="auto", help="auto (newest complete checkpoint), none, or a PATH")
     add("--export-only", **OFF, help="write the newest checkpoint to final/ and exit")
+    add("--prepare-only", **OFF, help="write the tokens to OUTPUT_DIR/prepared, for --dataset, "
+        "and exit")  # fmt: skip
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
     add("--save-every", type=int, default=50, help="steps between checkpoints (0: epochs only)")

@@ -182,6 +182,8 @@ def broken_line(path: Path) -> str:
 def check_name(flag: str, name: str) -> list[str]:
     """A sentence if what `flag` names is neither docstrings, nor a file of KINDS, nor a hub id."""
     path = Path(name).expanduser()
+    if is_saved(path):
+        return []
     if path.is_dir():
         return [f"{flag} {name} is a directory: name a file in it ({', '.join(KINDS)})"]
     if path.is_file() and path.suffix.lower() not in KINDS:
@@ -192,27 +194,45 @@ def check_name(flag: str, name: str) -> list[str]:
     return []
 
 
+def is_saved(path: Path) -> bool:
+    """Whether `save_to_disk` has written this directory."""
+    return any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
+
+
 def read_parts(name: str, args: Namespace, *flags: str) -> list[tuple[str, Dataset]]:
-    """The rows of a file, or of each split of a hub data set that `flags` name (train_split,
-    val_split), and what to call them.
+    """The rows that `name` means, and what to call them: of a file, of a directory that
+    `save_to_disk` has written, or of a hub data set. Where there are splits, those of each one that
+    `flags` name (train_split, val_split).
 
     Raises ValueError, with a sentence for the user, if they cannot be had.
     """
     path = Path(name).expanduser()
-    if path.suffix.lower() in KINDS:
+    if path.suffix.lower() in KINDS and not path.is_dir():
         return [(str(path), read_file(path))]
-    parts = read_hub(name, args, *flags)
+    if is_saved(path):
+        try:
+            parts = datasets.load_from_disk(str(path))
+        except Exception as error:  # pyarrow and datasets each raise types of their own
+            raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        if isinstance(parts, Dataset):
+            return [(str(path), parts)]
+    else:
+        parts = read_hub(name, args)
+    for flag in flags:
+        split = getattr(args, flag)
+        if split not in parts:
+            raise ValueError(
+                f"{name} has the splits {', '.join(parts)}; --{flag.replace('_', '-')} {split} is "
+                "not among them (both flags naming the same split hold out 5% of it)"
+            )
     splits = dict.fromkeys(getattr(args, flag) for flag in flags)
     return [(f"{name} {split}", parts[split]) for split in splits]
 
 
-def read_hub(name: str, args: Namespace, *flags: str) -> datasets.DatasetDict:
-    """Load the hub data set `name`, with the splits that `flags` name, train_split and val_split.
-
-    Raises ValueError, with a sentence for the user, if it or one of them cannot be had.
-    """
+def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
+    """Load the hub data set `name`; raises ValueError, with a sentence, if it cannot be had."""
     try:
-        parts = datasets.load_dataset(name, args.dataset_config)
+        return datasets.load_dataset(name, args.dataset_config)
     except Exception as error:  # network, access, configuration: each has types of its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
@@ -222,14 +242,6 @@ def read_hub(name: str, args: Namespace, *flags: str) -> datasets.DatasetDict:
             "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "
             "file, or docstrings"
         ) from error
-    for flag in flags:
-        part = getattr(args, flag)
-        if part not in parts:
-            raise ValueError(
-                f"{name} has the splits {', '.join(parts)}; --{flag.replace('_', '-')} {part} is "
-                "not among them (both flags naming the same split hold out 5% of it)"
-            )
-    return parts
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> tuple:
@@ -258,7 +270,7 @@ def cached_map(
             with_indices=with_indices,
             remove_columns=rows.column_names,
             features=Features(features),
-            num_proc=min(8, os.cpu_count() or 1) if len(rows) > LARGE else None,
+            num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
             new_fingerprint=fingerprint(function, rows._fingerprint, sorted(features), *identity),
         )
     except OSError as error:
@@ -267,6 +279,22 @@ def cached_map(
             f"the cache of data sets, {place}, cannot be written ({error}): make room, or name "
             "another directory in HF_DATASETS_CACHE"
         ) from error
+
+
+def hold_out(name: str, rows: Dataset, keys: list[int]) -> tuple[Dataset, Dataset]:
+    """The rows to train on, and those of 5% of the keys, of one at least, to validate on.
+
+    Rows with one key stay together. Raises ValueError if all have the same.
+    """
+    distinct = sorted(set(keys))  # hashes: the least of them are a random choice
+    if len(distinct) < 2:
+        raise ValueError(
+            f"{name}: 5% cannot be held out, as no two rows differ in what splits them"
+        )
+    limit = distinct[max(1, len(distinct) // 20)]
+    train = [i for i, key in enumerate(keys) if key >= limit]
+    val = [i for i, key in enumerate(keys) if key < limit]
+    return rows.select(train), rows.select(val)
 
 
 class Rows:

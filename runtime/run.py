@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from . import (
     adapters,
@@ -34,6 +34,7 @@ from . import (
     output,
     profiling,
     ranks,
+    tokens,
 )
 from .checkpoints import SaveError, Saver, TrainState
 from .optimization import HostCopy, StepCheck
@@ -81,9 +82,7 @@ def peak_tflops(device_name: str) -> int | None:
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
 
 
-def export_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
-) -> None:
+def export_model(model: nn.Module, tokenizer: Tokenizer, path: Path, args: Namespace) -> None:
     """Write a wrapped model, or its adapters, as a Hugging Face directory."""
     export = hf_weights.export_model
     if adapters.has_adapters(model):
@@ -430,7 +429,7 @@ class Run:
         if self.state.step and metrics["loss"] < self.state.best_loss:
             self.saver.save_best(metrics["loss"])
 
-    def export(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def export(self, tokenizer: Tokenizer) -> dict[str, Any]:
         """Write final/ and, with the weights of the best step, best/. The model has those then.
 
         Returns what the event "done" says of them.
@@ -448,7 +447,7 @@ class Run:
         return {"best_loss": state.best_loss, "best_step": state.best_step} | self._memory()
 
     def export_checkpoint(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, identity: dict[str, Any]
+        self, model: nn.Module, tokenizer: Tokenizer, identity: dict[str, Any]
     ) -> None:
         """Write final/ from the newest checkpoint, at any world size."""
         if self.checkpoint is None:
@@ -457,6 +456,18 @@ class Run:
         checkpoints.load_weights(self.checkpoint, model)
         export_model(model, tokenizer, self.directory / "final", self.args)
         self.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")
+
+    def write_prepared(
+        self, loader: DataLoader, val_loaders: dict[str, DataLoader], tokenizer: Tokenizer
+    ) -> None:
+        """Write the samples to OUTPUT_DIR/prepared, a data set that needs no tokenizer."""
+        if len(val_loaders) > 1:
+            raise ValueError("--prepare-only prepares one --dataset at a time")
+        sets = (loader.dataset.dataset, *(other.dataset.dataset for other in val_loaders.values()))
+        path = self.directory / tokens.PREPARED
+        made_from = {"script": self.script, "arguments": vars(self.args)}
+        ranks.on_rank_zero(tokens.save, path, *sets, tokenizer, made_from)
+        self.say(f"the tokens are in {path}: --dataset {path}")
 
     def _memory(self) -> dict[str, float]:
         if self.args.track_memory:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
+from runtime import readers
 from runtime.identities import as_lists
 
 SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
@@ -288,13 +289,14 @@ def test_held_out() -> None:
     """Five percent, equal keys together, always some on both sides."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randint(2**55, (2000,), generator=generator).tolist()
-    chosen = chat_dataset.held_out(keys + keys)
-    assert chosen[:2000] == chosen[2000:]
-    assert sum(chosen[:2000]) == 100
-    assert sorted(chat_dataset.held_out([7, 3, 7])) == [False, False, True]
-    for keys in [], [5, 5]:
-        with pytest.raises(ValueError, match="no two rows differ"):
-            chat_dataset.held_out(keys)
+    rows = Dataset.from_dict({"key": keys + keys})
+    train_set, val_set = readers.hold_out("x", rows, keys + keys)
+    assert len(val_set) == 200 and val_set["key"][:100] == val_set["key"][100:]
+    assert not set(train_set["key"]) & set(val_set["key"]) and len(train_set) == 3800
+    rows = Dataset.from_dict({"key": [7, 3, 7]})
+    assert readers.hold_out("x", rows, [7, 3, 7])[1]["key"][:] == [3]
+    with pytest.raises(ValueError, match="no two rows differ"):
+        readers.hold_out("x", rows, [5, 5, 5])
 
 
 @pytest.mark.parametrize("length", [1024, 2048])

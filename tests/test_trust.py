@@ -69,7 +69,7 @@ def test_data(name: str, mark: Path, code: str, tmp_path: Path) -> None:
         torch.save(Hostile(mark), place / "train.pkl")
     args = Namespace(dataset_config=None, train_split="train", val_split="validation")
     with pytest.raises(ValueError, match="did not load"):
-        readers.read_hub(str(place), args, "train_split")
+        readers.read_hub(str(place), args)
     assert not mark.exists()
 
 

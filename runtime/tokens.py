@@ -1,0 +1,120 @@
+"""Tokens made beforehand: rows of `input_ids`, and of `labels`, as a run uses them.
+
+Imports nothing of this repository but readers. Such a data set is a Parquet or JSONL file, or a
+directory that `save_to_disk` or --prepare-only has written.
+"""
+
+import hashlib
+import json
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict
+from transformers import PreTrainedTokenizerBase
+
+from . import readers
+
+PREPARED = "prepared"  # the directory in OUTPUT_DIR
+BATCH = 10_000  # rows looked at together
+HIDDEN = -100  # a label that is no target
+
+
+def tokenizer_sum(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Tells the vocabulary and the rules of a tokenizer from others, wherever its files are."""
+    _, rules = readers.tokenizer_identity(tokenizer)
+    return f"{zlib.crc32(repr(rules).encode()):08x}"
+
+
+def save(
+    path: Path, train: Dataset, val: Dataset, tokenizer: PreTrainedTokenizerBase,
+    made_from: dict[str, Any],
+) -> None:  # fmt: skip
+    """Write the splits train and validation as the directory `path`, complete or not at all.
+
+    What they are `made_from` stands as JSON in their description, and the tokenizer's sum.
+    """
+    text = json.dumps(made_from | {"tokenizer": tokenizer_sum(tokenizer)})
+    parts = {}
+    for name, rows in ("train", train), ("validation", val):
+        parts[name] = rows.select(range(len(rows)))  # whose description nobody else has
+        parts[name].info.description = text
+    temporary = path.with_name(f"tmp-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    DatasetDict(parts).save_to_disk(temporary)
+    shutil.rmtree(path, ignore_errors=True)
+    temporary.rename(path)
+
+
+def check(
+    name: str, rows: Dataset, limits: dict[str, tuple[str, int]],
+    tokenizer: PreTrainedTokenizerBase, hidden: bool = False,
+) -> Dataset:  # fmt: skip
+    """The columns that `limits` names, each with the flag that limits it and the most tokens.
+
+    They hold ids of the tokenizer, and labels, if `hidden`, also -100 where nothing is learned.
+    Raises ValueError, with a sentence for the user, at the first row of which that is not so.
+    """
+    missing = set(limits) - set(rows.column_names)
+    if missing:
+        raise ValueError(f"{name} has input_ids, but no {', '.join(missing)}")
+    made_from = {}
+    if rows.info.description.startswith("{"):
+        made_from = json.loads(rows.info.description)
+    if made_from.get("tokenizer", tokenizer_sum(tokenizer)) != tokenizer_sum(tokenizer):
+        raise ValueError(f"{name} was made with another tokenizer than the model's: make it again")
+    if "attention_mask" in rows.column_names:
+        for _, values, _ in _batches(name, rows, "attention_mask"):
+            if (values != 1).any():
+                raise ValueError(f"{name} has padding (0 in attention_mask): save it without")
+    for column, (flag, longest) in limits.items():
+        lowest = HIDDEN if hidden and column == "labels" else 0
+        for first, values, offsets in _batches(name, rows, column):
+            lengths = np.diff(offsets)
+            row = int(lengths.argmax())
+            if lengths[row] > longest:
+                raise ValueError(
+                    f"{name}, row {first + row}: {column} has {lengths[row]:,} tokens, more than "
+                    f"{flag} allows ({longest:,})"
+                )
+            wrong = np.flatnonzero((values < lowest) | (values >= len(tokenizer)))
+            if len(wrong):
+                row = int(offsets.searchsorted(wrong[0], side="right")) - 1
+                raise ValueError(
+                    f"{name}, row {first + row}: {column} has {values[wrong[0]]}, which is none of "
+                    f"the tokenizer's {len(tokenizer):,} tokens"
+                )
+    return rows.select_columns(list(limits))
+
+
+def _batches(name: str, rows: Dataset, column: str) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """A column of lists, many rows at a time: the number of the first one, from 1, the values, and
+    where each list begins and the last one ends. Raises ValueError if it holds anything else."""
+    first = 1
+    for batch in rows.select_columns(column).with_format("arrow").iter(BATCH):
+        array = batch[column].combine_chunks()
+        if not hasattr(array, "offsets") or array.null_count or array.flatten().null_count:
+            raise ValueError(f"{name}: {column} does not hold a list of numbers in each row")
+        values = array.flatten().to_numpy(zero_copy_only=False)
+        if values.dtype.kind not in "iu":
+            raise ValueError(f"{name}: {column} holds {values.dtype}, not whole numbers")
+        offsets = array.offsets.to_numpy()
+        offsets = offsets - offsets[0]
+        lengths = np.diff(offsets)
+        if lengths.min() == 0:
+            raise ValueError(f"{name}, row {first + lengths.argmin()}: {column} is empty")
+        yield first, values, offsets
+        first += len(batch)
+
+
+def split(name: str, rows: Dataset) -> tuple[Dataset, Dataset]:
+    """The rows to train on, and 5% to validate on, by a hash of `input_ids`; ValueError if all are
+    the same."""
+    keys = []
+    for row in readers.Rows(rows.select_columns("input_ids")):
+        digest = hashlib.blake2b(row["input_ids"].astype(np.int32).tobytes(), digest_size=7)
+        keys.append(int.from_bytes(digest.digest(), "big"))
+    return readers.hold_out(name, rows, keys)
