@@ -1,0 +1,114 @@
+"""Tokens made beforehand: used as they are, and refused where they cannot be right."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import losses
+from datasets import Dataset, load_from_disk
+
+import gpt2_fsdp
+import llama_fsdp
+import T5_training
+from runtime import tokens
+
+SCRIPTS = {
+    "T5": (T5_training, ["--source-length", "64", "--target-length", "16", "--rouge-samples", "0"]),
+    "GPT-2": (gpt2_fsdp, ["--block-size", "64"]),
+    "Llama": (llama_fsdp, ["--max-seq-length", "128"]),
+}
+SMALL = ["--model-name", "tiny", "--max-steps", "2", "--log-every", "1"]
+
+
+def run(script: ModuleType, output: Path, *flags: object) -> None:
+    """In this process."""
+    command = [*SMALL, "--output-dir", output, *flags]
+    assert script.fsdp_main(script.parse_args(list(map(str, command)))) == 0
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_prepared_tokens_train_as_the_raw_rows(name: str, tmp_path: Path) -> None:
+    """To the last bit; and a run that began with one goes on with the other."""
+    script, lengths = SCRIPTS[name]
+    some = ["--dataset", "docstrings", "--num-train-samples", "16", "--num-val-samples", "4"]
+    run(script, tmp_path / "raw", *lengths, *some)
+    for _ in range(2):  # the second replaces the first
+        run(script, tmp_path / "made", *lengths, *some, "--prepare-only")
+    prepared = tmp_path / "made" / tokens.PREPARED
+    made_from = json.loads(load_from_disk(str(prepared))["train"].info.description)
+    assert made_from["arguments"]["num_train_samples"] == 16
+    again = ["--dataset", prepared]
+    run(script, tmp_path / "made", *lengths, *again)
+    for event in ("train", "val"):
+        found = losses(tmp_path / "made", event)
+        assert found == losses(tmp_path / "raw", event) and len(found) == 2
+    run(script, tmp_path / "raw", *lengths, *again, "--max-steps", "3")
+    assert list(losses(tmp_path / "raw")) == [1, 2, 3]
+
+
+def pairs(**changes: object) -> list[dict]:
+    """Twenty rows of a few tokens, the third of which has `changes`."""
+    rows = [{"input_ids": [5 + i, 6, 1], "labels": [7, 8 + i, 1]} for i in range(20)]
+    rows[2] |= changes
+    return rows
+
+
+WRONG = {
+    "an id": (
+        {"input_ids": [5, 384]},
+        "row 3: input_ids has 384, which is none of the",
+    ),
+    "negative": ({"input_ids": [5, -1]}, "row 3: input_ids has -1, which is none of"),
+    "too long": ({"input_ids": [5] * 300}, "row 3: input_ids has 300 tokens, more than --"),
+    "empty": ({"input_ids": []}, "row 3: input_ids is empty"),
+    "none": ({"input_ids": None}, "input_ids does not hold a list of numbers in each row"),
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_rows_of_tokens(
+    name: str, suffix: str, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """From a file or a directory; what is wrong with one is said before any training."""
+    script, lengths = SCRIPTS[name]
+    write: dict[str, Callable] = {".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet}
+    path = tmp_path / f"rows{suffix}"
+
+    def flags_of(rows: list[dict]) -> list[object]:
+        shutil.rmtree(path, ignore_errors=True)
+        write.get(suffix, Dataset.save_to_disk)(Dataset.from_list(rows), path)
+        if name == "GPT-2" and suffix:
+            return [*lengths, "--train-file", path, "--val-file", path]
+        if name == "GPT-2":
+            return [*lengths, "--dataset", path, "--val-split", "train"]
+        return [*lengths, "--dataset", path]
+
+    if (name, suffix) != ("GPT-2", ""):
+        run(script, tmp_path / "good", *flags_of(pairs()))
+    for changes, said in WRONG.values():
+        if name == "GPT-2" and not suffix:
+            continue
+        with pytest.raises(SystemExit):
+            run(script, tmp_path / "bad", *flags_of(pairs(**changes)))
+        error = capfd.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: ") and said in error
+
+
+def test_another_tokenizer_and_padding(tmp_path: Path, t5_directory: Path) -> None:
+    """Both would be trained on silently."""
+    from transformers import ByT5Tokenizer, GPT2Tokenizer
+
+    rows = Dataset.from_list(pairs())
+    limits = {"input_ids": ("--source-length", 9)}
+    tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), {})
+    made = load_from_disk(str(tmp_path / "made"))["train"]
+    assert tokens.check("x", made, limits, ByT5Tokenizer()).column_names == ["input_ids"]
+    with pytest.raises(ValueError, match="x was made with another tokenizer"):
+        tokens.check("x", made, limits, GPT2Tokenizer({"a": 0}, []))
+    padded = rows.add_column("attention_mask", [[1, 1, 0]] * len(rows))
+    with pytest.raises(ValueError, match="x has padding"):
+        tokens.check("x", padded, limits, ByT5Tokenizer())
