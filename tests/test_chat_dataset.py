@@ -4,35 +4,40 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 
 import pytest
 import torch
+from chat_templates import (
+    ASKS_FOR_THOUGHTS,
+    CHATML,
+    FORGETS_THE_SYSTEM,
+    KNOWN,
+    LLAMA_2,
+    QWEN_3,
+    REWRITING,
+    TOOLS,
+)
 from conftest import ROOT
 from datasets import Dataset, Features
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
+from runtime import chat_formats, readers
 from runtime.batches import as_lists
 
 SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA_2 = (  # knows no generation prompt, and no system turn but before a user's
-    "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}"
-    "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ bos_token }}[INST] "
-    "{% if loop.index0 == 1 and messages[0].role == 'system' %}"
-    "<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}{{ m.content }} [/INST]"
-    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
-)
-REWRITING = (  # shows what the assistant thought in the last turn alone
-    "{% for m in messages %}{{ '<' + m.role + '>' }}"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}"
-)
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+SYSTEM, RESULT = {"role": "system", "content": "c"}, {"role": "tool", "content": "3", "name": "f"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Bath", "days": 2}}}
+CALLING = ASSISTANT | {"content": "", "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "f", "description": "weather", "parameters": {}}}
+UNKNOWN = "the tokenizer's chat template does not know {}"
+ASKED = (
+    "the chat template renders an answer otherwise than it asks for one, so the model would learn "
+    "what it will not be asked"
+)
 REWRITTEN = [USER, ASSISTANT | {"content": "x</think>y"}, USER, ASSISTANT]
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -43,6 +48,30 @@ CHAT = [
     {"role": "user", "content": "Thanks!"},
     {"role": "assistant", "content": "You are welcome."},
 ]
+THOUGHTS = [
+    turn | {"content": f"<think>\nHm, {i}.\n</think>\n\n{turn['content']}"}
+    if turn["role"] == "assistant"
+    else turn
+    for i, turn in enumerate(CHAT)
+]
+KNOWN_CHATS = {
+    "plain": CHAT,
+    "no system": CHAT[1:],
+    "one answer": CHAT[:3],
+    "ends with a question": CHAT[:6],
+    "thoughts": THOUGHTS,
+    "thoughts, then a question": THOUGHTS[:4],
+    "tools": [USER, CALLING, RESULT, ASSISTANT, CHAT[1], CALLING, RESULT, RESULT, ASSISTANT],
+}
+KNOWN_PAIRS = [
+    (name, chat) for name in KNOWN for chat in KNOWN_CHATS if chat != "tools" or name in TOOLS
+]
+# In how many documents, if not one: empty thoughts stand in the last turn alone, and what Mistral
+# puts before the last question is not where it was.
+SEVERAL = {
+    "qwen 3": {"plain": 3, "no system": 3, "ends with a question": 2, "thoughts": 3, "tools": 4},
+    "mistral": {"plain": 3, "ends with a question": 2, "thoughts": 3, "tools": 2},
+}
 ANSWERS = [turn["content"] for turn in CHAT if turn["role"] == "assistant"]
 PLAIN = [f" {answer} <|endoftext|>" for answer in ANSWERS]  # what TEMPLATE makes of them
 
@@ -96,9 +125,15 @@ def spans(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
     return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs if run]
 
 
+def only_document(chat: list[dict], tokenizer: object, train_on_prompt: bool = False) -> tuple:
+    """Ids and labels of a chat that gives one document."""
+    (document,) = chat_dataset.encode(chat, None, tokenizer, train_on_prompt)
+    return document
+
+
 def targets(chat: list[dict], tokenizer: object, train_on_prompt: bool = False) -> list[str]:
     """The text of each run of targets in a chat."""
-    return spans(*chat_dataset.encode(chat, tokenizer, train_on_prompt), tokenizer)
+    return spans(*only_document(chat, tokenizer, train_on_prompt), tokenizer)
 
 
 def ended(texts: list[str], eos: str) -> list[str]:
@@ -108,11 +143,13 @@ def ended(texts: list[str], eos: str) -> list[str]:
 
 def documents(rows: list[dict], args: Namespace, tokenizer: object = None) -> Dataset:
     """Rows through `encoder`, as a script maps them."""
-    kind = chat_dataset.find_kind("rows.jsonl", list(rows[0]), args.text_column)
+    kind = chat_formats.find_kind("rows.jsonl", list(rows[0]), args.text_column)
     rows = Dataset.from_list(rows)
     function = chat_dataset.encoder("rows.jsonl", kind, tokenizer or ByT5Tokenizer(), args)
+    features = Features(chat_dataset.FEATURES | readers.ORIGIN)
     options = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
-    return rows.map(function, features=Features(chat_dataset.FEATURES), **options)
+    rows = rows.map(function, features=features, **options)
+    return readers.good_rows("rows.jsonl", rows, args.bad_rows, verbose=True)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +203,7 @@ def test_targets_with_the_built_in_template() -> None:
     """Bytes, and a BPE; their EOS is not what the template ends turns with."""
     assert targets(CHAT, ByT5Tokenizer()) == ended(PLAIN, "</s>")
     tokenizer = bpe(bos_token="<s>", eos_token="</s>")
-    ids, labels = chat_dataset.encode(CHAT, tokenizer, False)
+    ids, labels = only_document(CHAT, tokenizer)
     assert len(ids) < len(tokenizer.decode(ids)) / 3, "the BPE does not merge"
     assert spans(ids, labels, tokenizer) == ended(PLAIN, "</s>")
     assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
@@ -178,7 +215,7 @@ def test_eos_is_not_added_twice() -> None:
     assert targets(CHAT, bpe(eos_token="<|endoftext|>")) == PLAIN
     special = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
     tokenizer = with_template(bpe(**special), CHATML)
-    ids, _ = chat_dataset.encode(CHAT, tokenizer, False)
+    ids, _ = only_document(CHAT, tokenizer)
     assert ids[-1] == tokenizer.eos_token_id and ids.count(ids[-1]) == len(CHAT)
 
 
@@ -197,14 +234,14 @@ def test_targets_with_a_llama_2_template() -> None:
     """The header of an answer belongs to the user's turn, and the system's turn to the first."""
     tokenizer = with_template(bpe(bos_token="<s>", eos_token="</s>"), LLAMA_2)
     assert targets(CHAT, tokenizer) == [f" {answer} </s>" for answer in ANSWERS]
-    whole = tokenizer.decode(chat_dataset.encode(CHAT, tokenizer, False)[0])
+    whole = tokenizer.decode(only_document(CHAT, tokenizer)[0])
     assert whole.startswith("<s>[INST] <<SYS>>Be brief.<</SYS>>Who wrote Emma? [/INST] Jane")
 
 
 def test_tokens_that_cross_borders() -> None:
     """A BPE that knows no words merges across turns: answers stay whole, and prompts out."""
     tokenizer = bpe(words=False, bos_token="<s>", eos_token="</s>")
-    tokens = tokenizer.convert_ids_to_tokens(chat_dataset.encode(CHAT, tokenizer, False)[0])
+    tokens = tokenizer.convert_ids_to_tokens(only_document(CHAT, tokenizer)[0])
     assert any(">" in token.strip(">")[:-1] for token in tokens), "nothing crosses a border"
     found = targets(CHAT, tokenizer)
     assert len(found) == len(ANSWERS)
@@ -230,7 +267,7 @@ def test_train_on_prompt() -> None:
     """All but the first token, also where turns are rewritten."""
     rewriting = with_template(ByT5Tokenizer(), REWRITING)
     for tokenizer in rewriting, bpe(bos_token="<s>", eos_token="</s>"):
-        ids, labels = chat_dataset.encode(REWRITTEN, tokenizer, True)
+        ids, labels = only_document(REWRITTEN, tokenizer, True)
         assert labels == [-100, *ids[1:]]
         assert ids[-1] == tokenizer.eos_token_id
 
@@ -412,14 +449,14 @@ def test_values_out_of_range() -> None:
 def test_columns() -> None:
     """In order of preference, or a sentence with those that are there and those that could be."""
     columns = ["content", "completion", "prompt", "messages"]
-    assert chat_dataset.find_kind("x", columns, "content") == "messages"
-    assert chat_dataset.find_kind("x", columns[:3], "content") == "prompt"
-    assert chat_dataset.find_kind("x", columns[:2], "content") == "text"
+    assert chat_formats.find_kind("x", columns, "content") == "messages"
+    assert chat_formats.find_kind("x", columns[:3], "content") == "prompt"
+    assert chat_formats.find_kind("x", columns[:2], "content") == "text"
     with pytest.raises(ValueError) as error:
-        chat_dataset.find_kind("my.csv", ["prompt", "answer"], "body")
+        chat_formats.find_kind("my.csv", ["prompt", "answer"], "body")
     assert str(error.value) == (
-        "my.csv has columns prompt, answer: it needs messages, prompt and completion, or "
-        "--text-column body"
+        "my.csv has columns prompt, answer: it needs messages, prompt and completion, "
+        "conversations, instruction and output, or --text-column body"
     )
 
 
@@ -450,7 +487,7 @@ def test_columns() -> None:
 )
 def test_bad_rows_are_named(row: dict, sentence: str) -> None:
     """By the data set and the number of the row, the first being 1; a batch may start anywhere."""
-    kind = chat_dataset.find_kind("my.jsonl", list(row), "content")
+    kind = chat_formats.find_kind("my.jsonl", list(row), "content")
     function = chat_dataset.encoder("my.jsonl", kind, ByT5Tokenizer(), arguments())
     good = {"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b", "content": "c"}
     batch = {column: [good[column], value] for column, value in row.items()}
@@ -459,7 +496,7 @@ def test_bad_rows_are_named(row: dict, sentence: str) -> None:
     assert str(error.value).startswith(f"my.jsonl, row 12: {sentence}")
     if kind != "text":
         with pytest.raises(ValueError) as error:
-            chat_dataset.messages(row, kind)
+            chat_formats.read(row, kind)
         assert str(error.value).startswith(sentence)
 
 
@@ -467,11 +504,12 @@ def test_bad_rows_are_named(row: dict, sentence: str) -> None:
     "template, chat, sentence",
     [
         (LLAMA_2, [USER, USER, ASSISTANT], "roles must alternate"),
-        (
-            REWRITING,
-            REWRITTEN,
-            "the chat template renders a turn differently when others follow",
-        ),
+        (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], ASKED),
+        (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], ASKED),
+        (LLAMA_2, [USER, CALLING, RESULT, ASSISTANT], UNKNOWN.format("tool_calls")),
+        (CHATML, [USER, ASSISTANT, RESULT], UNKNOWN.format("the role tool")),
+        (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], UNKNOWN.format("thinking")),
+        (None, [USER, CALLING], UNKNOWN.format("tool_calls")),
     ],
 )
 def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str) -> None:
@@ -480,3 +518,82 @@ def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str)
     with pytest.raises(ValueError) as error:
         function({"messages": [chat]}, [0])
     assert str(error.value) == f"my.jsonl, row 1: {sentence}"
+
+
+def test_tools_that_a_template_does_not_know() -> None:
+    """Of several templates that with the name tool_use is taken for a chat with tools."""
+    with pytest.raises(ValueError, match="template does not know tools"):
+        chat_dataset.encode(
+            [USER, ASSISTANT], [TOOL], with_template(ByT5Tokenizer(), CHATML), False
+        )
+    several = {"default": CHATML, "tool_use": QWEN_3}
+    tokenizer = with_template(known_tokenizer("qwen 3", bpe), several)
+    for tools, template in (None, CHATML), ([TOOL], QWEN_3):
+        found = chat_dataset.encode([USER, ASSISTANT], tools, tokenizer, False)
+        alone = with_template(known_tokenizer("qwen 3", bpe), template)
+        assert found == chat_dataset.encode([USER, ASSISTANT], tools, alone, False)
+
+
+def known_tokenizer(name: str, make: Callable) -> object:
+    """A tokenizer with the template and the special tokens of a kind of models."""
+    template, bos, eos, special = KNOWN[name]
+    options = {"eos_token": eos, "additional_special_tokens": special}
+    if make is ByT5Tokenizer:
+        options["extra_ids"] = 0
+    elif bos:
+        options["bos_token"] = bos
+    tokenizer = make(**options)
+    return with_template(tokenizer, template)
+
+
+def rendered(chat: list[dict], tools: list | None, tokenizer: object, prompt: bool) -> list[int]:
+    """The tokens of a chat, or of the question for an answer to it."""
+    options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools}
+    if tokenizer.chat_template is None:
+        options["chat_template"] = chat_dataset.TEMPLATE
+    text = tokenizer.apply_chat_template(chat, **options)
+    return tokenizer(text if prompt else text.rstrip(), add_special_tokens=False)["input_ids"]
+
+
+def one_by_one(chat: list[dict], tools: list | None, tokenizer: object) -> list[tuple]:
+    """For each answer the tokens that it has in common with the question for it, and the others."""
+    found = []
+    for i, turn in enumerate(chat):
+        if turn["role"] == "assistant":
+            asked = rendered(chat[:i], tools, tokenizer, True)
+            answered = rendered(chat[: i + 1], tools, tokenizer, False)
+            if i == len(chat) - 1 and answered[-1] != tokenizer.eos_token_id:
+                answered.append(tokenizer.eos_token_id)
+            same = [a == b for a, b in zip(asked, answered, strict=False)]
+            at = [*same, False].index(False)
+            found.append((asked[:at], answered[at:]))
+    return found
+
+
+@pytest.mark.parametrize("make", [bpe, ByT5Tokenizer])
+@pytest.mark.parametrize("name, chat", KNOWN_PAIRS)
+def test_answers_as_the_model_writes_them(name: str, chat: str, make: Callable) -> None:
+    """Each is learned once, token for token, after what the model is asked with."""
+    tokenizer = known_tokenizer(name, make)
+    turns = KNOWN_CHATS[chat]
+    tools = [TOOL] if chat == "tools" else None
+    found = chat_dataset.encode(turns, tools, tokenizer, False)
+    learned = []
+    for ids, labels in found:
+        assert len(ids) == len(labels)
+        for is_target, run in groupby(enumerate(labels), lambda pair: pair[1] != -100):
+            places, values = zip(*run, strict=True)
+            if is_target:
+                learned.append((ids[: places[0]], list(values)))
+    assert learned == one_by_one(turns, tools, tokenizer)
+    assert len(found) == SEVERAL.get(name, {}).get(chat, 1)
+
+
+def test_what_is_learned_of_thoughts() -> None:
+    """The first answer's with it, and not once more in the document of the second."""
+    tokenizer = known_tokenizer("qwen 3", bpe)
+    found = chat_dataset.encode(THOUGHTS[:5], None, tokenizer, False)
+    texts = [spans(ids, labels, tokenizer) for ids, labels in found]
+    assert texts == [[turn["content"] + "<|im_end|>"] for turn in THOUGHTS[2:5:2]]
+    whole = tokenizer.decode(found[1][0])
+    assert "Hm, 2." not in whole and "Jane Austen wrote it." in whole
