@@ -225,10 +225,11 @@ def encode_rows(
     if verbose:
         used = chat_formats.used_columns(kind, rows.column_names, args.text_column)
         print(f"{name}: rows of kind {kind} ({', '.join(used)})")
-    # Not --bad-rows: where rows are bad, skip alone has a result, which good_rows looks at again.
+    # --bad-rows is no part of it: fail and skip make the same of good rows, and where rows are bad
+    # only skip has a result, at which good_rows looks again.
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
     identity += (tokenizer.chat_template, *readers.tokenizer_identity(tokenizer))
-    identity += (readers.fingerprint(chat_formats.read),)
+    identity += (readers.fingerprint(chat_formats.read),)  # what is in its file counts, too
     features = FEATURES | readers.ORIGIN
     encode_batch = encoder(name, kind, tokenizer, args)
     found = readers.cached_map(rows, encode_batch, features, *identity, with_indices=True)

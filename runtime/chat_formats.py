@@ -95,7 +95,7 @@ def read_alpaca(row: dict) -> list[dict]:
     more = row.get("input", "")
     if not isinstance(more, str):
         raise ValueError("input is not text")
-    if instruction and more.strip():
+    if instruction and isinstance(instruction, str) and more.strip():
         instruction = f"{instruction}\n\n{more}"
     return as_turns("user", instruction) + as_turns("assistant", row.get("output"))
 

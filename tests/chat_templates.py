@@ -1,4 +1,7 @@
-"""Chat templates in the formats of known models, written for the tests."""
+"""Chat templates in the formats of known models, written for the tests.
+
+Transformers drops a line break that follows a block, `%}`; within `{{ }}` it stays.
+"""
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -40,19 +43,19 @@ MISTRAL = (
 QWEN_HEAD = (
     "{% if tools %}<|im_start|>system\n"
     "{{ messages[0].content if messages[0].role == 'system' else 'Help.' }}\n<tools>"
-    "{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n"
+    "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '\n' }}</tools><|im_end|>\n"
     "{% elif messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
 )
 QWEN_TURN = (
     "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}"
-    "<|im_start|>user{% endif %}\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "<|im_start|>user{% endif %}{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% elif not (tools and loop.first and m.role == 'system') %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QWEN_CALLS = (
-    "{% for call in m.tool_calls or [] %}\n<tool_call>\n"
+    "{% for call in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n"
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}"
 )

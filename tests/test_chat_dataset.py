@@ -1,10 +1,13 @@
 """chat_dataset.py: which tokens are trained on, how documents are packed, what is refused."""
 
 import json
+import os
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +32,10 @@ from runtime.batches import as_lists
 
 SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+PAIR = [USER, ASSISTANT]
 SYSTEM, RESULT = {"role": "system", "content": "c"}, {"role": "tool", "content": "3", "name": "f"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Bath", "days": 2}}}
+EMPTY = ASSISTANT | {"content": "\n"}
 CALLING = ASSISTANT | {"content": "", "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "weather", "parameters": {}}}
 UNKNOWN = "the tokenizer's chat template does not know {}"
@@ -298,6 +303,83 @@ def test_rows_of_each_kind() -> None:
     assert text.features == first.features == Features(chat_dataset.FEATURES)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": PAIR},
+        {"messages": [t | {"content": [{"type": "text", "text": t["content"]}]} for t in PAIR]},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"prompt": "a", "completion": [ASSISTANT]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]},
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "input": "", "output": "b"},
+        {"instruction": "a", "input": " \n", "output": "b"},
+        {"instruction": "a", "input": None, "output": "b"},
+    ],
+)
+def test_formats(row: dict) -> None:
+    """They say the same: the same tokens, and the same key."""
+    pair = documents([{"prompt": "a", "completion": "b"}], arguments())
+    assert documents([row], arguments())[0] == pair[0]
+
+
+def test_longer_chats_of_the_formats() -> None:
+    """ShareGPT's other speakers; parts of a text follow each other; an input after a blank line."""
+    said = ["system", "human", "gpt", "observation", "tool", "function", "gpt"]
+    chat = {"conversations": [{"from": speaker, "value": speaker} for speaker in said]}
+    roles = ["system", "user", "assistant", "tool", "tool", "tool", "assistant"]
+    turns = [{"role": role, "content": who} for role, who in zip(roles, said, strict=True)]
+    assert chat_formats.read(chat, "sharegpt") == (turns, None)
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    asked = chat_formats.read(row, "alpaca")[0][0]
+    assert asked == {"role": "user", "content": "Add.\n\n1 and 2"}
+    parts = [{"type": "text", "text": text, "image_url": None} for text in ("a", "\n", "b")]
+    row = {"messages": [USER | {"content": parts}, ASSISTANT]}
+    assert chat_formats.read(row, "messages")[0][0]["content"] == "a\nb"
+
+
+@pytest.mark.parametrize("arguments_of", [lambda x: x, json.dumps])
+@pytest.mark.parametrize("tools_of", [list, json.dumps])
+def test_tools_reach_the_template(arguments_of: Callable, tools_of: Callable) -> None:
+    """Without the keys that Arrow adds, as other rows have them; JSON is read."""
+    function = CALL["function"]
+    call = CALL | {"function": function | {"arguments": arguments_of(function["arguments"])}}
+    other = CALL | {"function": {"name": "g", "arguments": arguments_of({"sea": True})}, "id": "7"}
+    turns = [
+        [USER, ASSISTANT | {"content": None, "tool_calls": [made]}, RESULT, ASSISTANT]
+        for made in (call, other)
+    ]
+    described = TOOL | {"function": TOOL["function"] | {"parameters": {"type": "object"}}}
+    lists = [described], [TOOL | {"function": {"name": "g", "strict": True}}]
+    rows = [
+        {"messages": chat, "tools": tools_of(tools)}
+        for chat, tools in zip(turns, lists, strict=True)
+    ]
+    tokenizer = known_tokenizer("qwen 2.5", bpe)
+    found = documents(rows, arguments(), tokenizer)
+    texts = [tokenizer.decode(row["input_ids"]) for row in found]
+    for text, tool in zip(texts, lists, strict=True):
+        assert f"<tools>\n{json.dumps(tool[0])}\n</tools>" in text
+        assert "null" not in text and "None" not in text
+    written = '<tool_call>\n{"name": "f", "arguments": {"city": "Bath", "days": 2}}\n</tool_call>'
+    assert spans(found[0]["input_ids"], found[0]["labels"], tokenizer) == [
+        f"\n{written}<|im_end|>",
+        "b<|im_end|>",
+    ]
+    assert '{"name": "g", "arguments": {"sea": true}}' in texts[1]
+
+
+def test_null_in_json_stays() -> None:
+    """It was not Arrow that put it there."""
+    call = {"name": "f", "arguments": '{"day": null}'}
+    turns, _ = chat_formats.read({"messages": [USER, CALLING | {"tool_calls": [call]}]}, "messages")
+    assert turns[1]["tool_calls"] == [{"name": "f", "arguments": {"day": None}}]
+    for nothing in None, [], "", "[]", "null":
+        row = {"messages": [USER, ASSISTANT], "tools": nothing}
+        assert chat_formats.read(row, "messages") == ([USER, ASSISTANT], None)
+
+
 def test_long_documents_are_cut() -> None:
     """To one token more than the length, which is only a target, and what is lost is counted."""
     args = arguments(max_seq_length=8)
@@ -448,10 +530,14 @@ def test_values_out_of_range() -> None:
 
 def test_columns() -> None:
     """In order of preference, or a sentence with those that are there and those that could be."""
-    columns = ["content", "completion", "prompt", "messages"]
-    assert chat_formats.find_kind("x", columns, "content") == "messages"
-    assert chat_formats.find_kind("x", columns[:3], "content") == "prompt"
-    assert chat_formats.find_kind("x", columns[:2], "content") == "text"
+    columns = ["content", "output", "input", "instruction", "conversations", "completion", "prompt"]
+    counts = {"messages": 8, "prompt": 7, "sharegpt": 5, "alpaca": 4, "text": 3}
+    for kind, count in counts.items():
+        part = [*columns, "messages"][:count]
+        assert chat_formats.find_kind("x", part, "content") == kind
+    columns = ["id", "output", "input", "instruction", "tools"]
+    assert chat_formats.used_columns("alpaca", columns, "content") == columns[1:]
+    assert chat_formats.used_columns("text", columns, "id") == ["id"]
     with pytest.raises(ValueError) as error:
         chat_formats.find_kind("my.csv", ["prompt", "answer"], "body")
     assert str(error.value) == (
@@ -476,6 +562,49 @@ def test_columns() -> None:
         ({"messages": [USER, {"role": "assistant"}]}, "the assistant's turn is empty or not text"),
         ({"messages": [USER | {"content": ["a"]}]}, "the user's turn is empty or not text"),
         ({"messages": [USER]}, "no turn is the assistant's, so there is nothing to learn"),
+        ({"messages": [USER, EMPTY, USER, ASSISTANT]}, "the assistant's turn is empty or not text"),
+        ({"messages": [USER | {"content": []}]}, "the user's turn is empty or not text"),
+        (
+            {"messages": [USER | {"content": [{"type": "image"}]}, ASSISTANT]},
+            "the user's turn has a part of type image, which is not text",
+        ),
+        (
+            {"messages": [USER, CALLING | {"tool_calls": ["f"]}]},
+            "tool_calls is not a list of {function}",
+        ),
+        ({"messages": [USER, CALLING | {"tool_calls": [{"id": 1}]}]}, "a tool call has no name"),
+        (
+            {"messages": [USER, CALLING | {"tool_calls": [{"name": "f", "arguments": "2, 3"}]}]},
+            "the arguments of a call of f are no JSON object",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "tools": "f"},
+            "tools is neither a list of objects nor JSON of one",
+        ),
+        (
+            {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+            "a turn of the prompt is the assistant's: give such chats as messages",
+        ),
+        ({"prompt": [], "completion": "b"}, "the user's turn is empty or not text"),
+        (
+            {"prompt": ["a"], "completion": "b"},
+            "prompt or completion is neither text nor a list of {role, content}",
+        ),
+        ({"prompt": "a", "completion": " "}, "the assistant's turn is empty or not text"),
+        ({"conversations": []}, "conversations is empty or not a list of {from, value}"),
+        (
+            {"conversations": [{"from": "bing", "value": "a"}]},
+            "the speaker bing is not one of human, gpt, function, observation, system, user, "
+            "assistant, tool",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]},
+            "the assistant's turn is empty or not text",
+        ),
+        ({"instruction": "", "output": "b"}, "the user's turn is empty or not text"),
+        ({"instruction": "a", "output": " "}, "the assistant's turn is empty or not text"),
+        ({"instruction": 3, "input": "c", "output": "b"}, "the user's turn is empty or not text"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "input is not text"),
         ({"prompt": "a", "completion": ""}, "the assistant's turn is empty or not text"),
         ({"prompt": None, "completion": "b"}, "the user's turn is empty or not text"),
         ({"prompt": "a", "completion": 3}, "the assistant's turn is empty or not text"),
@@ -489,8 +618,10 @@ def test_bad_rows_are_named(row: dict, sentence: str) -> None:
     """By the data set and the number of the row, the first being 1; a batch may start anywhere."""
     kind = chat_formats.find_kind("my.jsonl", list(row), "content")
     function = chat_dataset.encoder("my.jsonl", kind, ByT5Tokenizer(), arguments())
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     good = {"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b", "content": "c"}
-    batch = {column: [good[column], value] for column, value in row.items()}
+    good |= {"conversations": said, "instruction": "a", "output": "b"}
+    batch = {column: [good.get(column), value] for column, value in row.items()}
     with pytest.raises(ValueError) as error:
         function(batch, [10, 11])
     assert str(error.value).startswith(f"my.jsonl, row 12: {sentence}")
@@ -498,6 +629,90 @@ def test_bad_rows_are_named(row: dict, sentence: str) -> None:
         with pytest.raises(ValueError) as error:
             chat_formats.read(row, kind)
         assert str(error.value).startswith(sentence)
+
+
+def bad_rows(directory: Path, good: int, bad: int) -> Path:
+    """A file of pairs, the first of which have an empty answer, or, every third, none."""
+    rows = [{"prompt": f"{i}", "completion": "" if i % 3 else None} for i in range(bad)]
+    rows += [{"prompt": f"{i} + 1", "completion": f"{i + 1}"} for i in range(good)]
+    path = directory / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("large", [50_000, 10])
+def test_bad_rows_are_left_out(
+    large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """In several processes, too; the rows that are left are as without the others."""
+    monkeypatch.setattr(readers, "LARGE", large)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    path = str(bad_rows(tmp_path, 30, 15))
+    with pytest.raises(ValueError, match="pairs.jsonl, row 1: the assistant's turn is empty"):
+        chat_dataset.load_documents(arguments(), ByT5Tokenizer(), path, verbose=True)
+    capfd.readouterr()
+    skip = arguments(bad_rows="skip")
+    found = chat_dataset.load_documents(skip, ByT5Tokenizer(), path, verbose=True)
+    printed = capfd.readouterr().out
+    reason = "the assistant's turn is empty or not text"
+    assert f"{path}: rows of kind prompt (prompt, completion)\n" in printed
+    assert f"{path}: 15 of 45 rows left out; 15: {reason}\n" in printed
+    shown = [f"{path}, row {number}, left out: {reason}" for number in range(1, 11)]
+    assert re.findall(r".*, row .*", printed) == shown
+    assert f"{path}: and 5 more" in printed
+    with pytest.raises(ValueError, match="pairs.jsonl, row 1: "):  # though it is in the cache
+        chat_dataset.load_documents(arguments(), ByT5Tokenizer(), path, verbose=True)
+    (tmp_path / "good").mkdir()
+    good = str(bad_rows(tmp_path / "good", 30, 0))
+    for mode in "fail", "skip":
+        args = arguments(bad_rows=mode)
+        expected = chat_dataset.load_documents(args, ByT5Tokenizer(), good, verbose=False)
+        assert [list(part) for part in found] == [list(part) for part in expected]
+
+
+def test_too_many_bad_rows(tmp_path: Path) -> None:
+    """Half of them may be."""
+    args = arguments(bad_rows="skip")
+    path = str(bad_rows(tmp_path, 5, 5))
+    assert len(chat_dataset.load_documents(args, ByT5Tokenizer(), path, False)[0]) == 4
+    path = str(bad_rows(tmp_path, 5, 6))
+    with pytest.raises(ValueError) as error:
+        chat_dataset.load_documents(args, ByT5Tokenizer(), path, False)
+    assert str(error.value) == (
+        f"{path}: 6 of 11 rows are bad, of which --bad-rows skip leaves out half at most; "
+        "the first is row 1: the assistant's turn is empty or not text"
+    )
+
+
+def test_reasons_are_counted(capsys: pytest.CaptureFixture) -> None:
+    """The commonest first, and not more than ten of them."""
+    bad = {i: f"reason {max(0, i - 5)}" for i in range(1, 20)}
+    readers.say_bad_rows("x", "19 of 40 rows", bad)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("x: 19 of 40 rows left out; 5: reason 0; 1: reason 1; ")
+    assert first.endswith("; 1: reason 9; 5: other reasons")
+    assert first.count(";") == 11
+
+
+@pytest.mark.parametrize("large", [50_000, 10])
+def test_documents_of_one_chat_stay_together(
+    large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """In training or in validation, by their key; how many chats gave several is printed."""
+    monkeypatch.setattr(readers, "LARGE", large)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    turns = [[CHAT[0], USER | {"content": str(i)}, *CHAT[2 : 3 + i % 2 * 2]] for i in range(60)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    tokenizer = known_tokenizer("qwen 3", ByT5Tokenizer)
+    sets = chat_dataset.load_documents(arguments(), tokenizer, str(path), verbose=True)
+    several = f"{path}: 30 chats gave 60 documents, as the chat template renders turns differently"
+    assert several in capfd.readouterr().out
+    assert sum(map(len, sets)) == 90
+    keys = [set(part["key"][:]) for part in sets]
+    assert not keys[0] & keys[1] and list(map(len, keys)) == [57, 3]
+    assert sets[0].column_names == list(chat_dataset.FEATURES)
+    assert len(chat_dataset.Packs(sets[0], arguments())) > 0
 
 
 @pytest.mark.parametrize(
@@ -597,3 +812,13 @@ def test_what_is_learned_of_thoughts() -> None:
     assert texts == [[turn["content"] + "<|im_end|>"] for turn in THOUGHTS[2:5:2]]
     whole = tokenizer.decode(found[1][0])
     assert "Hm, 2." not in whole and "Jane Austen wrote it." in whole
+
+
+def test_thoughts_of_their_own() -> None:
+    """Those that stand beside the content are learned like those within it."""
+    beside = [*PAIR[:1], ASSISTANT | {"reasoning_content": "Hm.", "weight": 1}]
+    within = [*PAIR[:1], ASSISTANT | {"content": "<think>\nHm.\n</think>\n\nb"}]
+    tokenizer = known_tokenizer("qwen 3", bpe)
+    found = [documents([{"messages": chat}], arguments(), tokenizer) for chat in (beside, within)]
+    assert found[0][0] == found[1][0]
+    assert "Hm." in tokenizer.decode(found[0][0]["input_ids"])
