@@ -822,3 +822,18 @@ def test_thoughts_of_their_own() -> None:
     found = [documents([{"messages": chat}], arguments(), tokenizer) for chat in (beside, within)]
     assert found[0][0] == found[1][0]
     assert "Hm." in tokenizer.decode(found[0][0]["input_ids"])
+
+
+def test_eos_where_an_answer_ends_a_document() -> None:
+    """Though the chat goes on; not after the user's last turn, which the second document has."""
+    tokenizer = with_template(bpe(bos_token="<s>", eos_token="</s>"), REWRITING)
+    found = chat_dataset.encode([*REWRITTEN, USER], None, tokenizer, False)
+    first = "<user>a<assistant>x</think>y</s>"
+    second = "<user>a<assistant>y<user>a<assistant>b<user>a"
+    assert [tokenizer.decode(ids) for ids, _ in found] == [first, second]
+    assert [spans(*document, tokenizer) for document in found] == [
+        ["<assistant>x</think>y</s>"],
+        ["<assistant>b"],
+    ]
+    (only,) = chat_dataset.encode(REWRITTEN[:3], None, tokenizer, False)
+    assert tokenizer.decode(only[0]) == first
