@@ -9,17 +9,15 @@ from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, List, Value
+from datasets import Dataset, List, Value, concatenate_datasets
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, readers
+from runtime import arguments, bad_rows, chat_formats, readers, tokens
 
-ROLES = ("system", "user", "assistant")
 # Spaces stand before turns, not after: the text of a longer chat begins with that of a shorter one.
 TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
 'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
@@ -34,82 +32,102 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--dataset", action="append", help="docstrings (built in, used if none is given), a JSONL, "
         "JSON, Parquet or CSV file, or a hub id; may be given several times")  # fmt: skip
+    add("--weights", type=int, nargs="+", help="how often the documents of each --dataset are seen "
+        "in an epoch (default: once)")  # fmt: skip
+    add("--val-dataset", action="append", help="a file or hub id to validate on, instead of a part "
+        "of each --dataset; may be given several times")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
     add("--train-split", default="train", help="split of a hub data set")
     add("--val-split", default="validation", help="the training split again: hold out 5%% of it")
     add("--text-column", default="content", help="column of plain documents")
     add("--max-seq-length", type=int, default=2048, help="tokens in a sequence; the rest is cut")
     add("--packing", **arguments.ON, help="fill sequences with several documents")
-    add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat")
+    add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
+    add("--bad-rows", choices=["fail", "skip"], default="fail",
+        help="skip: leave out rows that cannot be used, up to half, and say which")  # fmt: skip
     add("--num-train-samples", type=int, default=0, help="documents per data set (0: all)")
     add("--num-val-samples", type=int, default=0, help="the same for validation")
 
 
 def check_arguments(args: Namespace) -> list[str]:
-    """One sentence for each value that is out of range."""
+    """One sentence for each value that is wrong. Fills in what lists are by default."""
+    args.dataset = args.dataset or ["docstrings"]
+    args.val_dataset = args.val_dataset or []
+    args.weights = args.weights or [1] * len(args.dataset)
     limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
-    return arguments.out_of_range(args, {"max_seq_length": (8, arguments.ANY)} | limits)
+    problems = arguments.out_of_range(args, {"max_seq_length": (8, arguments.ANY)} | limits)
+    for flag, names in ("--dataset", args.dataset), ("--val-dataset", args.val_dataset):
+        for name in names:
+            problems += readers.check_name(flag, name)
+    if len(args.weights) != len(args.dataset) or min(args.weights) < 1:
+        problems.append(
+            f"--weights needs a whole number above 0 for each of the {len(args.dataset)} --dataset"
+        )
+    return problems
 
 
-def find_kind(name: str, columns: list[str], text_column: str) -> str:
-    """What the rows of data set `name` hold: messages, prompt or text; ValueError if none."""
-    known = {"messages": {"messages"}, "prompt": {"prompt", "completion"}, "text": {text_column}}
-    for kind, needed in known.items():
-        if needed <= set(columns):
-            return kind
-    raise ValueError(f"{name} has columns {', '.join(columns)}: it needs messages, prompt and "
-                     f"completion, or --text-column {text_column}")  # fmt: skip
+def encode(
+    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool
+) -> list[tuple[list, list]]:
+    """The documents of a chat: token ids, and labels, the id of a target, else -100; never the
+    first token.
 
-
-def messages(row: dict, kind: str) -> list[dict[str, str]]:
-    """The chat in a row of kind messages or prompt, {role, content} a turn; raises ValueError."""
-    pair = {"user": row.get("prompt"), "assistant": row.get("completion")}
-    turns = [{"role": role, "content": text or None} for role, text in pair.items()]
-    chat = turns if kind == "prompt" else row["messages"]
-    if not chat or not isinstance(chat, list) or not all(isinstance(turn, dict) for turn in chat):
-        raise ValueError("messages is empty or not a list of {role, content}")
-    for turn in chat:
-        role = turn.get("role")
-        if role not in ROLES:
-            raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
-        if not isinstance(turn.get("content"), str):
-            raise ValueError(f"the {role}'s turn is empty or not text")
-    if all(turn["role"] != "assistant" for turn in chat):
-        raise ValueError("no turn is the assistant's, so there is nothing to learn")
-    return [{"role": turn["role"], "content": turn["content"]} for turn in chat]
-
-
-def encode(chat: list[dict], tokenizer: Tokenizer, train_on_prompt: bool) -> tuple[list, list]:
-    """Token ids of a chat, and labels: the id of a target, else -100; never the first token.
-
-    Targets are the assistant's turns, from after the header through the end marker, or all tokens.
-    A last turn without EOS gets it. Raises ValueError if a template alters earlier turns,
-    TemplateError if it refuses the chat.
+    Targets are the assistant's turns, from after the header through the end marker: each in one
+    document, as the model sees it when it writes it. `train_on_prompt` makes targets of all tokens
+    of the chat as it is rendered whole. An answer at a document's end without EOS gets it. Raises
+    ValueError or TemplateError if the template cannot render the chat.
     """
     template = None if tokenizer.chat_template else TEMPLATE
-    render = partial(tokenizer.apply_chat_template, tokenize=False, chat_template=template)
-    text = render(chat).rstrip()  # a line break after the end marker is nobody's
-    spoken = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
-    beginnings = []  # of the text: up to where an answer starts, up to where it ends, and so on
-    if not train_on_prompt:
-        for i in spoken:
-            start = render(chat[:i], add_generation_prompt=True) if i else ""
-            end = render(chat[: i + 1]).rstrip()
-            if not (text.startswith(start) and text.startswith(end)):
-                raise ValueError("the chat template renders a turn differently when others follow")
-            # Without a turn before the first one, the header is that of an empty answer.
-            beginnings += [start or render([chat[0] | {"content": ""}]), end]
-    encoded = tokenizer([text, *beginnings], add_special_tokens=False, verbose=False)["input_ids"]
-    ids = encoded[0]
-    labels = list(ids) if train_on_prompt else [-100] * len(ids)
-    # Tokens may merge across the borders, so these are where the tokens differ first.
-    borders = [common_length(ids, other) for other in encoded[1:]]
-    for start, end in zip(borders[::2], borders[1::2], strict=True):
-        labels[start:end] = ids[start:end]
-    if spoken[-1] == len(chat) - 1 and ids[-1] != tokenizer.eos_token_id:
-        ids = [*ids, tokenizer.eos_token_id]
-        labels = [*labels, tokenizer.eos_token_id]
-    return ids, [-100, *labels[1:]]
+    chat_formats.check_template(tokenizer.get_chat_template(template, tools), chat, tools)
+    options = {"tools": tools, "tokenize": False, "chat_template": template}
+    render = partial(tokenizer.apply_chat_template, **options)
+    whole = render(chat).rstrip()  # a line break after the end marker is nobody's
+    found = []
+    for text, beginnings in [(whole, [])] if train_on_prompt else split(chat, whole, render):
+        texts = [text, *beginnings]
+        ids, *others = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        labels = list(ids) if train_on_prompt else [-100] * len(ids)
+        # Tokens may merge across the borders, so these are where the tokens differ first.
+        borders = [common_length(ids, other) for other in others]
+        for start, end in zip(borders[::2], borders[1::2], strict=True):
+            labels[start:end] = ids[start:end]
+        answered = text != whole or chat[-1]["role"] == "assistant"
+        if answered and ids[-1] != tokenizer.eos_token_id:
+            ids = [*ids, tokenizer.eos_token_id]
+            labels = [*labels, tokenizer.eos_token_id]
+        found.append((ids, [-100, *labels[1:]]))
+    return found
+
+
+def split(chat: list[dict], whole: str, render: abc.Callable) -> list[tuple[str, list[str]]]:
+    """Texts that begin with the chat up to each answer as it is rendered without what follows, and
+    the beginnings of each: up to where an answer starts, up to where it ends, and so on.
+
+    One text, the whole chat, if what follows never alters a turn. Some templates drop what the
+    assistant thought before the last question, or put the system's turn there.
+    """
+    texts: list[str] = []
+    beginnings: list[list[str]] = []
+    for i, turn in enumerate(chat):
+        if turn["role"] != "assistant":
+            continue
+        start = render(chat[:i], add_generation_prompt=True) if i else ""
+        end = render(chat[: i + 1]).rstrip()
+        if not end.startswith(start):
+            raise ValueError(
+                "the chat template renders an answer otherwise than it asks for one, so the model "
+                "would learn what it will not be asked"
+            )
+        if texts and end.startswith(texts[-1]):
+            texts[-1] = end
+        else:
+            texts.append(end)
+            beginnings.append([])
+        # Without a turn before the first one, the header is that of an empty answer.
+        beginnings[-1] += [start or render([{"role": "assistant", "content": ""}]), end]
+    if whole.startswith(texts[-1]):
+        texts[-1] = whole  # with the turns after the last answer
+    return list(zip(texts, beginnings, strict=True))
 
 
 def common_length(ids: list[int], other: list[int]) -> int:
@@ -131,76 +149,150 @@ def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
 
 
 def encoder(name: str, kind: str, tokenizer: Tokenizer, args: Namespace) -> abc.Callable:
-    """The function from rows of data set `name` and their indices to FEATURES: --max-seq-length + 1
-    tokens, how many are `cut`, and a `key` from all before the first answer; raises ValueError."""
+    """The function from rows of data set `name` and their indices to FEATURES and bad_rows.ORIGIN:
+    documents of --max-seq-length + 1 tokens, how many are `cut`, and a `key` from all before the
+    first answer. A row is one document or several; a bad one an empty one, or a ValueError."""
+    length = args.max_seq_length + 1
+
+    def encode_row(row: dict) -> list[tuple]:
+        if kind == "text":
+            before = row[args.text_column]
+            found = [encode_text(before, tokenizer)]
+        else:
+            chat, tools = chat_formats.read(row, kind)
+            before = chat[: [turn["role"] for turn in chat].index("assistant")] or chat
+            found = encode(chat, tools, tokenizer, args.train_on_prompt)
+        key = int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
+        return [(ids[:length], labels[:length], len(ids[length:]), key) for ids, labels in found]
 
     def encode_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         found = []
-        length = args.max_seq_length + 1
         for index, *values in zip(indices, *batch.values(), strict=True):
-            row = dict(zip(batch, values, strict=True))
+            problem = ""
             try:
-                if kind == "text":
-                    before = row[args.text_column]
-                    ids, labels = encode_text(before, tokenizer)
-                else:
-                    chat = messages(row, kind)
-                    before = chat[: [turn["role"] for turn in chat].index("assistant")] or chat
-                    ids, labels = encode(chat, tokenizer, args.train_on_prompt)
+                documents = encode_row(dict(zip(batch, values, strict=True)))
             except (ValueError, TypeError, TemplateError) as error:
-                raise ValueError(f"{name}, row {index + 1}: {error}") from error
-            key = int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
-            found.append((ids[:length], labels[:length], len(ids[length:]), key))
-        return dict(zip(FEATURES, map(list, zip(*found, strict=True)), strict=True))
+                problem = bad_rows.problem(name, index + 1, error, args.bad_rows)
+                documents = [([], [], 0, 0)]
+            found += [(*document, index + 1, problem) for document in documents]
+        columns = [*FEATURES, *bad_rows.ORIGIN]
+        return dict(zip(columns, map(list, zip(*found, strict=True)), strict=True))
 
     return encode_batch
 
 
-def read_rows(name: str, args: Namespace) -> list[Dataset]:
-    """The rows of data set `name`: a training and a validation set, or one that is to be split.
+def load_sets(
+    args: Namespace, tokenizer: Tokenizer, verbose: bool
+) -> tuple[Dataset, dict[str, Dataset]]:
+    """All training documents, each data set's as often as --weights says, and the validation sets
+    by their names: a part of each data set, or those of --val-dataset.
 
-    Raises ValueError, with a sentence for the user, if they cannot be had.
+    They have the columns of FEATURES, and come from the cache if they are there. `verbose` prints
+    how many there are, and what was cut. Raises ValueError, with a sentence for the user, if there
+    are none.
     """
-    if name == "docstrings":
-        rows = readers.docstring_rows()
-        return [rows.rename_columns({"headline": "prompt", "text": "completion"})]
-    path = Path(name)
-    if path.is_file() or path.suffix:
-        if path.suffix.lower() not in readers.KINDS:
-            known = ", ".join(readers.KINDS)
-            raise ValueError(f"--dataset {name} is of no known kind: {known}")
-        return [readers.read_file(path)]
-    parts = readers.read_parts(name, args, "train_split", "val_split")
-    return [rows for _, rows in parts]
+    readers.show_progress(verbose)
+    train_sets = []
+    val_sets = {}
+    for name in args.dataset:
+        train_set, *val_set = load_documents(args, tokenizer, name, verbose)
+        train_sets.append(choose(train_set, args.num_train_samples, f"{name}, training", verbose))
+        if val_set:
+            val_sets[name] = val_set[0]
+    for name in args.val_dataset:
+        (val_sets[name],) = load_parts(args, tokenizer, name, ["val_split"], verbose)
+    for name, rows in val_sets.items():
+        val_sets[name] = choose(rows, args.num_val_samples, f"{name}, validation", verbose)
+    if verbose:
+        say_shares(args, train_sets)
+        print(f"an example, «learned»: {readers.marked(train_sets[0][0], tokenizer)}", flush=True)
+    weighted = zip(train_sets, args.weights, strict=True)
+    return concatenate_datasets([x for rows, weight in weighted for x in [rows] * weight]), val_sets
 
 
 def load_documents(
     args: Namespace, tokenizer: Tokenizer, name: str, verbose: bool
-) -> tuple[Dataset, Dataset]:
-    """Training and validation documents of data set `name`, with the columns of FEATURES.
+) -> tuple[Dataset, ...]:
+    """The training documents of data set `name`, and, without --val-dataset, those to validate on:
+    another split of a hub data set, or 5%."""
+    if args.val_dataset:
+        return tuple(load_parts(args, tokenizer, name, ["train_split"], verbose))
+    parts = load_parts(args, tokenizer, name, ["train_split", "val_split"], verbose)
+    if len(parts) == 1:
+        return readers.hold_out(name, parts[0], parts[0]["key"][:])
+    return tuple(parts)
 
-    They come from the cache if they are there. `verbose` prints how many there are and what was
-    cut. Raises ValueError, with a sentence for the user, if there are none.
-    """
-    readers.show_progress(verbose)
+
+def load_parts(
+    args: Namespace, tokenizer: Tokenizer, name: str, flags: list[str], verbose: bool
+) -> list[Dataset]:
+    """The documents of a file, or of the splits that `flags` name, of all rows."""
+    if name == "docstrings":
+        rows = readers.docstring_rows()
+        parts = [(name, rows.rename_columns({"headline": "prompt", "text": "completion"}))]
+    else:
+        parts = readers.read_parts(name, args, *flags)
+    return [encode_rows(name, rows, tokenizer, args, verbose) for _, rows in parts]
+
+
+def say_shares(args: Namespace, train_sets: list[Dataset]) -> None:
+    """Print what part of an epoch's target tokens each data set has, if there are several."""
+    counts = [readers.count_targets(rows) for rows in train_sets]
+    total = sum(count * weight for count, weight in zip(counts, args.weights, strict=True))
+    for name, count, weight in zip(args.dataset, counts, args.weights, strict=True):
+        if len(counts) > 1:
+            share = count * weight / total
+            print(f"{name}: {weight} x {count:,} target tokens, {share:.1%} of an epoch's")
+
+
+def encode_rows(
+    name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace, verbose: bool
+) -> Dataset:
+    """The documents in the rows of data set `name`, from the cache if they are there."""
+    if "input_ids" in rows.column_names:
+        return token_documents(name, rows, tokenizer, args)
+    kind = chat_formats.find_kind(name, rows.column_names, args.text_column)
+    if verbose:
+        used = chat_formats.used_columns(kind, rows.column_names, args.text_column)
+        print(f"{name}: rows of kind {kind} ({', '.join(used)})")
+    # --bad-rows is no part of it: fail and skip make the same of good rows, and where rows are bad
+    # only skip has a result, at which good_rows looks again.
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
     identity += (tokenizer.chat_template, *readers.tokenizer_identity(tokenizer))
-    encoded = []
-    for rows in read_rows(name, args):
-        kind = find_kind(name, rows.column_names, args.text_column)
-        encode_batch = encoder(name, kind, tokenizer, args)
-        encoded.append(
-            readers.cached_map(rows, encode_batch, FEATURES, *identity, with_indices=True)
+    identity += (readers.fingerprint(chat_formats.read),)  # what is in its file counts, too
+    features = FEATURES | bad_rows.ORIGIN
+    encode_batch = encoder(name, kind, tokenizer, args)
+    found = readers.cached_map(rows, encode_batch, features, *identity, with_indices=True)
+    _, counts = np.unique(found["row"][:], return_counts=True)
+    several = counts[counts > 1]
+    if verbose and len(several):
+        print(
+            f"{name}: {len(several):,} chats gave {sum(several):,} documents, as the chat template "
+            "renders turns differently when others follow"
         )
-    if len(encoded) == 1:
-        train_set, val_set = readers.hold_out(name, encoded[0], encoded[0]["key"][:])
-    else:
-        train_set, val_set = encoded
-    train_set = choose(train_set, args.num_train_samples, f"{name}, training", verbose)
-    val_set = choose(val_set, args.num_val_samples, f"{name}, validation", verbose)
-    if verbose:
-        print(f"an example, «learned»: {readers.marked(train_set[0], tokenizer)}", flush=True)
-    return train_set, val_set
+    return bad_rows.good_rows(name, found, args.bad_rows, verbose)
+
+
+def token_documents(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> Dataset:
+    """Documents of tokens made beforehand; without labels, all tokens but the first are targets."""
+    longest = "--max-seq-length", args.max_seq_length + 1
+    columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
+    checked = tokens.check(name, rows, dict.fromkeys(columns, longest), tokenizer, hidden=True)
+    if set(FEATURES) <= set(rows.column_names):  # as --prepare-only leaves them
+        return rows.select_columns(list(FEATURES))
+
+    def complete(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        found = []
+        for index, ids, *labels in zip(indices, *batch.values(), strict=True):
+            targets = [-100, *(labels or [ids])[0][1:]]
+            if len(targets) != len(ids):
+                raise ValueError(f"{name}, row {index + 1}: it has not one label for each token")
+            if all(label == -100 for label in targets):
+                raise ValueError(f"{name}, row {index + 1}: no label is a target")
+            found.append((ids, targets, 0, tokens.key(ids)))
+        return dict(zip(FEATURES, map(list, zip(*found, strict=True)), strict=True))
+
+    return readers.cached_map(checked, complete, FEATURES, name, with_indices=True)
 
 
 def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
@@ -209,7 +301,8 @@ def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
     A chat has none if its first answer begins after --max-seq-length. Raises ValueError if that is
     so of all of them.
     """
-    limit = min(limit or len(rows), len(rows))
+    total = len(rows)
+    limit = min(limit or total, total)
     rows = rows.select(sorted(random.Random(0).sample(range(len(rows)), limit)))
     cut = {i: tokens for i, tokens in enumerate(rows["cut"][:]) if tokens}
     empty = set()
@@ -217,7 +310,8 @@ def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
         if all(label == -100 for label in labels):
             empty.add(i)
     if verbose:
-        print(f"{name}: {limit:,} documents with {readers.count_targets(rows):,} target tokens")
+        targets = readers.count_targets(rows)
+        print(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
     if verbose and cut:
         print(
             f"{name}: {len(cut):,} cut to --max-seq-length, losing {sum(cut.values()):,} tokens; "
@@ -278,6 +372,11 @@ class Packs(torch.utils.data.Dataset):
             generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.epoch)
             self.plans = {self.epoch: pack(self.lengths, capacity, generator)}
         return self.plans[self.epoch]
+
+    @property
+    def dataset(self) -> Dataset:
+        """The documents."""
+        return self.documents.dataset
 
     def set_epoch(self, epoch: int) -> None:
         """Pack the documents as in this epoch from now on."""

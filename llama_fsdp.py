@@ -14,7 +14,6 @@ change, in this order: BLOCKS, TINY, MODEL and its class's name and base, which 
 model of this kind, such as Qwen 3; `load_model`, `setup_data`, `forward`.
 """
 
-import functools
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from datasets import concatenate_datasets
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
@@ -122,7 +120,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     arguments.add_common(parser)
     parser.set_defaults(**RECIPE)
     args = parser.parse_args(argv)
-    args.dataset = args.dataset or ["docstrings"]
     problems = chat_dataset.check_arguments(args) + adapters.check_arguments(args)
     precision = arguments.resolve_precision(args.precision)
     try:
@@ -312,15 +309,13 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, Loade
     A data set of your own needs len() and [i], which gives what `collate` takes. Raises ValueError
     if the data cannot be had or are too few.
     """
-    load = functools.partial(ranks.first_on_node, chat_dataset.load_documents, args, tokenizer)
-    train_sets = []
+    load = chat_dataset.load_sets
+    train_set, val_sets = ranks.first_on_node(load, args, tokenizer, dist.get_rank() == 0)
     val_loaders = {}
-    for name in args.dataset:
-        train_set, val_set = load(name, dist.get_rank() == 0)
-        train_sets.append(train_set)
-        val_packs = chat_dataset.Packs(val_set, args)
-        val_loaders[name] = batches.val_loader(args, val_packs, chat_dataset.collate)
-    packs = chat_dataset.Packs(concatenate_datasets(train_sets), args)
+    for name, documents in val_sets.items():
+        packs = chat_dataset.Packs(documents, args)
+        val_loaders[name] = batches.val_loader(args, packs, chat_dataset.collate)
+    packs = chat_dataset.Packs(train_set, args)
     return batches.train_loader(args, packs, chat_dataset.collate), val_loaders
 
 

@@ -462,7 +462,7 @@ class Run:
     ) -> None:
         """Write the samples to OUTPUT_DIR/prepared, a data set that needs no tokenizer."""
         if len(val_loaders) > 1:
-            raise ValueError("--prepare-only prepares one --dataset at a time")
+            raise ValueError("--prepare-only writes one validation set: give one --dataset")
         sets = (loader.dataset.dataset, *(other.dataset.dataset for other in val_loaders.values()))
         path = self.directory / tokens.PREPARED
         made_from = {"script": self.script, "arguments": vars(self.args)}

@@ -8,7 +8,7 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +113,11 @@ def _batches(name: str, rows: Dataset, column: str) -> Iterator[tuple[int, np.nd
 def split(name: str, rows: Dataset) -> tuple[Dataset, Dataset]:
     """The rows to train on, and 5% to validate on, by a hash of `input_ids`; ValueError if all are
     the same."""
-    keys = []
-    for row in readers.Rows(rows.select_columns("input_ids")):
-        digest = hashlib.blake2b(row["input_ids"].astype(np.int32).tobytes(), digest_size=7)
-        keys.append(int.from_bytes(digest.digest(), "big"))
+    keys = [key(row["input_ids"]) for row in readers.Rows(rows.select_columns("input_ids"))]
     return readers.hold_out(name, rows, keys)
+
+
+def key(ids: Sequence[int]) -> int:
+    """A number that depends on the tokens alone, to hold rows out by."""
+    digest = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=7)
+    return int.from_bytes(digest.digest(), "big")

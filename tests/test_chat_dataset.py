@@ -1,39 +1,48 @@
 """chat_dataset.py: which tokens are trained on, how documents are packed, what is refused."""
 
 import json
+import os
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
+from chat_templates import (
+    ASKS_FOR_THOUGHTS,
+    CHATML,
+    FORGETS_THE_SYSTEM,
+    KNOWN,
+    LLAMA_2,
+    QWEN_3,
+    REWRITING,
+    TOOLS,
+)
 from conftest import ROOT
 from datasets import Dataset, Features
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
-from runtime import readers
+from runtime import bad_rows, chat_formats, readers
 from runtime.identities import as_lists
 
 SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA_2 = (  # knows no generation prompt, and no system turn but before a user's
-    "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}"
-    "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}{{ bos_token }}[INST] "
-    "{% if loop.index0 == 1 and messages[0].role == 'system' %}"
-    "<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}{{ m.content }} [/INST]"
-    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
-)
-REWRITING = (  # shows what the assistant thought in the last turn alone
-    "{% for m in messages %}{{ '<' + m.role + '>' }}"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}"
-)
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+PAIR = [USER, ASSISTANT]
+SYSTEM, RESULT = {"role": "system", "content": "c"}, {"role": "tool", "content": "3", "name": "f"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Bath", "days": 2}}}
+EMPTY = ASSISTANT | {"content": "\n"}
+CALLING = ASSISTANT | {"content": "", "tool_calls": [CALL]}
+TOOL = {"type": "function", "function": {"name": "f", "description": "weather", "parameters": {}}}
+UNKNOWN = "the tokenizer's chat template does not know {}"
+ASKED = (
+    "the chat template renders an answer otherwise than it asks for one, so the model would learn "
+    "what it will not be asked"
+)
 REWRITTEN = [USER, ASSISTANT | {"content": "x</think>y"}, USER, ASSISTANT]
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -44,6 +53,30 @@ CHAT = [
     {"role": "user", "content": "Thanks!"},
     {"role": "assistant", "content": "You are welcome."},
 ]
+THOUGHTS = [
+    turn | {"content": f"<think>\nHm, {i}.\n</think>\n\n{turn['content']}"}
+    if turn["role"] == "assistant"
+    else turn
+    for i, turn in enumerate(CHAT)
+]
+KNOWN_CHATS = {
+    "plain": CHAT,
+    "no system": CHAT[1:],
+    "one answer": CHAT[:3],
+    "ends with a question": CHAT[:6],
+    "thoughts": THOUGHTS,
+    "thoughts, then a question": THOUGHTS[:4],
+    "tools": [USER, CALLING, RESULT, ASSISTANT, CHAT[1], CALLING, RESULT, RESULT, ASSISTANT],
+}
+KNOWN_PAIRS = [
+    (name, chat) for name in KNOWN for chat in KNOWN_CHATS if chat != "tools" or name in TOOLS
+]
+# In how many documents, if not one: empty thoughts stand in the last turn alone, and what Mistral
+# puts before the last question is not where it was.
+SEVERAL = {
+    "qwen 3": {"plain": 3, "no system": 3, "ends with a question": 2, "thoughts": 3, "tools": 4},
+    "mistral": {"plain": 3, "ends with a question": 2, "thoughts": 3, "tools": 2},
+}
 ANSWERS = [turn["content"] for turn in CHAT if turn["role"] == "assistant"]
 PLAIN = [f" {answer} <|endoftext|>" for answer in ANSWERS]  # what TEMPLATE makes of them
 
@@ -97,9 +130,15 @@ def spans(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
     return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs if run]
 
 
+def only_document(chat: list[dict], tokenizer: object, train_on_prompt: bool = False) -> tuple:
+    """Ids and labels of a chat that gives one document."""
+    (document,) = chat_dataset.encode(chat, None, tokenizer, train_on_prompt)
+    return document
+
+
 def targets(chat: list[dict], tokenizer: object, train_on_prompt: bool = False) -> list[str]:
     """The text of each run of targets in a chat."""
-    return spans(*chat_dataset.encode(chat, tokenizer, train_on_prompt), tokenizer)
+    return spans(*only_document(chat, tokenizer, train_on_prompt), tokenizer)
 
 
 def ended(texts: list[str], eos: str) -> list[str]:
@@ -109,11 +148,13 @@ def ended(texts: list[str], eos: str) -> list[str]:
 
 def documents(rows: list[dict], args: Namespace, tokenizer: object = None) -> Dataset:
     """Rows through `encoder`, as a script maps them."""
-    kind = chat_dataset.find_kind("rows.jsonl", list(rows[0]), args.text_column)
+    kind = chat_formats.find_kind("rows.jsonl", list(rows[0]), args.text_column)
     rows = Dataset.from_list(rows)
     function = chat_dataset.encoder("rows.jsonl", kind, tokenizer or ByT5Tokenizer(), args)
+    features = Features(chat_dataset.FEATURES | bad_rows.ORIGIN)
     options = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
-    return rows.map(function, features=Features(chat_dataset.FEATURES), **options)
+    rows = rows.map(function, features=features, **options)
+    return bad_rows.good_rows("rows.jsonl", rows, args.bad_rows, verbose=True)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +182,7 @@ def seed_tasks() -> list[dict]:
 def test_defaults_serve() -> None:
     args = arguments()
     assert chat_dataset.check_arguments(args) == []
-    assert args.dataset is None and args.packing and not args.train_on_prompt
+    assert args.dataset == ["docstrings"]
 
 
 def test_template() -> None:
@@ -167,7 +208,7 @@ def test_targets_with_the_built_in_template() -> None:
     """Bytes, and a BPE; their EOS is not what the template ends turns with."""
     assert targets(CHAT, ByT5Tokenizer()) == ended(PLAIN, "</s>")
     tokenizer = bpe(bos_token="<s>", eos_token="</s>")
-    ids, labels = chat_dataset.encode(CHAT, tokenizer, False)
+    ids, labels = only_document(CHAT, tokenizer)
     assert len(ids) < len(tokenizer.decode(ids)) / 3, "the BPE does not merge"
     assert spans(ids, labels, tokenizer) == ended(PLAIN, "</s>")
     assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
@@ -179,7 +220,7 @@ def test_eos_is_not_added_twice() -> None:
     assert targets(CHAT, bpe(eos_token="<|endoftext|>")) == PLAIN
     special = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
     tokenizer = with_template(bpe(**special), CHATML)
-    ids, _ = chat_dataset.encode(CHAT, tokenizer, False)
+    ids, _ = only_document(CHAT, tokenizer)
     assert ids[-1] == tokenizer.eos_token_id and ids.count(ids[-1]) == len(CHAT)
 
 
@@ -198,14 +239,14 @@ def test_targets_with_a_llama_2_template() -> None:
     """The header of an answer belongs to the user's turn, and the system's turn to the first."""
     tokenizer = with_template(bpe(bos_token="<s>", eos_token="</s>"), LLAMA_2)
     assert targets(CHAT, tokenizer) == [f" {answer} </s>" for answer in ANSWERS]
-    whole = tokenizer.decode(chat_dataset.encode(CHAT, tokenizer, False)[0])
+    whole = tokenizer.decode(only_document(CHAT, tokenizer)[0])
     assert whole.startswith("<s>[INST] <<SYS>>Be brief.<</SYS>>Who wrote Emma? [/INST] Jane")
 
 
 def test_tokens_that_cross_borders() -> None:
     """A BPE that knows no words merges across turns: answers stay whole, and prompts out."""
     tokenizer = bpe(words=False, bos_token="<s>", eos_token="</s>")
-    tokens = tokenizer.convert_ids_to_tokens(chat_dataset.encode(CHAT, tokenizer, False)[0])
+    tokens = tokenizer.convert_ids_to_tokens(only_document(CHAT, tokenizer)[0])
     assert any(">" in token.strip(">")[:-1] for token in tokens), "nothing crosses a border"
     found = targets(CHAT, tokenizer)
     assert len(found) == len(ANSWERS)
@@ -231,7 +272,7 @@ def test_train_on_prompt() -> None:
     """All but the first token, also where turns are rewritten."""
     rewriting = with_template(ByT5Tokenizer(), REWRITING)
     for tokenizer in rewriting, bpe(bos_token="<s>", eos_token="</s>"):
-        ids, labels = chat_dataset.encode(REWRITTEN, tokenizer, True)
+        ids, labels = only_document(REWRITTEN, tokenizer, True)
         assert labels == [-100, *ids[1:]]
         assert ids[-1] == tokenizer.eos_token_id
 
@@ -260,6 +301,83 @@ def test_rows_of_each_kind() -> None:
     text = documents([{"body": "ab", "id": 1}], arguments(text_column="body"))
     assert text[0]["input_ids"] == [100, 101, 1]
     assert text.features == first.features == Features(chat_dataset.FEATURES)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": PAIR},
+        {"messages": [t | {"content": [{"type": "text", "text": t["content"]}]} for t in PAIR]},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"prompt": "a", "completion": [ASSISTANT]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"conversations": [{"from": "user", "value": "a"}, {"from": "assistant", "value": "b"}]},
+        {"instruction": "a", "output": "b"},
+        {"instruction": "a", "input": "", "output": "b"},
+        {"instruction": "a", "input": " \n", "output": "b"},
+        {"instruction": "a", "input": None, "output": "b"},
+    ],
+)
+def test_formats(row: dict) -> None:
+    """They say the same: the same tokens, and the same key."""
+    pair = documents([{"prompt": "a", "completion": "b"}], arguments())
+    assert documents([row], arguments())[0] == pair[0]
+
+
+def test_longer_chats_of_the_formats() -> None:
+    """ShareGPT's other speakers; parts of a text follow each other; an input after a blank line."""
+    said = ["system", "human", "gpt", "observation", "tool", "function", "gpt"]
+    chat = {"conversations": [{"from": speaker, "value": speaker} for speaker in said]}
+    roles = ["system", "user", "assistant", "tool", "tool", "tool", "assistant"]
+    turns = [{"role": role, "content": who} for role, who in zip(roles, said, strict=True)]
+    assert chat_formats.read(chat, "sharegpt") == (turns, None)
+    row = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+    asked = chat_formats.read(row, "alpaca")[0][0]
+    assert asked == {"role": "user", "content": "Add.\n\n1 and 2"}
+    parts = [{"type": "text", "text": text, "image_url": None} for text in ("a", "\n", "b")]
+    row = {"messages": [USER | {"content": parts}, ASSISTANT]}
+    assert chat_formats.read(row, "messages")[0][0]["content"] == "a\nb"
+
+
+@pytest.mark.parametrize("arguments_of", [lambda x: x, json.dumps])
+@pytest.mark.parametrize("tools_of", [list, json.dumps])
+def test_tools_reach_the_template(arguments_of: Callable, tools_of: Callable) -> None:
+    """Without the keys that Arrow adds, as other rows have them; JSON is read."""
+    function = CALL["function"]
+    call = CALL | {"function": function | {"arguments": arguments_of(function["arguments"])}}
+    other = CALL | {"function": {"name": "g", "arguments": arguments_of({"sea": True})}, "id": "7"}
+    turns = [
+        [USER, ASSISTANT | {"content": None, "tool_calls": [made]}, RESULT, ASSISTANT]
+        for made in (call, other)
+    ]
+    described = TOOL | {"function": TOOL["function"] | {"parameters": {"type": "object"}}}
+    lists = [described], [TOOL | {"function": {"name": "g", "strict": True}}]
+    rows = [
+        {"messages": chat, "tools": tools_of(tools)}
+        for chat, tools in zip(turns, lists, strict=True)
+    ]
+    tokenizer = known_tokenizer("qwen 2.5", bpe)
+    found = documents(rows, arguments(), tokenizer)
+    texts = [tokenizer.decode(row["input_ids"]) for row in found]
+    for text, tool in zip(texts, lists, strict=True):
+        assert f"<tools>\n{json.dumps(tool[0])}\n</tools>" in text
+        assert "null" not in text and "None" not in text
+    written = '<tool_call>\n{"name": "f", "arguments": {"city": "Bath", "days": 2}}\n</tool_call>'
+    assert spans(found[0]["input_ids"], found[0]["labels"], tokenizer) == [
+        f"\n{written}<|im_end|>",
+        "b<|im_end|>",
+    ]
+    assert '{"name": "g", "arguments": {"sea": true}}' in texts[1]
+
+
+def test_null_in_json_stays() -> None:
+    """It was not Arrow that put it there."""
+    call = {"name": "f", "arguments": '{"day": null}'}
+    turns, _ = chat_formats.read({"messages": [USER, CALLING | {"tool_calls": [call]}]}, "messages")
+    assert turns[1]["tool_calls"] == [{"name": "f", "arguments": {"day": None}}]
+    for nothing in None, [], "", "[]", "null":
+        row = {"messages": [USER, ASSISTANT], "tools": nothing}
+        assert chat_formats.read(row, "messages") == ([USER, ASSISTANT], None)
 
 
 def test_long_documents_are_cut() -> None:
@@ -413,15 +531,19 @@ def test_values_out_of_range() -> None:
 
 def test_columns() -> None:
     """In order of preference, or a sentence with those that are there and those that could be."""
-    columns = ["content", "completion", "prompt", "messages"]
-    assert chat_dataset.find_kind("x", columns, "content") == "messages"
-    assert chat_dataset.find_kind("x", columns[:3], "content") == "prompt"
-    assert chat_dataset.find_kind("x", columns[:2], "content") == "text"
+    columns = ["content", "output", "input", "instruction", "conversations", "completion", "prompt"]
+    counts = {"messages": 8, "prompt": 7, "sharegpt": 5, "alpaca": 4, "text": 3}
+    for kind, count in counts.items():
+        part = [*columns, "messages"][:count]
+        assert chat_formats.find_kind("x", part, "content") == kind
+    columns = ["id", "output", "input", "instruction", "tools"]
+    assert chat_formats.used_columns("alpaca", columns, "content") == columns[1:]
+    assert chat_formats.used_columns("text", columns, "id") == ["id"]
     with pytest.raises(ValueError) as error:
-        chat_dataset.find_kind("my.csv", ["prompt", "answer"], "body")
+        chat_formats.find_kind("my.csv", ["prompt", "answer"], "body")
     assert str(error.value) == (
-        "my.csv has columns prompt, answer: it needs messages, prompt and completion, or "
-        "--text-column body"
+        "my.csv has columns prompt, answer: it needs messages, prompt and completion, "
+        "conversations, instruction and output, or --text-column body"
     )
 
 
@@ -441,6 +563,49 @@ def test_columns() -> None:
         ({"messages": [USER, {"role": "assistant"}]}, "the assistant's turn is empty or not text"),
         ({"messages": [USER | {"content": ["a"]}]}, "the user's turn is empty or not text"),
         ({"messages": [USER]}, "no turn is the assistant's, so there is nothing to learn"),
+        ({"messages": [USER, EMPTY, USER, ASSISTANT]}, "the assistant's turn is empty or not text"),
+        ({"messages": [USER | {"content": []}]}, "the user's turn is empty or not text"),
+        (
+            {"messages": [USER | {"content": [{"type": "image"}]}, ASSISTANT]},
+            "the user's turn has a part of type image, which is not text",
+        ),
+        (
+            {"messages": [USER, CALLING | {"tool_calls": ["f"]}]},
+            "tool_calls is not a list of {function}",
+        ),
+        ({"messages": [USER, CALLING | {"tool_calls": [{"id": 1}]}]}, "a tool call has no name"),
+        (
+            {"messages": [USER, CALLING | {"tool_calls": [{"name": "f", "arguments": "2, 3"}]}]},
+            "the arguments of a call of f are no JSON object",
+        ),
+        (
+            {"messages": [USER, ASSISTANT], "tools": "f"},
+            "tools is neither a list of objects nor JSON of one",
+        ),
+        (
+            {"prompt": [USER, ASSISTANT, USER], "completion": [ASSISTANT]},
+            "a turn of the prompt is the assistant's: give such chats as messages",
+        ),
+        ({"prompt": [], "completion": "b"}, "the user's turn is empty or not text"),
+        (
+            {"prompt": ["a"], "completion": "b"},
+            "prompt or completion is neither text nor a list of {role, content}",
+        ),
+        ({"prompt": "a", "completion": " "}, "the assistant's turn is empty or not text"),
+        ({"conversations": []}, "conversations is empty or not a list of {from, value}"),
+        (
+            {"conversations": [{"from": "bing", "value": "a"}]},
+            "the speaker bing is not one of human, gpt, function, observation, system, user, "
+            "assistant, tool",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": ""}]},
+            "the assistant's turn is empty or not text",
+        ),
+        ({"instruction": "", "output": "b"}, "the user's turn is empty or not text"),
+        ({"instruction": "a", "output": " "}, "the assistant's turn is empty or not text"),
+        ({"instruction": 3, "input": "c", "output": "b"}, "the user's turn is empty or not text"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "input is not text"),
         ({"prompt": "a", "completion": ""}, "the assistant's turn is empty or not text"),
         ({"prompt": None, "completion": "b"}, "the user's turn is empty or not text"),
         ({"prompt": "a", "completion": 3}, "the assistant's turn is empty or not text"),
@@ -452,28 +617,115 @@ def test_columns() -> None:
 )
 def test_bad_rows_are_named(row: dict, sentence: str) -> None:
     """By the data set and the number of the row, the first being 1; a batch may start anywhere."""
-    kind = chat_dataset.find_kind("my.jsonl", list(row), "content")
+    kind = chat_formats.find_kind("my.jsonl", list(row), "content")
     function = chat_dataset.encoder("my.jsonl", kind, ByT5Tokenizer(), arguments())
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     good = {"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b", "content": "c"}
-    batch = {column: [good[column], value] for column, value in row.items()}
+    good |= {"conversations": said, "instruction": "a", "output": "b"}
+    batch = {column: [good.get(column), value] for column, value in row.items()}
     with pytest.raises(ValueError) as error:
         function(batch, [10, 11])
     assert str(error.value).startswith(f"my.jsonl, row 12: {sentence}")
     if kind != "text":
         with pytest.raises(ValueError) as error:
-            chat_dataset.messages(row, kind)
+            chat_formats.read(row, kind)
         assert str(error.value).startswith(sentence)
+
+
+def some_bad_rows(directory: Path, good: int, bad: int) -> Path:
+    """A file of pairs, the first of which have an empty answer, or, every third, none."""
+    rows = [{"prompt": f"{i}", "completion": "" if i % 3 else None} for i in range(bad)]
+    rows += [{"prompt": f"{i} + 1", "completion": f"{i + 1}"} for i in range(good)]
+    path = directory / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("large", [50_000, 10])
+def test_bad_rows_are_left_out(
+    large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """In several processes, too; the rows that are left are as without the others."""
+    monkeypatch.setattr(readers, "LARGE", large)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    path = str(some_bad_rows(tmp_path, 30, 15))
+    with pytest.raises(ValueError, match="pairs.jsonl, row 1: the assistant's turn is empty"):
+        chat_dataset.load_documents(arguments(), ByT5Tokenizer(), path, verbose=True)
+    capfd.readouterr()
+    skip = arguments(bad_rows="skip")
+    found = chat_dataset.load_documents(skip, ByT5Tokenizer(), path, verbose=True)
+    printed = capfd.readouterr().out
+    reason = "the assistant's turn is empty or not text"
+    assert f"{path}: rows of kind prompt (prompt, completion)\n" in printed
+    assert f"{path}: 15 of 45 rows left out; 15: {reason}\n" in printed
+    shown = [f"{path}, row {number}, left out: {reason}" for number in range(1, 11)]
+    assert re.findall(r".*, row .*", printed) == shown
+    assert f"{path}: and 5 more" in printed
+    with pytest.raises(ValueError, match="pairs.jsonl, row 1: "):  # though it is in the cache
+        chat_dataset.load_documents(arguments(), ByT5Tokenizer(), path, verbose=True)
+    (tmp_path / "good").mkdir()
+    good = str(some_bad_rows(tmp_path / "good", 30, 0))
+    for mode in "fail", "skip":
+        args = arguments(bad_rows=mode)
+        expected = chat_dataset.load_documents(args, ByT5Tokenizer(), good, verbose=False)
+        assert [list(part) for part in found] == [list(part) for part in expected]
+
+
+def test_too_many_bad_rows(tmp_path: Path) -> None:
+    """Half of them may be."""
+    args = arguments(bad_rows="skip")
+    path = str(some_bad_rows(tmp_path, 5, 5))
+    assert len(chat_dataset.load_documents(args, ByT5Tokenizer(), path, False)[0]) == 4
+    path = str(some_bad_rows(tmp_path, 5, 6))
+    with pytest.raises(ValueError) as error:
+        chat_dataset.load_documents(args, ByT5Tokenizer(), path, False)
+    assert str(error.value) == (
+        f"{path}: 6 of 11 rows are bad, of which --bad-rows skip leaves out half at most; "
+        "the first is row 1: the assistant's turn is empty or not text"
+    )
+
+
+def test_reasons_are_counted(capsys: pytest.CaptureFixture) -> None:
+    """The commonest first, and not more than ten of them."""
+    bad = {i: f"reason {max(0, i - 5)}" for i in range(1, 20)}
+    bad_rows.say_bad_rows("x", "19 of 40 rows", bad)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("x: 19 of 40 rows left out; 5: reason 0; 1: reason 1; ")
+    assert first.endswith("; 1: reason 9; 5: other reasons")
+    assert first.count(";") == 11
+
+
+@pytest.mark.parametrize("large", [50_000, 10])
+def test_documents_of_one_chat_stay_together(
+    large: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """In training or in validation, by their key; how many chats gave several is printed."""
+    monkeypatch.setattr(readers, "LARGE", large)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    turns = [[CHAT[0], USER | {"content": str(i)}, *CHAT[2 : 3 + i % 2 * 2]] for i in range(60)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    tokenizer = known_tokenizer("qwen 3", ByT5Tokenizer)
+    sets = chat_dataset.load_documents(arguments(), tokenizer, str(path), verbose=True)
+    several = f"{path}: 30 chats gave 60 documents, as the chat template renders turns differently"
+    assert several in capfd.readouterr().out
+    assert sum(map(len, sets)) == 90
+    keys = [set(part["key"][:]) for part in sets]
+    assert not keys[0] & keys[1] and list(map(len, keys)) == [57, 3]
+    assert sets[0].column_names == list(chat_dataset.FEATURES)
+    assert len(chat_dataset.Packs(sets[0], arguments())) > 0
 
 
 @pytest.mark.parametrize(
     "template, chat, sentence",
     [
         (LLAMA_2, [USER, USER, ASSISTANT], "roles must alternate"),
-        (
-            REWRITING,
-            REWRITTEN,
-            "the chat template renders a turn differently when others follow",
-        ),
+        (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], ASKED),
+        (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], ASKED),
+        (LLAMA_2, [USER, CALLING, RESULT, ASSISTANT], UNKNOWN.format("tool_calls")),
+        (CHATML, [USER, ASSISTANT, RESULT], UNKNOWN.format("the role tool")),
+        (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], UNKNOWN.format("thinking")),
+        (None, [USER, CALLING], UNKNOWN.format("tool_calls")),
     ],
 )
 def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str) -> None:
@@ -482,3 +734,107 @@ def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str)
     with pytest.raises(ValueError) as error:
         function({"messages": [chat]}, [0])
     assert str(error.value) == f"my.jsonl, row 1: {sentence}"
+
+
+def test_tools_that_a_template_does_not_know() -> None:
+    """Of several templates that with the name tool_use is taken for a chat with tools."""
+    with pytest.raises(ValueError, match="template does not know tools"):
+        chat_dataset.encode(
+            [USER, ASSISTANT], [TOOL], with_template(ByT5Tokenizer(), CHATML), False
+        )
+    several = {"default": CHATML, "tool_use": QWEN_3}
+    tokenizer = with_template(known_tokenizer("qwen 3", bpe), several)
+    for tools, template in (None, CHATML), ([TOOL], QWEN_3):
+        found = chat_dataset.encode([USER, ASSISTANT], tools, tokenizer, False)
+        alone = with_template(known_tokenizer("qwen 3", bpe), template)
+        assert found == chat_dataset.encode([USER, ASSISTANT], tools, alone, False)
+
+
+def known_tokenizer(name: str, make: Callable) -> object:
+    """A tokenizer with the template and the special tokens of a kind of models."""
+    template, bos, eos, special = KNOWN[name]
+    options = {"eos_token": eos, "additional_special_tokens": special}
+    if make is ByT5Tokenizer:
+        options["extra_ids"] = 0
+    elif bos:
+        options["bos_token"] = bos
+    tokenizer = make(**options)
+    return with_template(tokenizer, template)
+
+
+def rendered(chat: list[dict], tools: list | None, tokenizer: object, prompt: bool) -> list[int]:
+    """The tokens of a chat, or of the question for an answer to it."""
+    options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools}
+    if tokenizer.chat_template is None:
+        options["chat_template"] = chat_dataset.TEMPLATE
+    text = tokenizer.apply_chat_template(chat, **options)
+    return tokenizer(text if prompt else text.rstrip(), add_special_tokens=False)["input_ids"]
+
+
+def one_by_one(chat: list[dict], tools: list | None, tokenizer: object) -> list[tuple]:
+    """For each answer the tokens that it has in common with the question for it, and the others."""
+    found = []
+    for i, turn in enumerate(chat):
+        if turn["role"] == "assistant":
+            asked = rendered(chat[:i], tools, tokenizer, True)
+            answered = rendered(chat[: i + 1], tools, tokenizer, False)
+            if i == len(chat) - 1 and answered[-1] != tokenizer.eos_token_id:
+                answered.append(tokenizer.eos_token_id)
+            same = [a == b for a, b in zip(asked, answered, strict=False)]
+            at = [*same, False].index(False)
+            found.append((asked[:at], answered[at:]))
+    return found
+
+
+@pytest.mark.parametrize("make", [bpe, ByT5Tokenizer])
+@pytest.mark.parametrize("name, chat", KNOWN_PAIRS)
+def test_answers_as_the_model_writes_them(name: str, chat: str, make: Callable) -> None:
+    """Each is learned once, token for token, after what the model is asked with."""
+    tokenizer = known_tokenizer(name, make)
+    turns = KNOWN_CHATS[chat]
+    tools = [TOOL] if chat == "tools" else None
+    found = chat_dataset.encode(turns, tools, tokenizer, False)
+    learned = []
+    for ids, labels in found:
+        assert len(ids) == len(labels)
+        for is_target, run in groupby(enumerate(labels), lambda pair: pair[1] != -100):
+            places, values = zip(*run, strict=True)
+            if is_target:
+                learned.append((ids[: places[0]], list(values)))
+    assert learned == one_by_one(turns, tools, tokenizer)
+    assert len(found) == SEVERAL.get(name, {}).get(chat, 1)
+
+
+def test_what_is_learned_of_thoughts() -> None:
+    """The first answer's with it, and not once more in the document of the second."""
+    tokenizer = known_tokenizer("qwen 3", bpe)
+    found = chat_dataset.encode(THOUGHTS[:5], None, tokenizer, False)
+    texts = [spans(ids, labels, tokenizer) for ids, labels in found]
+    assert texts == [[turn["content"] + "<|im_end|>"] for turn in THOUGHTS[2:5:2]]
+    whole = tokenizer.decode(found[1][0])
+    assert "Hm, 2." not in whole and "Jane Austen wrote it." in whole
+
+
+def test_thoughts_of_their_own() -> None:
+    """Those that stand beside the content are learned like those within it."""
+    beside = [*PAIR[:1], ASSISTANT | {"reasoning_content": "Hm.", "weight": 1}]
+    within = [*PAIR[:1], ASSISTANT | {"content": "<think>\nHm.\n</think>\n\nb"}]
+    tokenizer = known_tokenizer("qwen 3", bpe)
+    found = [documents([{"messages": chat}], arguments(), tokenizer) for chat in (beside, within)]
+    assert found[0][0] == found[1][0]
+    assert "Hm." in tokenizer.decode(found[0][0]["input_ids"])
+
+
+def test_eos_where_an_answer_ends_a_document() -> None:
+    """Though the chat goes on; not after the user's last turn, which the second document has."""
+    tokenizer = with_template(bpe(bos_token="<s>", eos_token="</s>"), REWRITING)
+    found = chat_dataset.encode([*REWRITTEN, USER], None, tokenizer, False)
+    first = "<user>a<assistant>x</think>y</s>"
+    second = "<user>a<assistant>y<user>a<assistant>b<user>a"
+    assert [tokenizer.decode(ids) for ids, _ in found] == [first, second]
+    assert [spans(*document, tokenizer) for document in found] == [
+        ["<assistant>x</think>y</s>"],
+        ["<assistant>b"],
+    ]
+    (only,) = chat_dataset.encode(REWRITTEN[:3], None, tokenizer, False)
+    assert tokenizer.decode(only[0]) == first

@@ -1,0 +1,65 @@
+"""Rows that cannot be used: named, or left out and counted. Names no model and no task.
+
+A map that makes samples of rows notes in two columns, those of ORIGIN, which row each is of and
+what is wrong with it, so that it comes back from other processes and from the cache.
+"""
+
+from collections import Counter
+
+from datasets import Dataset, Value
+
+from .readers import shortened
+
+ORIGIN = {"row": Value("int64"), "problem": Value("string")}  # from 1; "" of a good one
+SHOWN = 10  # rows at most that are named
+
+
+def problem(name: str, number: int, error: Exception, bad_rows: str) -> str:
+    """What is wrong with a row, to stand in the column problem; ValueError if `bad_rows` is fail.
+
+    So a run that would not go on ends at the first bad row, before the others are mapped.
+    """
+    reason = shortened(str(error)) or type(error).__name__
+    if bad_rows == "fail":
+        raise ValueError(f"{name}, row {number}: {reason}") from error
+    return reason
+
+
+def good_rows(name: str, rows: Dataset, bad_rows: str, verbose: bool) -> Dataset:
+    """Mapped rows without the bad ones, and without the columns of ORIGIN.
+
+    `verbose` prints what is left out. Raises ValueError if there is a bad row and `bad_rows` is
+    fail (the cache may hold rows mapped under skip), or if more than half of all are bad.
+    """
+    numbers = rows["row"][:]
+    problems = rows["problem"][:]
+    bad = {n: reason for n, reason in zip(numbers, problems, strict=True) if reason}
+    rows = rows.remove_columns(list(ORIGIN))
+    if not bad:
+        return rows
+    number, reason = next(iter(bad.items()))
+    if bad_rows == "fail":
+        raise ValueError(f"{name}, row {number}: {reason}")
+    total = len(set(numbers))
+    share = f"{len(bad):,} of {total:,} rows"
+    if 2 * len(bad) > total:
+        raise ValueError(
+            f"{name}: {share} are bad, of which --bad-rows skip leaves out half at most; "
+            f"the first is row {number}: {reason}"
+        )
+    if verbose:
+        say_bad_rows(name, share, bad)
+    return rows.select([i for i, reason in enumerate(problems) if not reason])
+
+
+def say_bad_rows(name: str, share: str, bad: dict[int, str]) -> None:
+    """Print the commonest reasons, and the first of the rows that are left out."""
+    reasons = Counter(bad.values()).most_common()
+    counts = [f"{count:,}: {reason}" for reason, count in reasons[:SHOWN]]
+    if len(reasons) > SHOWN:
+        counts.append(f"{sum(count for _, count in reasons[SHOWN:]):,}: other reasons")
+    print(f"{name}: {share} left out; {'; '.join(counts)}")
+    for number, reason in list(bad.items())[:SHOWN]:
+        print(f"{name}, row {number}, left out: {reason}")
+    if len(bad) > SHOWN:
+        print(f"{name}: and {len(bad) - SHOWN:,} more", flush=True)

@@ -1,0 +1,208 @@
+"""Rows of the usual formats as chats: a list of turns, as a chat template takes them, and tools.
+
+Imports nothing else of this repository.
+"""
+
+import json
+import re
+from typing import Any
+
+COLUMNS = {  # that a row of each kind has, the first kind that fits; plain text comes after them
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+}
+OPTIONAL = {"alpaca": ("input",)}
+ROLES = ("system", "user", "assistant", "tool")
+SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+SPEAKERS |= {role: role for role in ROLES}  # ShareGPT's names of the roles
+THOUGHTS = ("reasoning_content", "thinking")
+
+
+def find_kind(name: str, columns: list[str], text_column: str) -> str:
+    """What the rows of data set `name` hold, a key of COLUMNS or text; ValueError if none."""
+    for kind, needed in (COLUMNS | {"text": (text_column,)}).items():
+        if set(needed) <= set(columns):
+            return kind
+    known = ", ".join(" and ".join(needed) for needed in COLUMNS.values())
+    raise ValueError(f"{name} has columns {', '.join(columns)}: it needs {known}, or "
+                     f"--text-column {text_column}")  # fmt: skip
+
+
+def used_columns(kind: str, columns: list[str], text_column: str) -> list[str]:
+    """Those of `columns` that rows of a kind are read from."""
+    if kind == "text":
+        return [text_column]
+    known = (*COLUMNS[kind], *OPTIONAL.get(kind, ()), "tools")
+    return [column for column in columns if column in known]
+
+
+def read(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
+    """The turns of the chat in a row, and its tools if it has some; raises ValueError.
+
+    A turn has a role and a content; tool_calls, the name and the id of a call, and thoughts if
+    they are there. Other keys are left out.
+    """
+    row = without_none(row)
+    turns = [checked(turn) for turn in READERS[kind](row)]
+    if all(turn["role"] != "assistant" for turn in turns):
+        raise ValueError("no turn is the assistant's, so there is nothing to learn")
+    return turns, read_tools(row.get("tools"))
+
+
+def without_none(value: Any) -> Any:
+    """`value` without the keys whose value is None, at any depth.
+
+    Arrow gives all rows the same keys. A template would take None for something that is there.
+    """
+    if isinstance(value, dict):
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [without_none(part) for part in value]
+    return value
+
+
+def read_messages(row: dict) -> list[dict]:
+    """The turns of a row with messages, unchecked but for their being dicts."""
+    return listed(row.get("messages"), "messages is empty or not a list of {role, content}")
+
+
+def read_prompt(row: dict) -> list[dict]:
+    """The turns of a row with prompt and completion, each a text or a list of messages."""
+    asked = as_turns("user", row.get("prompt"))
+    if any(turn.get("role") == "assistant" for turn in asked):
+        # It would be trained on like the completion, once for each row that it stands in.
+        raise ValueError("a turn of the prompt is the assistant's: give such chats as messages")
+    return asked + as_turns("assistant", row.get("completion"))
+
+
+def read_sharegpt(row: dict) -> list[dict]:
+    """The turns of a row with conversations."""
+    problem = "conversations is empty or not a list of {from, value}"
+    turns = []
+    for turn in listed(row.get("conversations"), problem):
+        speaker = turn.get("from")
+        if speaker not in SPEAKERS:
+            raise ValueError(f"the speaker {speaker} is not one of {', '.join(SPEAKERS)}")
+        turns.append(turn | {"role": SPEAKERS[speaker], "content": turn.get("value")})
+    return turns
+
+
+def read_alpaca(row: dict) -> list[dict]:
+    """The two turns of a row with instruction, output and maybe input."""
+    instruction = row.get("instruction")
+    more = row.get("input", "")
+    if not isinstance(more, str):
+        raise ValueError("input is not text")
+    if instruction and isinstance(instruction, str) and more.strip():
+        instruction = f"{instruction}\n\n{more}"
+    return as_turns("user", instruction) + as_turns("assistant", row.get("output"))
+
+
+READERS = {
+    "messages": read_messages,
+    "prompt": read_prompt,
+    "sharegpt": read_sharegpt,
+    "alpaca": read_alpaca,
+}
+
+
+def as_turns(role: str, value: Any) -> list[dict]:
+    """Messages as they are, a text as the only turn of a role."""
+    if value and isinstance(value, list):
+        return listed(value, "prompt or completion is neither text nor a list of {role, content}")
+    return [{"role": role, "content": value or None}]
+
+
+def listed(value: Any, problem: str) -> list[dict]:
+    """`value` if it is a list of dicts, and not empty; else a ValueError that says `problem`."""
+    if not value or not isinstance(value, list):
+        raise ValueError(problem)
+    if not all(isinstance(part, dict) for part in value):
+        raise ValueError(problem)
+    return value
+
+
+def checked(turn: dict) -> dict:
+    """A turn with the keys that templates know, in which content is text; raises ValueError."""
+    role = turn.get("role")
+    if role not in ROLES:
+        raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
+    calls = from_json(turn.get("tool_calls") or [])
+    content = joined(turn.get("content"), role)
+    if content is None and calls:
+        content = ""  # some templates look for a text in it
+    if not isinstance(content, str):
+        raise ValueError(f"the {role}'s turn is empty or not text")
+    if role == "assistant" and not calls and not content.strip():
+        raise ValueError("the assistant's turn is empty or not text")
+    found = {"role": role, "content": content}
+    if calls:
+        calls = listed(calls, "tool_calls is not a list of {function}")
+        found["tool_calls"] = [checked_call(call) for call in calls]
+    kept = ("name", "tool_call_id") if role == "tool" else THOUGHTS
+    return found | {key: turn[key] for key in kept if turn.get(key)}
+
+
+def joined(content: Any, role: str) -> Any:
+    """Content that is a list of texts as one text, any other as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in listed(content, f"the {role}'s turn is empty or not text"):
+        kind = part.get("type", "text")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"the {role}'s turn has a part of type {kind}, which is not text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def checked_call(call: dict) -> dict:
+    """A tool call whose arguments are a dict; raises ValueError.
+
+    JSON is parsed, because most templates write arguments by `tojson`, which would quote a text.
+    It is read after `without_none`, so that a null in it stays.
+    """
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call has no name")
+    if "arguments" not in function:
+        return call
+    arguments = from_json(function["arguments"] or {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of a call of {function['name']} are no JSON object")
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
+
+
+def read_tools(value: Any) -> list[dict] | None:
+    """The column tools, a list or JSON of one; None without tools; raises ValueError."""
+    tools = from_json(value or [])
+    if tools in (None, []):
+        return None
+    return listed(tools, "tools is neither a list of objects nor JSON of one")
+
+
+def from_json(value: Any) -> Any:
+    """What a text holds as JSON, the text if it holds none; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def check_template(template: str, turns: list[dict], tools: list[dict] | None) -> None:
+    """Raise ValueError if a chat has what a template's source does not name.
+
+    Transformers passes everything on, and a template leaves out what it does not know.
+    """
+    keys = {key for turn in turns for key in turn}
+    wanted = {key: rf"\b{key}\b" for key in ("tool_calls", *THOUGHTS) if key in keys}
+    if tools:
+        wanted["tools"] = r"\btools\b"
+    if any(turn["role"] == "tool" for turn in turns):
+        wanted["the role tool"] = r"""["']tool["']"""
+    for what, pattern in wanted.items():
+        if not re.search(pattern, template):
+            raise ValueError(f"the tokenizer's chat template does not know {what}")

@@ -1,0 +1,108 @@
+"""Chat templates in the formats of known models, written for the tests.
+
+Transformers drops a line break that follows a block, `%}`; within `{{ }}` it stays.
+"""
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Knows no generation prompt, and no system turn but before a user's.
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}"
+    "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ bos_token }}[INST] "
+    "{% if loop.index0 == 1 and messages[0].role == 'system' %}"
+    "<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}{{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+# Trims what is said, writes one call a turn, and gives tools in a turn of the system.
+LLAMA_3 = (
+    "{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|eot_id|>{% endif %}"
+    "{% for m in messages %}"
+    "<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}<|end_header_id|>\n\n"
+    "{% if m.tool_calls %}{% set call = m.tool_calls[0].function %}"
+    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'
+    "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# Puts the system's text, and the tools, before what the user says last.
+MISTRAL = (
+    "{{ bos_token }}{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and m == asked[-1] %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]"
+    "{% endif %}[INST] {% if m == asked[-1] and messages[0].role == 'system' %}"
+    "{{ messages[0].content }}\n\n{% endif %}{{ m.content }}[/INST]"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content | tojson }}[/TOOL_RESULTS]"
+    "{% elif m.tool_calls %}[TOOL_CALLS][{% for call in m.tool_calls %}"
+    "{{ call.function | tojson }}{{ '' if loop.last else ', ' }}{% endfor %}]{{ eos_token }}"
+    "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Speaks for the system if nobody does; what tools answer is a user's turn, several in one.
+QWEN_HEAD = (
+    "{% if tools %}<|im_start|>system\n"
+    "{{ messages[0].content if messages[0].role == 'system' else 'Help.' }}\n<tools>"
+    "{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '\n' }}</tools><|im_end|>\n"
+    "{% elif messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}"
+)
+QWEN_TURN = (
+    "{% elif m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}"
+    "<|im_start|>user{% endif %}{{ '\n' }}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% elif not (tools and loop.first and m.role == 'system') %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN_CALLS = (
+    "{% for call in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}"
+)
+QWEN_2_5 = (
+    QWEN_HEAD + "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{{ m.content }}" + QWEN_CALLS + "<|im_end|>\n" + QWEN_TURN
+)
+# Thoughts are shown after the user's last turn alone; there the last turn has some, be they empty.
+QWEN_3 = (
+    QWEN_HEAD + "{% set ns = namespace(last=-1) %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% set said = m.content.split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = m.reasoning_content or '' %}{% if '</think>' in m.content %}"
+    "{% set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}"
+    "<think>\n{{ thought }}\n</think>\n\n{% endif %}"
+    "{{ said }}" + QWEN_CALLS + "<|im_end|>\n" + QWEN_TURN
+)
+# Shows what the assistant thought in the last turn alone.
+REWRITING = (
+    "{% for m in messages %}{{ '<' + m.role + '>' }}"
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}"
+)
+# Asks for thoughts, and then leaves them out.
+ASKS_FOR_THOUGHTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+# The system's text comes with a question until it is answered.
+FORGETS_THE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.last %}{{ messages[0].content }}{% endif %}{{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+KNOWN = {
+    "llama 2": (LLAMA_2, "<s>", "</s>", []),
+    "llama 3": (
+        LLAMA_3,
+        "<|begin_of_text|>",
+        "<|eot_id|>",
+        ["<|start_header_id|>", "<|end_header_id|>"],
+    ),
+    "mistral": (MISTRAL, "<s>", "</s>", ["[INST]", "[/INST]", "[TOOL_CALLS]"]),
+    "chatml": (CHATML, None, "<|im_end|>", ["<|im_start|>"]),
+    "qwen 2.5": (QWEN_2_5, None, "<|im_end|>", ["<|im_start|>"]),
+    "qwen 3": (QWEN_3, None, "<|im_end|>", ["<|im_start|>"]),
+    "ours": (None, "<s>", "</s>", []),
+}
+TOOLS = ("llama 3", "mistral", "qwen 2.5", "qwen 3")
