@@ -56,12 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     dataset = "wikihow, docstrings (built in), a CSV, TSV, JSONL or Parquet file, or a hub id"
     val_split = "the one to validate on; the training split again means: hold out 5%% of it"
+    eval_split = "with --evaluate-only: validation, WikiHow's test, or any split of a hub data set"
     add("--dataset", dataset, default="wikihow")
     add("--data-dir", "folder with WikiHow's CSV files and title lists", default="data")
     add("--wikihow-part", "whole articles or paragraphs", choices=list(WIKIHOW), default="all")
     add("--dataset-config", "configuration of a hub data set")
     add("--train-split", "split of a hub data set to train on", default="train")
     add("--val-split", val_split, default="validation")
+    add("--eval-split", eval_split, default="validation")
     add("--source-column", "column with the texts", default="text")
     add("--target-column", "column with the summaries", default="headline")
     add("--source-prefix", "put before each text", default="summarize: ")
@@ -75,7 +77,7 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
     """One sentence for each problem that shows without reading data, [] when there is none."""
     limits = dict.fromkeys(("source_length", "target_length"), (2, arguments.ANY))
     limits |= dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
-    problems = arguments.out_of_range(args, limits)
+    problems = arguments.out_of_range(args, limits) + check_eval_split(args)
     path = local_path(args)
     if path is None or path.is_file() and path.suffix.lower() in readers.KINDS:
         return problems
@@ -92,6 +94,20 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
     return problems
 
 
+def check_eval_split(args: argparse.Namespace) -> list[str]:
+    """One sentence if the data set has no --eval-split; a hub's is looked for in the load."""
+    split = args.eval_split
+    known = ["validation"]
+    if args.dataset == "wikihow":
+        known.append("test")
+    is_on_hub = local_path(args) is None and args.dataset != "docstrings"
+    if split != "validation" and not args.evaluate_only:
+        return [f"--eval-split {split} needs --evaluate-only: training validates on --val-split"]
+    if split in known or is_on_hub:
+        return []
+    return [f"--eval-split {split}: {args.dataset} has no such split, only {' and '.join(known)}"]
+
+
 def local_path(args: argparse.Namespace) -> Path | None:
     """The file to read, or None for docstrings and hub ids."""
     if args.dataset == "wikihow":
@@ -103,8 +119,10 @@ def local_path(args: argparse.Namespace) -> Path | None:
 
 def load_summarization(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool = True
-) -> tuple[Dataset, Dataset]:
+) -> tuple[Dataset | None, Dataset]:
     """Return the training and the validation set: tokenised, cut to number, and cached.
+
+    With --evaluate-only these are None and --eval-split.
 
     Both have the columns `input_ids` and `labels`, lists of at most `--source-length` and
     `--target-length` ints, the last of which is EOS. Which rows are taken depends on the data
@@ -118,15 +136,22 @@ def load_summarization(
         raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token")
     readers.show_progress(verbose)
     report = partial(print, flush=True) if verbose else lambda line: None
+    numbers = {"train": args.num_train_samples, "validation": args.num_val_samples}
+    if args.evaluate_only:
+        numbers = {args.eval_split: args.num_val_samples}
     found = {}
     for source in open_sources(args):
+        if not numbers.keys() & source.percent.keys():
+            continue
         rows = prepare(source)
         places = assign(source, rows, report)
         for split in source.percent:
             found[split] = rows, [i for i, place in enumerate(places) if place == split]
     sets = []
-    for split, number in ("train", args.num_train_samples), ("validation", args.num_val_samples):
+    for split, number in numbers.items():
         rows, indices = found[split]
+        if not indices:
+            raise ValueError(f"{args.dataset} has no example in its split {split}")
         if 0 < number < len(indices):
             random.Random(0).shuffle(indices)
             indices = sorted(indices[:number])  # reads faster than in random order
@@ -137,11 +162,12 @@ def load_summarization(
     first = sets[0][0]
     text, summary = (tokenizer.decode(first[column]) for column in ("input_ids", "labels"))
     report(f"an example: {readers.shortened(text)} -> «{readers.shortened(summary)}», learned")
-    return sets[0], sets[1]
+    train_set = None if args.evaluate_only else sets[0]
+    return train_set, sets[-1]
 
 
 def open_sources(args: argparse.Namespace) -> list[Source]:
-    """Open what `--dataset` names: one source to be split, or a hub data set's two splits."""
+    """Open what `--dataset` names: one source to be split, or a hub data set's splits."""
     path = local_path(args)
     columns = (args.source_column, args.target_column)
     if args.dataset == "docstrings":
@@ -159,21 +185,25 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
         return [Source(str(path), rows, columns, percent, rule, titles, wikihow=True)]
     name = str(path or args.dataset)
     train = args.train_split
-    val = args.val_split
+    splits = {"train": train, "validation": args.val_split}
+    flags = ("--train-split", "--val-split")
+    if args.eval_split != "validation":  # then it is on the hub, see `check_eval_split`
+        splits = {args.eval_split: args.eval_split}
+        flags = ("--eval-split",)
     if path:
         parts = {train: readers.read_file(path)}
         check_columns(name, parts[train], columns)
     else:
-        parts = readers.read_hub(args.dataset, args)
-        for part in (train, val):
+        parts = readers.read_hub(args.dataset, args, flags)
+        for part in splits.values():
             check_columns(f"{name} {part}", parts[part], columns)
     columns += columns[:1]
-    if path or train == val:
+    if path or train == splits.get("validation"):
         percent = {"train": 95, "validation": 5}
         return [Source(name, parts[train], columns, percent, f"a hash of {columns[0]}")]
     return [
         Source(f"{name} {part}", parts[part], columns, {split: 100}, "the data set itself")
-        for split, part in (("train", train), ("validation", val))
+        for split, part in splits.items()
     ]
 
 
@@ -342,13 +372,19 @@ def padded_width(rows: list[np.ndarray]) -> int:
     return max(1, -(-max(map(len, rows)) // multiple)) * multiple
 
 
-def check_rouge(args: argparse.Namespace) -> list[str]:
-    """One sentence if --rouge-samples is out of range, or cannot be scored here."""
-    if args.rouge_samples < 0:
-        return [f"--rouge-samples must be 0 or more, not {args.rouge_samples}"]
-    if args.rouge_samples > 0 and not importlib.util.find_spec("rouge_score"):
-        return ["--rouge-samples needs `pip install rouge-score`, or 0"]
-    return []
+def check_generation(args: argparse.Namespace) -> list[str]:
+    """What is wrong with --rouge-samples and --num-beams, a sentence each.
+
+    Not given, the first becomes 32 in a training; in an evaluation it stays None, which is all.
+    """
+    if args.rouge_samples is None and not args.evaluate_only:
+        args.rouge_samples = 32
+    limits = {"rouge_samples": (0, arguments.ANY), "num_beams": (1, arguments.ANY)}
+    given = {name: limit for name, limit in limits.items() if getattr(args, name) is not None}
+    problems = arguments.out_of_range(args, given)
+    if args.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
+        problems.append("ROUGE needs `pip install rouge-score`, or --rouge-samples 0")
+    return problems
 
 
 def rouge(triples: list[tuple[str, str, str]]) -> dict[str, float]:

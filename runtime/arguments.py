@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 from argparse import Namespace
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -51,6 +52,12 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--output-dir", default="output", help="checkpoints, metrics and the final model")
     add("--resume", default="auto", help="auto (newest complete checkpoint), none, or a PATH")
     add("--export-only", **OFF, help="write the newest checkpoint to final/ and exit")
+    add(
+        "--evaluate-only",
+        **OFF,
+        help="validate without training, into evaluation.json: the newest checkpoint, or that of "
+        "--resume; without one or with --resume none --model-name, and so OUTPUT_DIR/best or final",
+    )
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
     add("--save-every", type=int, default=50, help="steps between checkpoints (0: epochs only)")
@@ -165,6 +172,8 @@ LIMITS = {
 def common_problems(args: Namespace) -> list[str]:
     """What is wrong with the values of `add_common`, a sentence each."""
     problems = out_of_range(args, LIMITS)
+    if args.export_only and args.evaluate_only:
+        problems.append("--export-only and --evaluate-only are two runs: give one of them")
     gpus = ranks.device_count()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -175,7 +184,8 @@ def common_problems(args: Namespace) -> list[str]:
     if args.cpu_offload and (args.strategy == "ddp" or not gpus):
         problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
     alone = processes == 1 or args.strategy == "no_shard"
-    if args.cpu_offload and alone and args.fsdp != 2 and not args.export_only:
+    trains = not (args.export_only or args.evaluate_only)
+    if args.cpu_offload and alone and args.fsdp != 2 and trains:
         # FSDP1 then trains wrongly, on CUDA: https://github.com/pytorch/pytorch/issues/118245
         problems.append(
             "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards"
@@ -258,6 +268,15 @@ def checked(args: Namespace, problems: list[str]) -> Namespace:
     if args.optimizer == PAGED and on_cpu and os.environ.get("RANK", "0") == "0":
         print(f"--optimizer {PAGED} pages nothing on a CPU", flush=True)
     return args
+
+
+def without_training(args: Namespace) -> dict[str, Any]:
+    """The values that an evaluation depends on: all but those of the run and its optimization."""
+    parser = argparse.ArgumentParser()
+    _add_run(parser)
+    _add_optimization(parser)
+    unused = vars(parser.parse_args([])).keys() - {"batch_size", "seed"}
+    return {name: value for name, value in vars(args).items() if name not in unused}
 
 
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:

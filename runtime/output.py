@@ -201,11 +201,17 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
     if elsewhere or (newest and path.name < newest.name and _last_resume(directory) == resume):
         print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
         return found
-    if not (path.name.startswith("step-") and path.is_dir()):
-        raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
+    path = _given_checkpoint(resume)
     if newest and path.name < newest.name:
         raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
     return [path]
+
+
+def _given_checkpoint(resume: str) -> Path:
+    path = Path(resume).resolve()
+    if not (path.name.startswith("step-") and path.is_dir()):
+        raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
+    return path
 
 
 def _last_resume(directory: Path) -> str | None:
@@ -229,6 +235,28 @@ def _set_aside(path: Path, error: ValueError) -> None:
     path.rename(aside)
 
 
+def find_evaluated(directory: Path, resume: str, model_name: str) -> Path | None:
+    """The checkpoint that --evaluate-only means; None: the model itself. All ranks.
+
+    Nothing in the output directory changes: a damaged checkpoint raises ValueError, and stays.
+    """
+    exports = [(directory / name).resolve() for name in ("final", "best")]
+    if resume == "none" or (resume == "auto" and Path(model_name).resolve() in exports):
+        return None
+    if resume == "auto":
+        path = ranks.on_rank_zero(_newest_checkpoint, directory)
+    else:
+        path = ranks.on_rank_zero(_given_checkpoint, resume)
+    if path is not None:
+        ranks.on_every_rank(_check_visible, path)
+        ranks.on_every_rank(checkpoints.check_files, path)
+    return path
+
+
+def _newest_checkpoint(directory: Path) -> Path | None:
+    return max(directory.glob("checkpoints/step-*"), default=None)
+
+
 def step_of(checkpoint: Path | None) -> int:
     """The step that a checkpoint was saved at; 0 if there is none."""
     if checkpoint is None:
@@ -243,7 +271,7 @@ def write_status(directory: Path, word: str, began: int) -> None:
     restarts, the step that this start `began` at, and that of the newest checkpoint. launch.slurm
     reads all of it.
     """
-    newest = max(directory.glob("checkpoints/step-*"), default=None)
+    newest = _newest_checkpoint(directory)
     job = os.environ.get("SLURM_JOB_ID", "none")
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     saved = max(began, step_of(newest))
@@ -266,6 +294,24 @@ def truncate_metrics(path: Path, step: int, without_val: bool = False) -> None:
                 is_again = without_val and (values["event"], values["step"]) == ("val", step)
                 if line.endswith("\n") and values["step"] <= step and not is_again:
                     kept.append(line)
-    temporary = path.with_name("metrics.tmp")
-    temporary.write_text("".join(kept))
+    replace_text(path, "".join(kept))
+
+
+def write_evaluation(
+    directory: Path, found: dict[str, Any], triples: list[tuple[str, str, str]] | None
+) -> None:
+    """Write evaluation.json, and predictions.jsonl if there are `triples`; rank 0 alone."""
+    if triples is not None:
+        lines = []
+        for source, reference, generated in triples:
+            line = {"source": source, "reference": reference, "generated": generated}
+            lines.append(json.dumps(line) + "\n")
+        replace_text(directory / "predictions.jsonl", "".join(lines))
+    replace_text(directory / "evaluation.json", json.dumps(found, indent=1) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is complete or as before, never half; rank 0 alone."""
+    temporary = path.with_name(f"tmp-{path.name}")
+    temporary.write_text(text)
     temporary.replace(path)

@@ -167,8 +167,10 @@ def broken_line(path: Path) -> str:
     return ""
 
 
-def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
-    """Load the hub data set `name`, with the splits that --train-split and --val-split name.
+def read_hub(
+    name: str, args: Namespace, flags: tuple[str, ...] = ("--train-split", "--val-split")
+) -> datasets.DatasetDict:
+    """Load the hub data set `name`, with the splits that the `flags` name.
 
     Raises ValueError, with a sentence for the user, if it or one of them cannot be had.
     """
@@ -183,12 +185,13 @@ def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
             "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "
             "file, or docstrings"
         ) from error
-    for flag, part in ("--train-split", args.train_split), ("--val-split", args.val_split):
+    for flag in flags:
+        part = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if part not in parts:
-            raise ValueError(
-                f"{name} has the splits {', '.join(parts)}; {flag} {part} is not among "
-                "them (both flags naming the same split hold out 5% of it)"
-            )
+            known = f"{name} has the splits {', '.join(parts)}; {flag} {part} is not among them"
+            if len(flags) == 2:
+                known += " (both flags naming the same split hold out 5% of it)"
+            raise ValueError(known)
     return parts
 
 

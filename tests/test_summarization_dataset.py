@@ -50,6 +50,7 @@ def arguments(**changes):
     sd.add_arguments(parser)
     args = parser.parse_args([])
     everything = {"num_train_samples": 0, "num_val_samples": 0, "source_length": 4000}
+    everything["evaluate_only"] = False
     vars(args).update(everything | {"source_prefix": "", "target_length": 1000} | changes)
     return args
 
