@@ -56,7 +56,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--evaluate-only",
         **OFF,
         help="validate without training, into evaluation.json: the newest checkpoint, or that of "
-        "--resume; without one or with --resume none --model-name, and so OUTPUT_DIR/best or final",
+        "--resume; --model-name itself if there is none, with --resume none, or if it is another "
+        "directory than the training's, such as final/",
     )
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
@@ -184,8 +185,7 @@ def common_problems(args: Namespace) -> list[str]:
     if args.cpu_offload and (args.strategy == "ddp" or not gpus):
         problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
     alone = processes == 1 or args.strategy == "no_shard"
-    trains = not (args.export_only or args.evaluate_only)
-    if args.cpu_offload and alone and args.fsdp != 2 and trains:
+    if args.cpu_offload and alone and args.fsdp != 2 and not args.export_only:
         # FSDP1 then trains wrongly, on CUDA: https://github.com/pytorch/pytorch/issues/118245
         problems.append(
             "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards"

@@ -198,13 +198,14 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
         return found
     path = Path(resume).resolve()
     elsewhere = newest and path.parent != newest.parent.resolve()
-    if elsewhere or (newest and path.name < newest.name and _last_resume(directory) == resume):
+    is_older = newest and path.name < newest.name
+    if elsewhere or (is_older and _last_argument(directory, "resume") == resume):
         print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
         return found
-    path = _given_checkpoint(resume)
-    if newest and path.name < newest.name:
+    checkpoint = _given_checkpoint(resume)
+    if is_older:
         raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
-    return [path]
+    return [checkpoint]
 
 
 def _given_checkpoint(resume: str) -> Path:
@@ -214,12 +215,14 @@ def _given_checkpoint(resume: str) -> Path:
     return path
 
 
-def _last_resume(directory: Path) -> str | None:
-    """What --resume the last start of a run in `directory` had: a requeued job has the same."""
+def _last_argument(directory: Path, name: str) -> str | None:
+    """What the last start of a run in `directory` was given: a requeued job is given the same."""
     last = None
-    for line in (directory / "metrics.jsonl").read_text().splitlines():
-        with contextlib.suppress(ValueError, KeyError):  # torn, or another event
-            last = json.loads(line)["arguments"]["resume"]
+    metrics = directory / "metrics.jsonl"
+    if metrics.exists():
+        for line in metrics.read_text().splitlines():
+            with contextlib.suppress(ValueError, KeyError):  # torn, or another event
+                last = json.loads(line)["arguments"][name]
     return last
 
 
@@ -240,17 +243,25 @@ def find_evaluated(directory: Path, resume: str, model_name: str) -> Path | None
 
     Nothing in the output directory changes: a damaged checkpoint raises ValueError, and stays.
     """
-    exports = [(directory / name).resolve() for name in ("final", "best")]
-    if resume == "none" or (resume == "auto" and Path(model_name).resolve() in exports):
-        return None
-    if resume == "auto":
-        path = ranks.on_rank_zero(_newest_checkpoint, directory)
-    else:
-        path = ranks.on_rank_zero(_given_checkpoint, resume)
+    path = ranks.on_rank_zero(_choose_evaluated, directory, resume, model_name)
     if path is not None:
         ranks.on_every_rank(_check_visible, path)
         ranks.on_every_rank(checkpoints.check_files, path)
     return path
+
+
+def _choose_evaluated(directory: Path, resume: str, model_name: str) -> Path | None:
+    """Of --resume, else the newest, unless --model-name is a directory that the run in `directory`
+    did not begin with, such as its final/; rank 0 alone."""
+    if resume == "none":
+        return None
+    if resume != "auto":
+        return _given_checkpoint(resume)
+    began_with = _last_argument(directory, "model_name")
+    is_another = began_with is None or Path(began_with).resolve() != Path(model_name).resolve()
+    if is_another and Path(model_name).is_dir():
+        return None
+    return _newest_checkpoint(directory)
 
 
 def _newest_checkpoint(directory: Path) -> Path | None:

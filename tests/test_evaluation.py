@@ -126,10 +126,13 @@ def test_beams_are_those_of_transformers(finished: Path, flags: list[str]) -> No
     }
 
 
-def test_what_is_evaluated(finished: Path, flags: list[str], t5_directory: Path) -> None:
-    """The checkpoint of --resume, however old; else the newest, but of best/ its own weights; the
-    pretrained ones with --resume none."""
+def test_what_is_evaluated(
+    finished: Path, flags: list[str], t5_directory: Path, tmp_path: Path
+) -> None:
+    """The checkpoint of --resume, however old; else the newest. But a directory that is not the
+    training's is evaluated itself, and with --resume none the pretrained weights are."""
     val = losses(finished, "val")
+    copy = Path(shutil.copytree(t5_directory, tmp_path / "copy"))
     older, newest = sorted((finished / "checkpoints").glob("step-*"))
     (done,) = metrics(finished, "done")
     cases = [
@@ -137,6 +140,7 @@ def test_what_is_evaluated(finished: Path, flags: list[str], t5_directory: Path)
         ([], newest, 90),
         (["--model-name", finished / "best"], finished / "best", done["best_step"]),
         (["--resume", "none"], t5_directory, 0),
+        (["--model-name", copy], copy, 0),
     ]
     for more, evaluated, step in cases:
         run(flags, finished, "--evaluate-only", "--rouge-samples", "0", *more)
