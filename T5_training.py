@@ -55,7 +55,10 @@ def fsdp_main(args: Namespace) -> int:
     device = setup(args)
     try:
         with Run(args, device, SCRIPT) as run:
-            train_and_export(args, device, run)
+            if args.export_only or args.prepare_only or args.evaluate_only:
+                run_without_training(args, device, run)
+            else:
+                train_and_export(args, device, run)
         return run.exit_code
     finally:
         cleanup()
@@ -63,21 +66,13 @@ def fsdp_main(args: Namespace) -> int:
 
 def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
     """From the pretrained weights, or a checkpoint, to OUTPUT_DIR/final and best; all ranks."""
-    if args.export_only:
-        model, tokenizer, identity = setup_model(args, device, pretrained=False)
-        run.export_checkpoint(model, tokenizer, identity)
-        return
-    if args.prepare_only:
-        model, tokenizer, _ = load_model(args, device, pretrained=False)
-        run.write_prepared(*setup_data(args, tokenizer, model.config), tokenizer)
-        return
     state, tokenizer, loader, val_loaders = prepare(args, device, run.checkpoint)
     if not run.begin(state, loader):
         return
     if state.step == 0 or state.validation_due:
-        run.log_validation(validation(args, state, val_loaders, run))
+        run.log_validation(validation(args, state.model, val_loaders, run))
     train(args, state, loader, val_loaders, run)
-    triples = summarize(args, state, tokenizer, val_loaders[args.dataset])
+    triples = summarize(args, state.model, tokenizer, val_loaders[args.dataset], run)
     for source, reference, generated in triples[:3]:
         run.say(f"   source: {source[:300]}\nreference: {reference}\ngenerated: {generated}")
     run.log("done", **run.export(tokenizer), **summarization_dataset.rouge(triples))
@@ -89,12 +84,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="google-t5/t5-base", help=arguments.MODEL_NAME)
     add("--group-by-length", **arguments.ON, help="batches of texts of about one length pad less")
-    add("--rouge-samples", type=int, default=32, help="examples to summarise at the end")
+    add("--rouge-samples", type=int, help="examples to summarise (training 32, evaluation all)")
+    add("--num-beams", type=int, help="1: greedy (default: as the model's generation_config.json)")
     summarization_dataset.add_arguments(parser)
     arguments.add_common(parser)
     args = parser.parse_args(argv)
     problems = summarization_dataset.check_arguments(args)
-    return arguments.checked(args, problems + summarization_dataset.check_rouge(args))
+    return arguments.checked(args, problems + summarization_dataset.check_generation(args))
 
 
 def setup(args: Namespace) -> torch.device:
@@ -188,11 +184,11 @@ def setup_model(
 
 def setup_data(
     args: Namespace, tokenizer: Tokenizer, config: transformers.PretrainedConfig
-) -> tuple[DataLoader, Loaders]:
+) -> tuple[DataLoader | None, Loaders]:
     """The loader of this rank's micro-batches, and one of each validation set, by its name.
 
-    A data set of your own needs len() and [i], which gives what `collate` takes. Raises ValueError
-    if the data cannot be had or are too few.
+    With --evaluate-only the first is None. A data set of your own needs len() and [i], which gives
+    what `collate` takes. Raises ValueError if the data cannot be had or are too few.
     """
     load = summarization_dataset.load_summarization
     train_set, val_set = ranks.first_on_node(load, args, tokenizer, dist.get_rank() == 0)
@@ -201,9 +197,11 @@ def setup_data(
         pad_token_id=config.pad_token_id,
         decoder_start_token_id=config.decoder_start_token_id,
     )
+    val_loaders = {args.dataset: batches.val_loader(args, val_set, collate)}
+    if args.evaluate_only:
+        return None, val_loaders
     lengths = train_set["length"][:] if args.group_by_length else None
-    train_loader = batches.train_loader(args, train_set, collate, lengths)
-    return train_loader, {args.dataset: batches.val_loader(args, val_set, collate)}
+    return batches.train_loader(args, train_set, collate, lengths), val_loaders
 
 
 def prepare(
@@ -247,7 +245,7 @@ def train(
             dist.all_reduce(loss)
             run.log("train", loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **run.speed())
         if run.due(args.eval_every):
-            run.log_validation(validation(args, state, val_loaders, run))
+            run.log_validation(validation(args, state.model, val_loaders, run))
         if run.due(args.save_every):
             run.save()
 
@@ -283,18 +281,18 @@ def train_step(
 
 @torch.no_grad()
 def validation(
-    args: Namespace, state: TrainState, loaders: Loaders, run: Run
+    args: Namespace, model: nn.Module, loaders: Loaders, run: Run
 ) -> dict[str, float | dict]:
     """Mean loss over the target tokens of all validation sets, and of each; all ranks.
 
     Every example counts once, whatever the number of ranks: a rank that is out of examples is
     given batches without targets, so that all make the same number of forward passes.
     """
-    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=state.device)
-    with policies.evaluation(state.model), policies.autocast(args, state.device):
+    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
+    with policies.evaluation(model), policies.autocast(args, run.device):
         for total, (name, loader) in zip(totals, loaders.items(), strict=True):
             for batch in run.progress(loader, f"validation on {name}"):
-                total[0] += summed_loss(state.model, batches.to_device(batch, state.device))
+                total[0] += summed_loss(model, batches.to_device(batch, run.device))
                 total[1] += batch["targets"]
     dist.all_reduce(totals)
     losses = (totals[:, 0] / totals[:, 1]).tolist()
@@ -308,15 +306,17 @@ def validation(
 
 @torch.no_grad()
 def summarize(
-    args: Namespace, state: TrainState, tokenizer: Tokenizer, loader: DataLoader
+    args: Namespace, model: nn.Module, tokenizer: Tokenizer, loader: DataLoader, run: Run
 ) -> list[tuple[str, str, str]]:
     """Source, reference and generated text of the first --rouge-samples examples; all ranks."""
-    count = math.ceil(args.rouge_samples / loader.batch_sampler.global_batch)
+    count = None  # of batches: all
+    if args.rouge_samples is not None:
+        count = math.ceil(args.rouge_samples / loader.batch_sampler.global_batch)
     decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
     mine = []
-    with policies.generation(args, state.model, state.device) as generate:
-        for batch in itertools.islice(loader, count):
-            inputs = {key: batch[key].to(state.device) for key in ("input_ids", "attention_mask")}
+    with policies.generation(args, model, run.device, args.num_beams) as generate:
+        for batch in ranks.progress(itertools.islice(loader, count), "summaries"):
+            inputs = {key: batch[key].to(run.device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
             is_target = batch["labels"] != -100
             labels = batch["labels"].masked_fill(~is_target, tokenizer.pad_token_id)
@@ -325,6 +325,23 @@ def summarize(
                 if row.any():  # or it is no example, see `validation`
                     mine.append(triple)
     return ranks.gather_in_turn(mine, args.rouge_samples)
+
+
+def run_without_training(args: Namespace, device: torch.device, run: Run) -> None:
+    """What --export-only, --prepare-only and --evaluate-only ask for; all ranks."""
+    if args.export_only:
+        model, tokenizer, identity = setup_model(args, device, pretrained=False)
+        run.export_checkpoint(model, tokenizer, identity)
+    elif args.prepare_only:
+        model, tokenizer, _ = load_model(args, device, pretrained=False)
+        run.write_prepared(*setup_data(args, tokenizer, model.config), tokenizer)
+    else:
+        model, tokenizer, identity = setup_model(args, device, pretrained=run.checkpoint is None)
+        _, val_loaders = setup_data(args, tokenizer, policies.unwrapped(model).config)
+        run.load_evaluated(model, identity)
+        results = validation(args, model, val_loaders, run)
+        triples = summarize(args, model, tokenizer, val_loaders[args.dataset], run)
+        run.write_evaluation(val_loaders, results | summarization_dataset.rouge(triples), triples)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def check_arguments(args: Namespace) -> list[str]:
     arguments.fill_samples(args, *((2000, 500) if is_built_in else (0, 0)))
     limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, {"block_size": (2, arguments.ANY)} | limits)
-    if bool(args.train_file) != bool(args.val_file):
+    is_enough = args.evaluate_only and args.val_file
+    if bool(args.train_file) != bool(args.val_file) and not is_enough:
         problems.append("--train-file and --val-file need each other")
     path = Path(args.dataset)
     is_file = path.suffix.lower() in (*readers.KINDS, ".txt")

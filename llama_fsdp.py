@@ -84,7 +84,10 @@ def fsdp_main(args: Namespace) -> int:
     device = setup(args)
     try:
         with Run(args, device, SCRIPT) as run:
-            train_and_export(args, device, run)
+            if args.export_only or args.prepare_only or args.evaluate_only:
+                run_without_training(args, device, run)
+            else:
+                train_and_export(args, device, run)
         return run.exit_code
     finally:
         cleanup()
@@ -92,19 +95,11 @@ def fsdp_main(args: Namespace) -> int:
 
 def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
     """From the pretrained weights, or a checkpoint, to OUTPUT_DIR/final and best; all ranks."""
-    if args.export_only:
-        model, tokenizer, identity = setup_model(args, device, pretrained=False)
-        run.export_checkpoint(model, tokenizer, identity)
-        return
-    if args.prepare_only:
-        _, tokenizer, _ = load_model(args, device, pretrained=False)
-        run.write_prepared(*setup_data(args, tokenizer), tokenizer)
-        return
     state, tokenizer, loader, val_loaders = prepare(args, device, run.checkpoint)
     if not run.begin(state, loader):
         return
     if state.step == 0 or state.validation_due:
-        run.log_validation(validation(args, state, val_loaders, run))
+        run.log_validation(validation(args, state.model, val_loaders, run))
     train(args, state, loader, val_loaders, run)
     run.log("done", **run.export(tokenizer))
 
@@ -303,11 +298,11 @@ def setup_model(
     return wrap_model(args, device, model, init), tokenizer, identity
 
 
-def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, Loaders]:
+def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader | None, Loaders]:
     """The loader of this rank's micro-batches, and one of each validation set, by its name.
 
-    A data set of your own needs len() and [i], which gives what `collate` takes. Raises ValueError
-    if the data cannot be had or are too few.
+    With --evaluate-only the first is None. A data set of your own needs len() and [i], which gives
+    what `collate` takes. Raises ValueError if the data cannot be had or are too few.
     """
     load = chat_dataset.load_sets
     train_set, val_sets = ranks.first_on_node(load, args, tokenizer, dist.get_rank() == 0)
@@ -315,6 +310,8 @@ def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader, Loade
     for name, documents in val_sets.items():
         packs = chat_dataset.Packs(documents, args)
         val_loaders[name] = batches.val_loader(args, packs, chat_dataset.collate)
+    if args.evaluate_only:
+        return None, val_loaders
     packs = chat_dataset.Packs(train_set, args)
     return batches.train_loader(args, packs, chat_dataset.collate), val_loaders
 
@@ -340,9 +337,7 @@ def prepare(
     ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)
-    few_tokens = model_inputs(chat_dataset.collate([chat_dataset.EXAMPLE]))
-    with policies.evaluation(model), policies.autocast(args, device):
-        check_head(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
+    check_loss(args, device, model)
     return state, tokenizer, loader, val_loaders
 
 
@@ -350,6 +345,13 @@ def model_inputs(batch: Batch) -> Batch:
     """What the model is given of a batch besides the targets."""
     names = ("input_ids", "position_ids", "cu_seq_lens", "target_positions")
     return {name: batch[name] for name in names}
+
+
+def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
+    """Raise ValueError unless the model's loss is that of its own logits; all ranks."""
+    few_tokens = model_inputs(chat_dataset.collate([chat_dataset.EXAMPLE]))
+    with policies.evaluation(model), policies.autocast(args, device):
+        check_head(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -369,7 +371,7 @@ def train(
             dist.all_reduce(loss)
             run.log("train", loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **run.speed())
         if run.due(args.eval_every):
-            run.log_validation(validation(args, state, val_loaders, run))
+            run.log_validation(validation(args, state.model, val_loaders, run))
         if run.due(args.save_every):
             run.save()
 
@@ -405,18 +407,18 @@ def train_step(
 
 @torch.no_grad()
 def validation(
-    args: Namespace, state: TrainState, loaders: Loaders, run: Run
+    args: Namespace, model: nn.Module, loaders: Loaders, run: Run
 ) -> dict[str, float | dict]:
     """Mean loss over the target tokens of all validation sets, and of each; all ranks.
 
     Every example counts once, whatever the number of ranks: a rank that is out of examples is
     given batches without targets, so that all make the same number of forward passes.
     """
-    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=state.device)
-    with policies.evaluation(state.model), policies.autocast(args, state.device):
+    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
+    with policies.evaluation(model), policies.autocast(args, run.device):
         for total, (name, loader) in zip(totals, loaders.items(), strict=True):
             for batch in run.progress(loader, f"validation on {name}"):
-                total[0] += summed_loss(state.model, batches.to_device(batch, state.device))
+                total[0] += summed_loss(model, batches.to_device(batch, run.device))
                 total[1] += batch["targets"]
     dist.all_reduce(totals)
     losses = (totals[:, 0] / totals[:, 1]).tolist()
@@ -426,6 +428,23 @@ def validation(
         "perplexity": loss.exp().item(),
         "losses": dict(zip(loaders, losses, strict=True)),
     }
+
+
+def run_without_training(args: Namespace, device: torch.device, run: Run) -> None:
+    """What --export-only, --prepare-only and --evaluate-only ask for; all ranks."""
+    if args.export_only:
+        model, tokenizer, identity = setup_model(args, device, pretrained=False)
+        run.export_checkpoint(model, tokenizer, identity)
+    elif args.prepare_only:
+        _, tokenizer, _ = load_model(args, device, pretrained=False)
+        run.write_prepared(*setup_data(args, tokenizer), tokenizer)
+    else:
+        pretrained = run.checkpoint is None or args.lora_rank > 0  # as in `prepare`
+        model, tokenizer, identity = setup_model(args, device, pretrained)
+        _, val_loaders = setup_data(args, tokenizer)
+        run.load_evaluated(model, identity)
+        check_loss(args, device, model)
+        run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
 
 
 if __name__ == "__main__":

@@ -236,8 +236,12 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def generation(args: Namespace, model: nn.Module, device: torch.device) -> Iterator[Callable]:
-    """The wrapped model's `generate`, greedy and in evaluation mode; all ranks.
+def generation(
+    args: Namespace, model: nn.Module, device: torch.device, num_beams: int | None = None
+) -> Iterator[Callable]:
+    """The wrapped model's `generate`, without sampling and in evaluation mode; all ranks.
+
+    By default the number of beams is the model's own, 1 if it names none: greedy.
 
     Generation runs outside the root's forward, so FSDP1's root is gathered around it. The blocks
     gather themselves, and `synced_gpus` keeps the ranks at one number of forward passes.
@@ -249,5 +253,7 @@ def generation(args: Namespace, model: nn.Module, device: torch.device) -> Itera
     half = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     with evaluation(model), root, half:
         generate = unwrapped(model).generate
-        synced = dist.get_world_size() > 1
-        yield functools.partial(generate, do_sample=False, synced_gpus=synced)
+        options = {"do_sample": False, "synced_gpus": dist.get_world_size() > 1}
+        if num_beams is not None:
+            options["num_beams"] = num_beams
+        yield functools.partial(generate, **options)

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     dataset = "wikihow, docstrings (built in), a CSV, TSV, JSONL or Parquet file, or a hub id"
     val_split = "the one to validate on; the training split again means: hold out 5%% of it"
+    eval_split = "with --evaluate-only: validation, WikiHow's test, or any split of a hub data set"
     add("--dataset", dataset, default="wikihow")
     add("--val-dataset", "a file or hub id to validate on, instead of a part of --dataset")
     add("--data-dir", "folder with WikiHow's CSV files and title lists", default="data")
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dataset-config", "configuration of a hub data set")
     add("--train-split", "split of a hub data set to train on", default="train")
     add("--val-split", val_split, default="validation")
+    add("--eval-split", eval_split, default="validation")
     add("--source-column", "column with the texts", default="text")
     add("--target-column", "column with the summaries", default="headline")
     add("--source-prefix", "put before each text", default="summarize: ")
@@ -87,7 +89,7 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
     arguments.fill_samples(args, *BUILT_IN.get(args.dataset, (0, 0)))
     limits = dict.fromkeys(("source_length", "target_length"), (2, arguments.ANY))
     limits |= dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
-    problems = arguments.out_of_range(args, limits)
+    problems = arguments.out_of_range(args, limits) + check_eval_split(args)
     if args.dataset == "wikihow":
         path = wikihow_path(args)
         if not path.is_file():
@@ -110,10 +112,27 @@ def wikihow_path(args: argparse.Namespace) -> Path:
     return Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
 
 
+def check_eval_split(args: argparse.Namespace) -> list[str]:
+    """One sentence if the data set has no --eval-split; a hub's is looked for in the load."""
+    split = args.eval_split
+    known = ["validation"]
+    if args.dataset == "wikihow":
+        known.append("test")
+    is_file = Path(args.dataset).suffix.lower() in readers.KINDS
+    has_splits = args.dataset not in BUILT_IN and not is_file
+    if split != "validation" and not args.evaluate_only:
+        return [f"--eval-split {split} needs --evaluate-only: training validates on --val-split"]
+    if split in known or has_splits:
+        return []
+    return [f"--eval-split {split}: {args.dataset} has no such split, only {' and '.join(known)}"]
+
+
 def load_summarization(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool = True
-) -> tuple[Dataset, Dataset]:
+) -> tuple[Dataset | None, Dataset]:
     """Return the training and the validation set: tokenised, cut to number, and cached.
+
+    With --evaluate-only these are None and --eval-split.
 
     Both have the columns `input_ids` and `labels`, lists of at most `--source-length` and
     `--target-length` ints, the last of which is EOS. Which rows are taken depends on the data
@@ -127,20 +146,26 @@ def load_summarization(
         raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token")
     readers.show_progress(verbose)
     report = partial(print, flush=True) if verbose else lambda line: None
+    numbers = {"train": args.num_train_samples, "validation": args.num_val_samples}
+    if args.evaluate_only:
+        numbers = {args.eval_split: args.num_val_samples}
     found = {}
-    sources = open_sources(args)
-    if sources[0].columns == TOKENS:
-        found = load_tokens(sources, args, tokenizer)
-        sources = []
-    for source in sources:
+    for source in open_sources(args):
+        if not numbers.keys() & source.percent.keys():
+            continue
+        if source.columns == TOKENS:
+            found |= load_tokens(source, args, tokenizer)
+            continue
         rows = prepare(source)
         places = assign(source, rows, report)
         for split in source.percent:
             found[split] = rows.select([i for i, place in enumerate(places) if place == split])
     sets = []
-    for split, number in ("train", args.num_train_samples), ("validation", args.num_val_samples):
+    for split, number in numbers.items():
         rows = found[split]
         found_rows = len(rows)
+        if not found_rows:
+            raise ValueError(f"{args.dataset} has no example in its split {split}")
         if 0 < number < found_rows:
             indices = list(range(found_rows))
             random.Random(0).shuffle(indices)
@@ -155,7 +180,8 @@ def load_summarization(
     first = sets[0][0]
     text, summary = (tokenizer.decode(first[column]) for column in ("input_ids", "labels"))
     report(f"an example: {readers.shortened(text)} -> «{readers.shortened(summary)}», learned")
-    return sets[0], sets[1]
+    train_set = None if args.evaluate_only else sets[0]
+    return train_set, sets[-1]
 
 
 def open_sources(args: argparse.Namespace) -> list[Source]:
@@ -175,42 +201,47 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
         percent = {"train": 98, "validation": 1, "test": 1}
         rule = "a hash of the title" if titles is None else f"the title lists in {path.parent}/"
         return [Source(str(path), rows, columns, percent, rule, True, titles, wikihow=True)]
-    if args.val_dataset is None:
+    splits = ["train", "validation"]
+    if args.eval_split != "validation":  # then the data set has splits, see `check_eval_split`
+        splits = [args.eval_split]
+        parts = readers.read_parts(args.dataset, args, "eval_split")
+    elif args.val_dataset is None:
         parts = readers.read_parts(args.dataset, args, "train_split", "val_split")
     else:
         parts = readers.read_parts(args.dataset, args, "train_split")
         parts += readers.read_parts(args.val_dataset, args, "val_split")
     if all("input_ids" in rows.column_names for _, rows in parts):
-        return [Source(*part, TOKENS, {}, "") for part in parts]
-    for name, rows in parts:
-        check_columns(name, rows, columns)
-    columns += columns[:1]
-    if len(parts) == 1:
+        columns = TOKENS
+    else:
+        for name, rows in parts:
+            check_columns(name, rows, columns)
+        columns += columns[:1]
+    if len(parts) < len(splits):
         percent = {"train": 95, "validation": 5}
         rule = f"a hash of {columns[0]}"
         return [Source(*parts[0], columns, percent, rule, args.clean)]
     return [
         Source(*part, columns, {split: 100}, "the data set itself", args.clean)
-        for split, part in zip(("train", "validation"), parts, strict=True)
+        for split, part in zip(splits, parts, strict=True)
     ]
 
 
 def load_tokens(
-    sources: list[Source], args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
+    source: Source, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Dataset]:
     """The same of tokens made beforehand: rows as `encode` makes them, by split."""
     limits = {"input_ids": ("--source-length", args.source_length)}
     limits["labels"] = ("--target-length", args.target_length)
-    parts = [tokens.check(source.name, source.rows, limits, tokenizer) for source in sources]
-    if len(parts) == 1:
-        parts = tokens.split(sources[0].name, *parts)
+    parts = [tokens.check(source.name, source.rows, limits, tokenizer)]
+    if len(source.percent) > 1:
+        parts = tokens.split(source.name, *parts)
 
     def add_length(batch: dict[str, list]) -> dict[str, list]:
         lengths = [len(ids) for ids in batch["input_ids"]]
         return {column: batch[column] for column in TOKENS} | {"length": lengths}
 
     sets = [readers.cached_map(rows, add_length, FEATURES) for rows in parts]
-    return dict(zip(("train", "validation"), sets, strict=True))
+    return dict(zip(source.percent, sets, strict=True))
 
 
 def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
@@ -379,13 +410,19 @@ def padded_width(rows: list[np.ndarray]) -> int:
     return max(1, -(-max(map(len, rows)) // multiple)) * multiple
 
 
-def check_rouge(args: argparse.Namespace) -> list[str]:
-    """One sentence if --rouge-samples is out of range, or cannot be scored here."""
-    if args.rouge_samples < 0:
-        return [f"--rouge-samples must be 0 or more, not {args.rouge_samples}"]
-    if args.rouge_samples > 0 and not importlib.util.find_spec("rouge_score"):
-        return ["--rouge-samples needs `pip install rouge-score`, or 0"]
-    return []
+def check_generation(args: argparse.Namespace) -> list[str]:
+    """What is wrong with --rouge-samples and --num-beams, a sentence each.
+
+    Not given, the first becomes 32 in a training; in an evaluation it stays None, which is all.
+    """
+    if args.rouge_samples is None and not args.evaluate_only:
+        args.rouge_samples = 32
+    limits = {"rouge_samples": (0, arguments.ANY), "num_beams": (1, arguments.ANY)}
+    given = {name: limit for name, limit in limits.items() if getattr(args, name) is not None}
+    problems = arguments.out_of_range(args, given)
+    if args.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
+        problems.append("ROUGE needs `pip install rouge-score`, or --rouge-samples 0")
+    return problems
 
 
 def rouge(triples: list[tuple[str, str, str]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -54,6 +55,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--export-only", **OFF, help="write the newest checkpoint to final/ and exit")
     add("--prepare-only", **OFF, help="write the tokens to OUTPUT_DIR/prepared, for --dataset, "
         "and exit")  # fmt: skip
+    add(
+        "--evaluate-only",
+        **OFF,
+        help="validate without training, into evaluation.json: the newest checkpoint, or that of "
+        "--resume; --model-name itself if there is none, with --resume none, or if it is another "
+        "directory than the training's, such as final/",
+    )
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
     add("--save-every", type=int, default=50, help="steps between checkpoints (0: epochs only)")
@@ -176,6 +184,8 @@ LIMITS = {
 def common_problems(args: Namespace) -> list[str]:
     """What is wrong with the values of `add_common`, a sentence each."""
     problems = out_of_range(args, LIMITS)
+    if args.export_only + args.prepare_only + args.evaluate_only > 1:
+        problems.append("--export-only, --prepare-only and --evaluate-only: give one of them")
     gpus = ranks.device_count()
     processes = int(os.environ.get("WORLD_SIZE", 1))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -274,6 +284,15 @@ def checked(args: Namespace, problems: list[str]) -> Namespace:
     if args.optimizer == PAGED and on_cpu and os.environ.get("RANK", "0") == "0":
         print(f"--optimizer {PAGED} pages nothing on a CPU", flush=True)
     return args
+
+
+def without_training(args: Namespace) -> dict[str, Any]:
+    """The values that an evaluation depends on: all but those of the run and its optimization."""
+    parser = argparse.ArgumentParser()
+    _add_run(parser)
+    _add_optimization(parser)
+    unused = vars(parser.parse_args([])).keys() - {"batch_size", "seed"}
+    return {name: value for name, value in vars(args).items() if name not in unused}
 
 
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:

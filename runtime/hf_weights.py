@@ -273,6 +273,11 @@ def meta_model(
 
 def load_config(directory: Path, model_class: type[PreTrainedModel], name: str) -> PretrainedConfig:
     """A directory's configuration; raises ValueError unless it is one of `model_class`."""
+    if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
+        raise ValueError(
+            f"--model-name {name} holds adapters, not a model: name the one below them, with the "
+            "training's --output-dir and --lora-rank, or export a whole model with --merge"
+        )
     config = _load_without_code(AutoConfig, directory)
     check_type(config, model_class, name)
     return config

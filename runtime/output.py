@@ -198,15 +198,22 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
         return found
     path = Path(resume).resolve()
     elsewhere = newest and path.parent != newest.parent.resolve()
+    is_older = newest and path.name < newest.name
     again = identities.last_arguments(directory).get("resume") == resume  # as a requeued job has
-    if elsewhere or (newest and path.name < newest.name and again):
+    if elsewhere or (is_older and again):
         print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
         return found
+    checkpoint = _given_checkpoint(resume)
+    if is_older:
+        raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
+    return [checkpoint]
+
+
+def _given_checkpoint(resume: str) -> Path:
+    path = Path(resume).resolve()
     if not (path.name.startswith("step-") and path.is_dir()):
         raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
-    if newest and path.name < newest.name:
-        raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
-    return [path]
+    return path
 
 
 def _check_visible(path: Path) -> None:
@@ -219,6 +226,36 @@ def _set_aside(path: Path, error: ValueError) -> None:
     print(f"{error}: it is set aside as {aside.name}, and the one before is used")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
+
+
+def find_evaluated(directory: Path, resume: str, model_name: str) -> Path | None:
+    """The checkpoint that --evaluate-only means; None: the model itself. All ranks.
+
+    Nothing in the output directory changes: a damaged checkpoint raises ValueError, and stays.
+    """
+    path = ranks.on_rank_zero(_choose_evaluated, directory, resume, model_name)
+    if path is not None:
+        ranks.on_every_rank(_check_visible, path)
+        ranks.on_every_rank(checkpoints.check_files, path)
+    return path
+
+
+def _choose_evaluated(directory: Path, resume: str, model_name: str) -> Path | None:
+    """Of --resume, else the newest, unless --model-name is a directory that the run in `directory`
+    did not begin with, such as its final/; rank 0 alone."""
+    if resume == "none":
+        return None
+    if resume != "auto":
+        return _given_checkpoint(resume)
+    began_with = identities.last_arguments(directory).get("model_name")
+    is_another = began_with is None or Path(began_with).resolve() != Path(model_name).resolve()
+    if is_another and Path(model_name).is_dir():
+        return None
+    return _newest_checkpoint(directory)
+
+
+def _newest_checkpoint(directory: Path) -> Path | None:
+    return max(directory.glob("checkpoints/step-*"), default=None)
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -235,7 +272,7 @@ def write_status(directory: Path, word: str, began: int) -> None:
     restarts, the step that this start `began` at, and that of the newest checkpoint. launch.slurm
     reads all of it.
     """
-    newest = max(directory.glob("checkpoints/step-*"), default=None)
+    newest = _newest_checkpoint(directory)
     job = os.environ.get("SLURM_JOB_ID", "none")
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     saved = max(began, step_of(newest))
@@ -258,6 +295,24 @@ def truncate_metrics(path: Path, step: int, without_val: bool = False) -> None:
                 is_again = without_val and (values["event"], values["step"]) == ("val", step)
                 if line.endswith("\n") and values["step"] <= step and not is_again:
                     kept.append(line)
-    temporary = path.with_name("metrics.tmp")
-    temporary.write_text("".join(kept))
+    replace_text(path, "".join(kept))
+
+
+def write_evaluation(
+    directory: Path, found: dict[str, Any], triples: list[tuple[str, str, str]] | None
+) -> None:
+    """Write evaluation.json, and predictions.jsonl if there are `triples`; rank 0 alone."""
+    if triples is not None:
+        lines = []
+        for source, reference, generated in triples:
+            line = {"source": source, "reference": reference, "generated": generated}
+            lines.append(json.dumps(line) + "\n")
+        replace_text(directory / "predictions.jsonl", "".join(lines))
+    replace_text(directory / "evaluation.json", json.dumps(found, indent=1) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file that is complete or as before, never half; rank 0 alone."""
+    temporary = path.with_name(f"tmp-{path.name}")
+    temporary.write_text(text)
     temporary.replace(path)

@@ -155,11 +155,13 @@ def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def gather_in_turn(mine: list[Any], count: int) -> list[Any]:
-    """The first `count` items of all ranks, in the order in which they were dealt out: one to each
-    in turn."""
+def gather_in_turn(mine: list[Any], count: int | None) -> list[Any]:
+    """The first `count` items of all ranks (None: all), in the order in which they were dealt out:
+    one to each in turn."""
     world_size = dist.get_world_size()
-    wanted = mine[: len(range(dist.get_rank(), count, world_size))]
+    wanted = mine
+    if count is not None:
+        wanted = mine[: len(range(dist.get_rank(), count, world_size))]
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, wanted, group=cpu_group())
     rounds = max(len(items) for items in everyone)

@@ -221,9 +221,11 @@ def read_parts(name: str, args: Namespace, *flags: str) -> list[tuple[str, Datas
     for flag in flags:
         split = getattr(args, flag)
         if split not in parts:
+            known = ", ".join(parts)
+            hint = " (both flags naming the same split hold out 5% of it)" * (len(flags) == 2)
             raise ValueError(
-                f"{name} has the splits {', '.join(parts)}; --{flag.replace('_', '-')} {split} is "
-                "not among them (both flags naming the same split hold out 5% of it)"
+                f"{name} has the splits {known}; --{flag.replace('_', '-')} {split} is not among "
+                f"them{hint}"
             )
     splits = dict.fromkeys(getattr(args, flag) for flag in flags)
     return [(f"{name} {split}", parts[split]) for split in splits]

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from . import (
     adapters,
+    arguments,
     checkpoints,
     free_space,
     hf_weights,
@@ -119,6 +120,9 @@ class Run:
     - failed, after an error. An OSError or ValueError before `begin`, and a SaveError, are the
       user's: they become one sentence and exit code 1.
 
+    With --evaluate-only `load_evaluated` and `write_evaluation` take the place of `begin`, and what
+    a training has left stays as it is.
+
     All ranks call a method together.
     """
 
@@ -146,9 +150,7 @@ class Run:
         try:
             self._stack.enter_context(self.stop)
             self._stack.enter_context(self._lock)
-            self.checkpoint, self._status = output.open_output(
-                self.directory, self.args.resume, self.script
-            )
+            self._open_output()
         except (OSError, ValueError) as error:
             ranks.tell_failure()
             self._stack.close()
@@ -158,6 +160,13 @@ class Run:
         self._stack.enter_context(self._watchdog)
         self._watchdog.phase("the load of model and data")
         return self
+
+    def _open_output(self) -> None:
+        args = self.args
+        if args.evaluate_only:
+            self.checkpoint = output.find_evaluated(self.directory, args.resume, args.model_name)
+            return
+        self.checkpoint, self._status = output.open_output(self.directory, args.resume, self.script)
 
     def __exit__(
         self,
@@ -452,10 +461,46 @@ class Run:
         """Write final/ from the newest checkpoint, at any world size."""
         if self.checkpoint is None:
             raise ValueError(f"--export-only finds no checkpoint in {self.directory}")
-        identities.check(self.checkpoint, identity, self.args)
-        checkpoints.load_weights(self.checkpoint, model)
+        self._load_checkpoint(model, identity)
         export_model(model, tokenizer, self.directory / "final", self.args)
         self.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")
+
+    def load_evaluated(self, model: nn.Module, identity: dict[str, Any]) -> None:
+        """Give the model the weights that --evaluate-only means, if they are a checkpoint's."""
+        if self.checkpoint:
+            self._load_checkpoint(model, identity)
+        self._watchdog.phase(None)
+        self.say(f"evaluating {self.checkpoint or self.args.model_name}, without training")
+
+    def _load_checkpoint(self, model: nn.Module, identity: dict[str, Any]) -> None:
+        identities.check(self.checkpoint, identity, self.args)
+        checkpoints.load_weights(self.checkpoint, model)
+
+    def write_evaluation(
+        self,
+        loaders: dict[str, DataLoader],
+        results: dict[str, Any],
+        triples: list[tuple[str, str, str]] | None = None,
+    ) -> None:
+        """Print what `validation` and the like found, and write it to evaluation.json.
+
+        `loaders` are those of the data sets, by name. `triples`, of source, reference and generated
+        text, go to predictions.jsonl.
+        """
+        found = {
+            "evaluated": str(self.checkpoint or self.args.model_name),
+            "step": self.checkpoint and output.step_of(self.checkpoint),
+            **results,
+            "samples": {name: len(loader.dataset) for name, loader in loaders.items()},
+            "script": self.script,
+            "world_size": dist.get_world_size(),
+            "arguments": arguments.without_training(self.args),
+        }
+        ranks.on_rank_zero(output.write_evaluation, self.directory, found, triples)
+        for name, loss in results["losses"].items():
+            self.say(f"{name}: loss {loss:.6g} of {found['samples'][name]:,} samples")
+        numbers = [f"{key} {value:.6g}" for key, value in results.items() if key != "losses"]
+        self.say("  ".join([*numbers, f"in {self.directory / 'evaluation.json'}"]))
 
     def write_prepared(
         self, loader: DataLoader, val_loaders: dict[str, DataLoader], tokenizer: Tokenizer
@@ -487,7 +532,7 @@ class Run:
             self._log_memory("first forward")
 
     def _write_status(self, word: str) -> None:
-        if dist.get_rank() != 0:
+        if dist.get_rank() != 0 or self.args.evaluate_only:  # the status is that of a training
             return
         try:
             output.write_status(self.directory, word, output.step_of(self.checkpoint))

@@ -21,8 +21,8 @@ RANK = os.environ.get("RANK", "0")
 
 
 def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
-    """Where each phase begins: an object, the name of a function in it, and of one whose second
-    argument is the state, the steps that may be done there."""
+    """Where each phase begins: an object, the name of a function in it, and of one whose last
+    argument is the run, the steps that may be done there."""
     later = range(3, 1000)
     return {
         "load": (script, "load_model", None),
@@ -44,7 +44,7 @@ def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
     there = output.with_name(f"{output.name}.{phase}-{RANK}")
 
     def slow(*args: Any, **options: Any) -> Any:
-        if not there.exists() and (steps is None or args[1].step in steps):
+        if not there.exists() and (steps is None or args[-1].state.step in steps):
             there.touch()
             time.sleep(seconds)
         return function(*args, **options)

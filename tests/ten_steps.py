@@ -208,7 +208,7 @@ def ten_steps(
     result["optimizer_bytes"] = held(moments)
     result["graphs"] = counters["stats"]["unique_graphs"]
     result["graph_breaks"] = list(counters["graph_break"])
-    result["validation"] = script.validation(args, state, val_loaders, run)["loss"]
+    result["validation"] = script.validation(args, state.model, val_loaders, run)["loss"]
     if args.optimizer != "adamw":
         result["going on"] = go_on(script, args, device)
     return result, state

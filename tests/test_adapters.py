@@ -239,6 +239,20 @@ def test_killed_and_run_again(uninterrupted: Path, flags: list[str], tmp_path: P
         check_equal_weights(tmp_path / name, uninterrupted / name)
 
 
+def test_evaluation_by_one_process(
+    uninterrupted: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """The weights below come from their files, the adapters from two ranks' checkpoint."""
+    run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    words = [*flags, "--evaluate-only", "--output-dir", str(run)]
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args(words))
+    found = json.loads((run / "evaluation.json").read_text())
+    assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
+    with pytest.raises(SystemExit):
+        llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, "--model-name", str(run / "final")]))
+    assert "final holds adapters, not a model" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("changed, said", [
     (["--lora-alpha", "9"], "differs in adapters (rank 4, alpha 8, on"),
     (["--lora-rank", "2"], "rank 2, alpha 8"),
@@ -319,6 +333,10 @@ T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.
     (
         "pretrained=checkpoint is None)",
         "pretrained=checkpoint is None or args.lora_rank > 0)",
+    ),
+    (
+        "pretrained=run.checkpoint is None)",
+        "pretrained=run.checkpoint is None or args.lora_rank > 0)",
     ),
 ]
 

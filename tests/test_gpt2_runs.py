@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,23 @@ def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple)
     assert phases == ["load", "first forward", "first step"]
     line = metrics(uninterrupted, "train")[-1]
     assert line["tokens_per_second"] == pytest.approx(2 * line["tokens_per_second_per_rank"])
+
+
+def test_evaluation_by_one_process(
+    uninterrupted: Path, flags: list[str], texts: tuple, tmp_path: Path
+) -> None:
+    """Of two ranks' checkpoint, and of final/ with nothing but the validation text."""
+    run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+    final = ["--model-name", str(run / "final"), "--val-file", str(texts[1]), "--block-size", "32"]
+    for more, output in ((flags, run), (final, tmp_path / "other")):
+        words = [*more, "--evaluate-only", "--strategy", "ddp", "--output-dir", str(output)]
+        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(words))
+        found = json.loads((output / "evaluation.json").read_text())
+        assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+        assert found["samples"]["validation"] > 1
+    for name in ("status", "metrics.jsonl"):
+        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()
 
 
 @pytest.mark.slow

@@ -50,6 +50,7 @@ def arguments(**changes):
     sd.add_arguments(parser)
     args = parser.parse_args([])
     everything = {"num_train_samples": 0, "num_val_samples": 0, "source_length": 4000}
+    everything["evaluate_only"] = False
     vars(args).update(everything | {"source_prefix": "", "target_length": 1000} | changes)
     return args
 
@@ -436,6 +437,39 @@ def test_hub_splits(tmp_path, monkeypatch):
     message = refusal(dataset="someone/set", val_split="test")
     assert "someone/set train has columns document, id, summary;" in message
     assert "--source-column text and --target-column headline are not both among them" in message
+
+
+def test_a_split_to_evaluate(tmp_path, monkeypatch):
+    """WikiHow's test, any of a hub's, and no training rows; what is not there is said."""
+    wikihow_all(tmp_path, articles(300))
+    test = {"evaluate_only": True, "eval_split": "test"}
+    data = {"dataset": "wikihow", "data_dir": str(tmp_path)}
+    none, rows = sd.load_summarization(arguments(**data, **test), TOKENIZER)
+    assert none is None
+    found = [(decode(row["input_ids"]), decode(row["labels"])) for row in rows]
+    assert found == placed(**data)["test"]
+    folder = tmp_path / "someone" / "set"
+    folder.mkdir(parents=True)
+    write_rows(folder / "train.jsonl", ROWS[:40])
+    write_rows(folder / "test.jsonl", ROWS[40:60])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sd.readers, "check_name", lambda *_: [])
+    for split, expected in (("test", ROWS[40:60]), ("train", ROWS[:40])):
+        args = arguments(dataset="someone/set", **test | {"eval_split": split}, **COLUMNS)
+        _, rows = sd.load_summarization(args, TOKENIZER)
+        assert [decode(row["labels"]) for row in rows] == [row["summary"] for row in expected]
+    other = test | {"eval_split": "dev"}
+    message = refusal(dataset="someone/set", **other, **COLUMNS)
+    assert message == "someone/set has the splits train, test; --eval-split dev is not among them"
+    message = refusal(dataset="docstrings", **test)
+    assert message == "--eval-split test: docstrings has no such split, only validation"
+    assert "only validation and test" in refusal(**data, **other)
+    message = refusal(**data, eval_split="test")
+    assert message.startswith("--eval-split test needs --evaluate-only")
+    for name, titles in (("train", range(299)), ("val", [299])):
+        lines = "".join(f"How to {i}\n" for i in titles)
+        (tmp_path / f"all_{name}.txt").write_text(lines)
+    assert "has no example in its split test" in refusal(**data, **test)
 
 
 def test_hub_out_of_reach():

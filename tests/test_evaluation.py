@@ -1,0 +1,197 @@
+"""--evaluate-only of T5_training.py: what is evaluated, what is found, and what stays as it was."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, launch, losses, metrics
+from slurm_cluster import wait_until
+from transformers import ByT5Tokenizer, T5ForConditionalGeneration
+
+import T5_training
+from summarization_dataset import load_summarization
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path) -> list[str]:
+    """A model that learns to write the same words under any text, and so some of each headline."""
+    path = tmp_path_factory.mktemp("pairs") / "sums.jsonl"
+    rows = []
+    for i in range(200):
+        end = "so it is" if i % 3 else "odd"
+        rows.append({"text": f"{i} and" + " more" * (i % 7), "headline": f"the sum {end}"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--model-name", str(t5_directory), "--dataset", str(path), "--num-train-samples", "0",
+            "--num-val-samples", "0", "--target-length", "20", "--max-steps", "90", "--lr", "2e-2",
+            "--batch-size", "8", "--eval-every", "30", "--save-every", "30"]  # fmt: skip
+
+
+def run(flags: list[str], output: Path, *more: object) -> None:
+    """The script here, as one process."""
+    words = [*flags, "--output-dir", str(output), *map(str, more)]
+    T5_training.fsdp_main(T5_training.parse_args(words))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """A finished run of one process."""
+    output = tmp_path_factory.mktemp("run") / "trained"
+    run(flags, output)
+    return output
+
+
+@pytest.fixture
+def finished(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it, to evaluate."""
+    return Path(shutil.copytree(trained, tmp_path / "finished"))
+
+
+def evaluation(output: Path) -> dict:
+    """What an evaluation has written."""
+    return json.loads((output / "evaluation.json").read_text())
+
+
+def predictions(output: Path) -> list[dict[str, str]]:
+    """The lines of predictions.jsonl."""
+    return [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
+
+
+def contents(output: Path) -> dict[str, tuple[bytes, int]]:
+    """All that a training has left, and when each file was written."""
+    found = {}
+    for path in output.rglob("*"):
+        if path.is_file() and path.name not in ("evaluation.json", "predictions.jsonl"):
+            name = str(path.relative_to(output))
+            found[name] = path.read_bytes(), path.stat().st_mtime_ns
+    return found
+
+
+def test_one_and_two_processes(finished: Path, flags: list[str], tmp_path: Path) -> None:
+    """A checkpoint on one under DDP, final/ on two under FSDP2: the loss of the training, and the
+    same texts of a beam search, each once and in order."""
+    before = contents(finished)
+    run(flags, finished, "--evaluate-only", "--strategy", "ddp", "--num-beams", "2")
+    assert contents(finished) == before
+    one = evaluation(finished)
+    command = [*flags, "--model-name", finished / "final", "--batch-size", "3", "--num-beams", "2"]
+    two_ranks = ["--evaluate-only", "--fsdp", "2", "--output-dir", tmp_path / "two"]
+    said = launch(2, "T5_training.py", *command, *two_ranks).stdout
+    assert f"evaluating {finished / 'final'}, without training" in said
+    two = evaluation(tmp_path / "two")
+    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
+        "evaluation.json", "predictions.jsonl"]  # fmt: skip
+
+    (name,) = one["losses"]
+    assert name == flags[3]
+    for found in (one, two):
+        assert found["loss"] == pytest.approx(losses(finished, "val")[90], rel=1e-6)
+        assert found["losses"] == {name: found["loss"]}
+    assert (one["step"], two["step"]) == (90, None)
+    assert one["evaluated"].endswith("checkpoints/step-00000090")
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert two["arguments"]["fsdp"] == 2 and "lr" not in two["arguments"]
+
+    rows = predictions(finished)
+    _, val_set = load_summarization(T5_training.parse_args(flags), ByT5Tokenizer(), verbose=False)
+    decode = ByT5Tokenizer().decode
+    assert [(row["source"], row["reference"]) for row in rows] == [
+        tuple(decode(row[key], skip_special_tokens=True) for key in ("input_ids", "labels"))
+        for row in val_set
+    ]
+    assert one["samples"] == two["samples"] == {name: len(rows)} and len(rows) > 6
+    assert predictions(tmp_path / "two") == rows
+    for kind in ("rouge1", "rouge2", "rougeL"):
+        assert one[kind] == two[kind] > 0
+
+
+def test_beams_are_those_of_transformers(finished: Path, flags: list[str]) -> None:
+    """And --rouge-samples takes the first examples, as at the end of a training."""
+    run(flags, finished, "--evaluate-only", "--rouge-samples", "3", "--num-beams", "4")
+    rows = predictions(finished)
+    assert len(rows) == 3
+    tokenizer = ByT5Tokenizer()
+    model = T5ForConditionalGeneration.from_pretrained(finished / "final")
+    for row in rows:
+        inputs = tokenizer(row["source"], return_tensors="pt")
+        output = model.generate(**inputs, num_beams=4, max_new_tokens=20, do_sample=False)
+        assert row["generated"] == tokenizer.decode(output[0], skip_special_tokens=True)
+    run(flags, finished, "--evaluate-only")
+    (done,) = metrics(finished, "done")
+    assert {key: evaluation(finished)[key] for key in done if "rouge" in key} == {
+        key: value for key, value in done.items() if "rouge" in key
+    }
+
+
+def test_what_is_evaluated(
+    finished: Path, flags: list[str], t5_directory: Path, tmp_path: Path
+) -> None:
+    """The checkpoint of --resume, however old; else the newest. But a directory that is not the
+    training's is evaluated itself, and with --resume none the pretrained weights are."""
+    val = losses(finished, "val")
+    copy = Path(shutil.copytree(t5_directory, tmp_path / "copy"))
+    older, newest = sorted((finished / "checkpoints").glob("step-*"))
+    (done,) = metrics(finished, "done")
+    cases = [
+        (["--resume", older], older, int(older.name[-8:])),
+        ([], newest, 90),
+        (["--model-name", finished / "best"], finished / "best", done["best_step"]),
+        (["--resume", "none"], t5_directory, 0),
+        (["--model-name", copy], copy, 0),
+    ]
+    for more, evaluated, step in cases:
+        run(flags, finished, "--evaluate-only", "--rouge-samples", "0", *more)
+        found = evaluation(finished)
+        assert found["evaluated"] == str(evaluated)
+        assert found["loss"] == pytest.approx(val[step], rel=1e-6)
+        assert "rouge1" not in found and predictions(finished) == []
+
+
+@pytest.mark.parametrize("changed, said", [
+    (["--eval-split", "test"], "sums.jsonl has no such split, only validation"),
+    (["--num-beams", "0"], "--num-beams 0 is out of range: it must be at least 1"),
+    (["--export-only"], "--export-only, --prepare-only and --evaluate-only: give one"),
+    (["--model-name", "tiny"], "differs in model ("),
+    (["--resume", "elsewhere"], "--resume elsewhere is not a checkpoint"),
+    (["--dataset", "nowhere.csv"], "nowhere.csv is missing"),
+])  # fmt: skip
+def test_what_is_refused(
+    changed: list[str], said: str, trained: Path, flags: list[str], capfd: pytest.CaptureFixture
+) -> None:
+    """In one sentence, with nothing written."""
+    with pytest.raises(SystemExit) as end:
+        run(flags, trained, "--evaluate-only", *changed)
+    assert end.value.code == 1
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and said in error
+    assert not (trained / "evaluation.json").exists()
+
+
+def test_a_damaged_checkpoint(
+    finished: Path, flags: list[str], capfd: pytest.CaptureFixture
+) -> None:
+    """Is named, and stays: the one before is evaluated if it is asked for."""
+    (finished / "checkpoints/step-00000090/.metadata").write_bytes(b"")
+    before = contents(finished)
+    with pytest.raises(SystemExit):
+        run(flags, finished, "--evaluate-only")
+    assert "step-00000090/.metadata is damaged" in capfd.readouterr().err
+    assert contents(finished) == before
+
+
+def test_stopped(finished: Path, flags: list[str]) -> None:
+    """The status stays that of the training."""
+    before = contents(finished)
+    worker = ["tests/phases.py", "T5_training", "generation", "100"]
+    command = [sys.executable, *worker, *flags, "--evaluate-only", "--output-dir", str(finished)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    there = finished.with_name("finished.generation-0")
+    wait_until(there.exists, 100, str)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and "SIGTERM: stopped" in said
+    assert contents(finished) == before
+    assert not (finished / "evaluation.json").exists() and not (finished / "lock").exists()
