@@ -43,8 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--max-seq-length", type=int, default=2048, help="tokens in a sequence; the rest is cut")
     add("--packing", **arguments.ON, help="fill sequences with several documents")
     add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
-    add("--bad-rows", choices=["fail", "skip"], default="fail",
-        help="skip: leave out rows that cannot be used, up to half, and say which")  # fmt: skip
+    add("--bad-rows", choices=bad_rows.CHOICES, default="fail", help=bad_rows.HELP)
     add("--num-train-samples", type=int, default=0, help="documents per data set (0: all)")
     add("--num-val-samples", type=int, default=0, help="the same for validation")
 

@@ -27,9 +27,10 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from runtime import arguments, ranks, readers, tokens
+from runtime import arguments, bad_rows, ranks, readers, tokens
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
+EMPTY = "with an empty field"
 TOKENS = ("input_ids", "labels")  # columns of what is tokenised already
 FEATURES = dict.fromkeys(TOKENS, List(Value("int32"))) | {"length": Value("int32")}
 BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # examples, where none are asked for
@@ -79,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag, type=int, help=text)
     line = "put each text and summary on one line, as is done with wikihow and docstrings"
     add("--clean", line, **arguments.OFF)
+    add("--bad-rows", bad_rows.HELP, choices=bad_rows.CHOICES, default="fail")
 
 
 def check_arguments(args: argparse.Namespace) -> list[str]:
@@ -157,6 +159,10 @@ def load_summarization(
             found |= load_tokens(source, args, tokenizer)
             continue
         rows = prepare(source)
+        if args.dataset not in BUILT_IN:
+            reason = "its text or its summary is empty"
+            bad = {i: reason for i, place in enumerate(rows["place"], start=1) if place == EMPTY}
+            bad_rows.leave_out(source.name, bad, len(rows), args.bad_rows, verbose)
         places = assign(source, rows, report)
         for split in source.percent:
             found[split] = rows.select([i for i, place in enumerate(places) if place == split])
@@ -291,7 +297,7 @@ def prepare(source: Source) -> Dataset:
         # Unlike hash(), the same in every process; unlike a checksum, even for similar keys.
         number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
         if not text or not summary:
-            return "", "", 0, "with an empty field"
+            return "", "", 0, EMPTY
         if wikihow and len(summary) >= 0.75 * len(text):
             return "", "", 0, "with a headline not shorter than 0.75 of the text"
         if titles is not None and key not in titles:

@@ -12,6 +12,9 @@ from .readers import shortened
 
 ORIGIN = {"row": Value("int64"), "problem": Value("string")}  # from 1; "" of a good one
 SHOWN = 10  # rows at most that are named
+CHOICES = ["fail", "skip"]
+HELP = "skip: leave out rows that cannot be used, up to half, and say which"
+ADVICE = "--bad-rows skip leaves such rows out"
 
 
 def problem(name: str, number: int, error: Exception, bad_rows: str) -> str:
@@ -21,7 +24,7 @@ def problem(name: str, number: int, error: Exception, bad_rows: str) -> str:
     """
     reason = shortened(str(error)) or type(error).__name__
     if bad_rows == "fail":
-        raise ValueError(f"{name}, row {number}: {reason}") from error
+        raise ValueError(f"{name}, row {number}: {reason} ({ADVICE})") from error
     return reason
 
 
@@ -34,13 +37,23 @@ def good_rows(name: str, rows: Dataset, bad_rows: str, verbose: bool) -> Dataset
     numbers = rows["row"][:]
     problems = rows["problem"][:]
     bad = {n: reason for n, reason in zip(numbers, problems, strict=True) if reason}
+    leave_out(name, bad, len(set(numbers)), bad_rows, verbose)
     rows = rows.remove_columns(list(ORIGIN))
     if not bad:
         return rows
+    return rows.select([i for i, reason in enumerate(problems) if not reason])
+
+
+def leave_out(name: str, bad: dict[int, str], total: int, bad_rows: str, verbose: bool) -> None:
+    """Print which of `total` rows are left out, and why: `bad` has the reasons by their numbers.
+
+    Raises ValueError if there is one and `bad_rows` is fail, or if they are more than half.
+    """
+    if not bad:
+        return
     number, reason = next(iter(bad.items()))
     if bad_rows == "fail":
-        raise ValueError(f"{name}, row {number}: {reason}")
-    total = len(set(numbers))
+        raise ValueError(f"{name}, row {number}: {reason} ({ADVICE})")
     share = f"{len(bad):,} of {total:,} rows"
     if 2 * len(bad) > total:
         raise ValueError(
@@ -49,7 +62,6 @@ def good_rows(name: str, rows: Dataset, bad_rows: str, verbose: bool) -> Dataset
         )
     if verbose:
         say_bad_rows(name, share, bad)
-    return rows.select([i for i, reason in enumerate(problems) if not reason])
 
 
 def say_bad_rows(name: str, share: str, bad: dict[int, str]) -> None:

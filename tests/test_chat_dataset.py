@@ -733,7 +733,7 @@ def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str)
     function = chat_dataset.encoder("my.jsonl", "messages", tokenizer, arguments())
     with pytest.raises(ValueError) as error:
         function({"messages": [chat]}, [0])
-    assert str(error.value) == f"my.jsonl, row 1: {sentence}"
+    assert str(error.value) == f"my.jsonl, row 1: {sentence} ({bad_rows.ADVICE})"
 
 
 def test_tools_that_a_template_does_not_know() -> None:

@@ -399,12 +399,17 @@ def test_a_csv_with_row_names(tmp_path):
     assert sorted(sum(load(dataset=str(path)), [])) == [("a", "b"), ("c", "d")]
 
 
-def test_relative_paths_and_rows_without_a_summary(tmp_path, monkeypatch):
+def test_relative_paths_and_rows_without_a_summary(tmp_path, monkeypatch, capsys):
     rows = [*ROWS, {"document": "none", "id": 0, "summary": None}, {"document": None, "id": 1}]
     write_rows(tmp_path / "x.jsonl", rows)
     monkeypatch.chdir(tmp_path)
-    train, val = load(dataset="x.jsonl", **COLUMNS)
+    said = (
+        "x.jsonl, row 201: its text or its summary is empty (--bad-rows skip leaves such rows out)"
+    )
+    assert refusal(dataset="x.jsonl", **COLUMNS) == said
+    train, val = load(dataset="x.jsonl", bad_rows="skip", **COLUMNS)
     assert len(train) + len(val) == 200
+    assert "x.jsonl: 2 of 202 rows left out; 2: its text or" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not XSUM.is_file(), reason=f"needs {XSUM}")
@@ -519,7 +524,7 @@ FILES = {  # name: (content, words of the answer)
     "blank.csv": ("\n\n", "blank.csv cannot be read as CSV"),
     "blank.jsonl": ("\n\n", "blank.jsonl has no rows"),
     "list.json": ("[]", "list.json has no rows"),
-    "nothing.csv": ("text,headline\na,\n,b\n", "no row left after cleaning: 2 with an empty"),
+    "nothing.csv": ("text,headline\na,\n,b\n", "nothing.csv, row 1: its text or its summary is"),
     "one.csv": ("text,headline\na,b\n", "one.csv cannot be split by a hash of text"),
     "latin1.csv": ("text,headline\ncaf\xe9,b\n".encode("latin-1"), "is not UTF-8: convert it"),
     "latin1.jsonl": ('{"text": "\xe9"}'.encode("latin-1"), "latin1.jsonl is not UTF-8"),
