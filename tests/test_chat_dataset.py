@@ -838,3 +838,53 @@ def test_eos_where_an_answer_ends_a_document() -> None:
     ]
     (only,) = chat_dataset.encode(REWRITTEN[:3], None, tokenizer, False)
     assert tokenizer.decode(only[0]) == first
+
+
+def write_pairs(path: Path, *answers: str) -> str:
+    """A file of prompts and completions."""
+    rows = [{"prompt": f"{path.stem} {i}", "completion": x} for i, x in enumerate(answers)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_weights_and_validation_chats_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Each data set is trained on whole, and as often as it says; all are validated on apart."""
+    first = write_pairs(tmp_path / "a.jsonl", *"abcd")
+    second = write_pairs(tmp_path / "b.jsonl", "one", "two", "three")
+    val = write_pairs(tmp_path / "val.jsonl", *"xyz")
+    args = arguments()
+    vars(args).update(dataset=[first, second], weights=[2, 1], val_dataset=[val, second])
+    assert chat_dataset.check_arguments(args) == []
+    train_set, val_sets = chat_dataset.load_sets(args, ByT5Tokenizer(), verbose=True)
+    assert {name: len(rows) for name, rows in val_sets.items()} == {val: 3, second: 3}
+    keys = train_set["key"][:]
+    assert keys[:4] == keys[4:8] and len(set(keys)) == 7 and len(keys) == 11
+    said = capsys.readouterr().out
+    counts = [readers.count_targets(train_set.select(part)) for part in (range(4), range(8, 11))]
+    total = 2 * counts[0] + counts[1]
+    share = f"{2 * counts[0] / total:.1%}"
+    assert f"{first}: 2 x {counts[0]} target tokens, {share} of an epoch's" in said
+    assert f"{second}: 1 x {counts[1]} target tokens, {counts[1] / total:.1%} of" in said
+    packs = chat_dataset.Packs(train_set, args)
+    assert sorted(i for pack in packs.plan() for i in pack) == list(range(11))
+    for wrong in ([1], [0, 1], [1, 1, 1]):
+        args.weights = wrong
+        (problem,) = chat_dataset.check_arguments(args)
+        assert problem.startswith("--weights needs a whole number above 0 for each of the 2 --data")
+
+
+def test_own_files_that_are_none(tmp_path: Path) -> None:
+    """A directory, another kind, and one that is not there, for either flag."""
+    (tmp_path / "x.txt").write_text("x")
+    for name, said in (
+        (tmp_path, "is a directory: name a file"),
+        (tmp_path / "x.txt", "is of no known kind"),
+        (tmp_path / "gone.jsonl", "is missing"),
+    ):
+        args = arguments()
+        vars(args).update(dataset=[str(name)], weights=None, val_dataset=[str(name)])
+        problems = chat_dataset.check_arguments(args)
+        assert [problem.startswith("--val") for problem in problems] == [False, True]
+        assert all(said in problem for problem in problems)
