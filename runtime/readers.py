@@ -56,7 +56,10 @@ def text_column(name: str, rows: Dataset, column: str) -> Dataset:
     if column not in rows.column_names:
         found = ", ".join(rows.column_names)
         raise ValueError(f"{name} has columns {found}; --text-column {column} is not among them")
-    return rows.select_columns([column]).rename_column(column, "text")
+    rows = rows.select_columns([column])
+    if column == "text":  # which cannot be given the name that it has
+        return rows
+    return rows.rename_column(column, "text")
 
 
 def docstring_rows() -> Dataset:

@@ -299,6 +299,9 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     assert decoded(load(tmp_path, "--train-file", str(tmp_path / "c.parquet"), *some)) == (
         "four</s>five\nsix</s>"
     )
+    (tmp_path / "text.jsonl").write_text('{"text": "seven", "other": "x"}\n')  # as WikiText has it
+    own = ["--train-file", str(tmp_path / "text.jsonl"), "--val-file", str(tmp_path / "b.txt")]
+    assert decoded(load(tmp_path, *own)) == "seven</s>"
     (tmp_path / "b.txt").write_text("changed")  # and not what the cache has
     assert decoded(load(tmp_path, "--train-file", str(tmp_path / "b.txt"), *some)) == "changed</s>"
 
