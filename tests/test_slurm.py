@@ -199,6 +199,18 @@ def test_the_time_is_up_before_the_save_is_done(cluster: None, tmp_path: Path) -
     assert job["Restarts"] == "0" and "the time is up before the script has saved" in job.report()
 
 
+@pytest.mark.slow
+def test_preflight_of_two_nodes(cluster: None, tmp_path: Path) -> None:
+    """Its table stands in the job's log; what it finds wrong fails the job, which stays so."""
+    words = ["preflight.py", "--model-name", "tiny", "--output-dir", tmp_path / "output"]
+    job = Job(tmp_path / "healthy", TWO_BY_TWO, *words)
+    job.wait("COMPLETED")
+    assert "all-gather across" in job.report() and "a step of tiny" in job.report()
+    job = Job(tmp_path / "wrong", TWO_BY_TWO, *words, "--gpus-per-node", "3")
+    job.wait("FAILED")
+    assert job["Restarts"] == "0" and " 2 devices" in job.report(), job.report()
+
+
 def test_cancelled_is_not_requeued(cluster: None, tmp_path: Path) -> None:
     """Though the script saves and says so."""
     (tmp_path / "idle.py").write_text(IDLE)
