@@ -83,11 +83,13 @@ def encode(
     whole = render(chat).rstrip()  # a line break after the end marker is nobody's
     found = []
     for text, beginnings in [(whole, [])] if train_on_prompt else split(chat, whole, render):
-        texts = [text, *beginnings]
-        ids, *others = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        texts = list(dict.fromkeys([text, *beginnings]))  # the last answer often ends the text
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ids_of = dict(zip(texts, encoded, strict=True))
+        ids = ids_of[text]
         labels = list(ids) if train_on_prompt else [-100] * len(ids)
         # Tokens may merge across the borders, so these are where the tokens differ first.
-        borders = [common_length(ids, other) for other in others]
+        borders = [common_length(ids, ids_of[beginning]) for beginning in beginnings]
         for start, end in zip(borders[::2], borders[1::2], strict=True):
             labels[start:end] = ids[start:end]
         answered = text != whole or chat[-1]["role"] == "assistant"
