@@ -147,47 +147,60 @@ def load_summarization(
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token")
     readers.show_progress(verbose)
-    report = partial(print, flush=True) if verbose else lambda line: None
     numbers = {"train": args.num_train_samples, "validation": args.num_val_samples}
     if args.evaluate_only:
         numbers = {args.eval_split: args.num_val_samples}
     found = {}
     for source in open_sources(args):
-        if not numbers.keys() & source.percent.keys():
-            continue
-        if source.columns == TOKENS:
-            found |= load_tokens(source, args, tokenizer)
-            continue
-        rows = prepare(source)
-        if args.dataset not in BUILT_IN:
-            reason = "its text or its summary is empty"
-            bad = {i: reason for i, place in enumerate(rows["place"], start=1) if place == EMPTY}
-            bad_rows.leave_out(source.name, bad, len(rows), args.bad_rows, verbose)
-        places = assign(source, rows, report)
-        for split in source.percent:
-            found[split] = rows.select([i for i, place in enumerate(places) if place == split])
+        if numbers.keys() & source.percent.keys():
+            found |= split_rows(source, args, tokenizer, verbose)
     sets = []
     for split, number in numbers.items():
-        rows = found[split]
-        found_rows = len(rows)
-        if not found_rows:
+        total = len(found[split])
+        if total == 0:
             raise ValueError(f"{args.dataset} has no example in its split {split}")
-        if 0 < number < found_rows:
-            indices = list(range(found_rows))
-            random.Random(0).shuffle(indices)
-            rows = rows.select(sorted(indices[:number]))  # reads faster than in random order
-        examples = rows if "input_ids" in rows.column_names else encode(rows, args, tokenizer)
-        targets = readers.count_targets(examples)
-        report(
-            f"{split}: {len(examples):,} of {found_rows:,} examples used, with {targets:,} target "
-            "tokens"
-        )
+        examples = choose(found[split], number)
+        if "input_ids" not in examples.column_names:
+            examples = encode(examples, args, tokenizer)
+        if verbose:
+            targets = readers.count_targets(examples)
+            used = f"{len(examples):,} of {total:,} examples used"
+            print(f"{split}: {used}, with {targets:,} target tokens", flush=True)
         sets.append(examples)
-    first = sets[0][0]
-    text, summary = (tokenizer.decode(first[column]) for column in ("input_ids", "labels"))
-    report(f"an example: {readers.shortened(text)} -> «{readers.shortened(summary)}», learned")
+    if verbose:
+        first = sets[0][0]
+        text, summary = (tokenizer.decode(first[column]) for column in TOKENS)
+        shown = f"{readers.shortened(text)} -> «{readers.shortened(summary)}», learned"
+        print(f"an example: {shown}", flush=True)
     train_set = None if args.evaluate_only else sets[0]
     return train_set, sets[-1]
+
+
+def split_rows(
+    source: Source, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool
+) -> dict[str, Dataset]:
+    """The usable rows of a source by split: texts to encode, or tokens as `encode` makes them."""
+    if source.columns == TOKENS:
+        return load_tokens(source, args, tokenizer)
+    rows = prepare(source)
+    if args.dataset not in BUILT_IN:
+        reason = "its text or its summary is empty"
+        bad = {i: reason for i, place in enumerate(rows["place"], start=1) if place == EMPTY}
+        bad_rows.leave_out(source.name, bad, len(rows), args.bad_rows, verbose)
+    places = assign(source, rows, partial(print, flush=True) if verbose else lambda line: None)
+    found = {}
+    for split in source.percent:
+        found[split] = rows.select([i for i, place in enumerate(places) if place == split])
+    return found
+
+
+def choose(rows: Dataset, number: int) -> Dataset:
+    """A random choice of so many rows, in their order; 0: all."""
+    if not 0 < number < len(rows):
+        return rows
+    indices = list(range(len(rows)))
+    random.Random(0).shuffle(indices)
+    return rows.select(sorted(indices[:number]))  # reads faster than in random order
 
 
 def open_sources(args: argparse.Namespace) -> list[Source]:

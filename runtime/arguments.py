@@ -198,22 +198,13 @@ def common_problems(args: Namespace) -> list[str]:
         problems.append(f"--output-dir {output} is the model's own directory: name another")
     if 0 < gpus < local_size:
         problems.append(f"--nproc_per_node {local_size} is above the {gpus} GPUs")
-    if args.cpu_offload and (args.strategy == "ddp" or not gpus):
-        problems.append("--cpu-offload needs a GPU and a --strategy other than ddp")
-    alone = processes == 1 or args.strategy == "no_shard"
-    if args.cpu_offload and alone and args.fsdp != 2 and not args.export_only:
-        # FSDP1 then trains wrongly, on CUDA: https://github.com/pytorch/pytorch/issues/118245
-        problems.append(
-            "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards"
-        )
+    if args.cpu_offload:
+        problems += offload_problems(args, gpus, processes)
     if args.fsdp == 2 and args.strategy in ("no_shard", "ddp"):
         reason = ""
         if getattr(args, "lora_rank", 0):
             reason = " (adapters need it)"
         problems.append(f"--fsdp 2 always shards{reason}: --strategy {args.strategy} is --fsdp 1's")
-    if args.fsdp == 2 and args.cpu_offload and args.precision == "fp16":
-        # The scaler looks for overflow in gradients on the CPU, and asks the other ranks there.
-        problems.append("--cpu-offload with --precision fp16 needs --fsdp 1")
     if args.optimizer == PAGED and args.fsdp == 2:
         problems.append(f"--optimizer {PAGED} needs --fsdp 1: bitsandbytes takes no DTensors")
     for name in args.track:
@@ -221,11 +212,6 @@ def common_problems(args: Namespace) -> list[str]:
             problems.append(f"--track {name} needs {name}: {INSTALL}")
     if args.optimizer == PAGED and importlib.util.find_spec("bitsandbytes") is None:
         problems.append(f"--optimizer {PAGED} needs bitsandbytes: {INSTALL}")
-    if args.cpu_offload and accumulates and not syncs_once and args.fsdp != 2:
-        problems.append(
-            "--cpu-offload accumulates gradients only with --fsdp 2, or with --accumulate-no-sync "
-            "on two processes or more"
-        )
     if args.compile and not gpus and not has_cpp_compiler():
         problems.append("--compile on a CPU needs a C++ compiler: install g++, or name one in CXX")
     # FSDP1 keeps a shard, or fp32, as the gradient of what is whole, or bf16, in the next forward
@@ -245,6 +231,30 @@ def common_problems(args: Namespace) -> list[str]:
                 "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
                 "processes"
             )
+    return problems
+
+
+def offload_problems(args: Namespace, gpus: int, processes: int) -> list[str]:
+    """Where --cpu-offload cannot be, or would train wrongly, a sentence each."""
+    if args.strategy == "ddp" or not gpus:
+        return ["--cpu-offload needs a GPU and a --strategy other than ddp"]
+    problems = []
+    if args.fsdp == 2 and args.precision == "fp16":
+        # The scaler looks for overflow in gradients on the CPU, and asks the other ranks there.
+        problems.append("--cpu-offload with --precision fp16 needs --fsdp 1")
+    if args.fsdp == 2:
+        return problems
+    if (processes == 1 or args.strategy == "no_shard") and not args.export_only:
+        # FSDP1 then trains wrongly, on CUDA: https://github.com/pytorch/pytorch/issues/118245
+        problems.append(
+            "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards"
+        )
+    syncs_once = args.accumulate_no_sync and processes > 1
+    if args.gradient_accumulation_steps > 1 and not syncs_once:
+        problems.append(
+            "--cpu-offload accumulates gradients only with --fsdp 2, or with --accumulate-no-sync "
+            "on two processes or more"
+        )
     return problems
 
 

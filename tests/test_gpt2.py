@@ -375,6 +375,7 @@ def test_where_offload_would_train_wrongly(
     monkeypatch.setenv("WORLD_SIZE", processes)
     parser = argparse.ArgumentParser()
     arguments.add_common(parser)
+    parser.set_defaults(model_name="tiny")
     problems = "; ".join(arguments.common_problems(parser.parse_args(["--cpu-offload", *flags])))
     assert refused in problems and bool(refused) == bool(problems)
 

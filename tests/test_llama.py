@@ -333,7 +333,7 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
     ('{"prompt": "long question", "completion": "a"}\n{"prompt": "another long", "completion": '
      '"b"}\n', ["--max-seq-length", "8"], "no answer begins within --max-seq-length"),
     ('{"content": "a"}\n{"content": "b"}\n', [], None),
-    (None, [], "No such file"),
+    (None, [], "no such file"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(
     content: str | None, flags: list, said: str | None, tmp_path: Path,
