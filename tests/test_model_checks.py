@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -46,6 +47,9 @@ TWO_RANKS = {
     "ddp bf16": ["--attention", "eager", "--strategy", "ddp", "--precision", "bf16"],
 }  # fmt: skip
 FLAGS = ["--model-name", "tiny", "--max-seq-length", "64"]
+# Before Transformers 5.23 the rotary embedding was a matrix product, too.
+BEFORE_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+ROTARY = 1e-2 if BEFORE_5_23 else 1e-12
 DIFFER = "the logits behind the loss differ by"
 
 
@@ -97,7 +101,7 @@ def test_whatever_the_attention(
     if (name, attention) == ("Gemma2", "varlen"):
         assert "have no softcap" in str(refusal.value)
     elif (name, attention) == ("Gemma2", "sdpa"):
-        assert "does not support" in str(refusal.value)
+        assert re.search(f"does not support|{DIFFER}", str(refusal.value))  # by version
     else:
         assert DIFFER in str(refusal.value)
 
@@ -253,7 +257,7 @@ def test_flops_are_those_of_the_formula(name: str) -> None:
     scripts = {"gpt2": gpt2_fsdp.GPT2LMHeadModel, "llama": llama_fsdp.LlamaForCausalLM}
     with torch.device("meta"):
         model = scripts[config.model_type](config)
-    assert flops_per_token(model, 377.3) == formula(config, 377.3)
+    assert flops_per_token(model, 377.3) == pytest.approx(formula(config, 377.3), rel=ROTARY)
 
 
 def test_peaks_by_name() -> None:
@@ -282,7 +286,7 @@ def test_speed_reads_no_config(device: torch.device, monkeypatch: pytest.MonkeyP
         state = SimpleNamespace(device=torch.device("cuda"))
         state.flops_per_token = flops_per_token(model, 100)
         rates = speed(state, 8, 0.5)
-        assert rates["tflops_per_gpu"] == pytest.approx(16 * flops / 1e12, rel=1e-12)
+        assert rates["tflops_per_gpu"] == pytest.approx(16 * flops / 1e12, rel=ROTARY)
         assert rates["mfu"] == rates["tflops_per_gpu"] / 312
 
 
@@ -294,7 +298,7 @@ def test_a_copy_for_qwen_2_counts_its_flops(chats: Path, device: torch.device) -
     model = state.model.module
     shapes = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)]
     expected = 6 * sum(shapes) + 12 * 4 * 128 * loader.dataset.span
-    assert flops_per_token(model, loader.dataset.span) == pytest.approx(expected, rel=1e-12)
+    assert flops_per_token(model, loader.dataset.span) == pytest.approx(expected, rel=ROTARY)
     assert state.flops_per_token is None
 
 
