@@ -167,3 +167,18 @@ def test_load_memory() -> None:
         assert found["missed"] == [] and found["variants"]["streamed"][0]["equal_tensors"] == 201
     first, second = found["variants"]["whole"]
     assert first["peak_mb"] > 2 * second["peak_mb"]
+
+
+@pytest.mark.slow
+def test_large_data() -> None:
+    """Memory is bounded, and the cache is used; five million rows take more than half an hour."""
+    table = run("large_data.py --rows 200000")
+    rows = re.findall(
+        r"^\| (\w+) \| (\w+) \| ([\d,]+) \| (\d+) \| \S+ \| (\S+) - (\S+) \|", table, re.M
+    )
+    assert [row[:2] for row in rows] == [
+        (script, cache) for script in ("T5", "gpt2", "llama") for cache in ("empty", "full")
+    ]
+    for _, cache, _, seconds, peak, before in rows:
+        assert float(peak.replace(",", "")) - float(before.replace(",", "")) < 500
+        assert cache == "empty" or int(seconds) < 30
