@@ -72,7 +72,8 @@ def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
     if state.step == 0 or state.validation_due:
         run.log_validation(validation(args, state.model, val_loaders, run))
     train(args, state, loader, val_loaders, run)
-    triples = summarize(args, state.model, tokenizer, val_loaders[args.dataset], run)
+    (val_loader,) = val_loaders.values()
+    triples = summarize(args, state.model, tokenizer, val_loader, run)
     for source, reference, generated in triples[:3]:
         run.say(f"   source: {source[:300]}\nreference: {reference}\ngenerated: {generated}")
     run.log("done", **run.export(tokenizer), **summarization_dataset.rouge(triples))
@@ -197,7 +198,8 @@ def setup_data(
         pad_token_id=config.pad_token_id,
         decoder_start_token_id=config.decoder_start_token_id,
     )
-    val_loaders = {args.dataset: batches.val_loader(args, val_set, collate)}
+    val_loader = batches.val_loader(args, val_set, collate)
+    val_loaders = {args.val_dataset or args.dataset: val_loader}
     if args.evaluate_only:
         return None, val_loaders
     lengths = train_set["length"][:] if args.group_by_length else None
@@ -340,7 +342,8 @@ def run_without_training(args: Namespace, device: torch.device, run: Run) -> Non
         _, val_loaders = setup_data(args, tokenizer, policies.unwrapped(model).config)
         run.load_evaluated(model, identity)
         results = validation(args, model, val_loaders, run)
-        triples = summarize(args, model, tokenizer, val_loaders[args.dataset], run)
+        (val_loader,) = val_loaders.values()
+        triples = summarize(args, model, tokenizer, val_loader, run)
         run.write_evaluation(val_loaders, results | summarization_dataset.rouge(triples), triples)
 
 

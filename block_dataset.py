@@ -72,7 +72,7 @@ def read_file(path: Path, column: str) -> Dataset:
 
 def text_or_tokens(name: str, rows: Dataset, column: str) -> Dataset:
     """The column of texts, or those of tokens made beforehand; raises ValueError if neither."""
-    if "input_ids" in rows.column_names:
+    if "input_ids" in rows.column_names and column not in rows.column_names:
         return rows
     return readers.text_column(name, rows, column)
 
@@ -120,7 +120,9 @@ def load_blocks(
     rows = read_texts(args, split)
     if "input_ids" in rows.column_names:
         limits = {"input_ids": ("--block-size", args.block_size + 1)}
-        cut = tokens.check(f"the {split} set", rows, limits, tokenizer)
+        name = f"the {split} set"
+        tokens.check_origin(name, rows, limits, args, ["block_size"], tokenizer)
+        cut = tokens.check(name, rows, limits, tokenizer)
     else:
         cut = cut_texts(args, tokenizer, split, rows)
     number = min(number or len(cut), len(cut))

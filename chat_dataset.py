@@ -184,9 +184,9 @@ def encoder(name: str, kind: str, tokenizer: Tokenizer, args: Namespace) -> abc.
 
 def load_sets(
     args: Namespace, tokenizer: Tokenizer, verbose: bool
-) -> tuple[Dataset, dict[str, Dataset]]:
-    """All training documents, each data set's as often as --weights says, and the validation sets
-    by their names: a part of each data set, or those of --val-dataset.
+) -> tuple[Dataset | None, dict[str, Dataset]]:
+    """All training documents, each data set's as often as --weights says (with --evaluate-only
+    None), and the validation sets by name: a part of each data set, or those of --val-dataset.
 
     They have the columns of FEATURES, and come from the cache if they are there. `verbose` prints
     how many there are, and what was cut. Raises ValueError, with a sentence for the user, if there
@@ -195,15 +195,21 @@ def load_sets(
     readers.show_progress(verbose)
     train_sets = []
     val_sets = {}
-    for name in args.dataset:
+    is_needed = not (args.evaluate_only and args.val_dataset)
+    for name in args.dataset if is_needed else ():
         train_set, *val_set = load_documents(args, tokenizer, name, verbose)
-        train_sets.append(choose(train_set, args.num_train_samples, f"{name}, training", verbose))
+        train_sets.append(train_set)
         if val_set:
             val_sets[name] = val_set[0]
     for name in args.val_dataset:
         (val_sets[name],) = load_parts(args, tokenizer, name, ["val_split"], verbose)
     for name, rows in val_sets.items():
         val_sets[name] = choose(rows, args.num_val_samples, f"{name}, validation", verbose)
+    if args.evaluate_only:
+        return None, val_sets
+    for number, (name, rows) in enumerate(zip(args.dataset, train_sets, strict=True)):
+        limit = args.num_train_samples
+        train_sets[number] = choose(rows, limit, f"{name}, training", verbose)
     if verbose:
         say_shares(args, train_sets)
         print(f"an example, «learned»: {readers.marked(train_sets[0][0], tokenizer)}", flush=True)
@@ -250,12 +256,15 @@ def encode_rows(
     name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace, verbose: bool
 ) -> Dataset:
     """The documents in the rows of data set `name`, from the cache if they are there."""
-    if "input_ids" in rows.column_names:
-        return token_documents(name, rows, tokenizer, args)
-    kind = chat_formats.find_kind(name, rows.column_names, args.text_column)
+    columns = rows.column_names
+    kind = chat_formats.find_kind(name, columns, args.text_column)
     if verbose:
-        used = chat_formats.used_columns(kind, rows.column_names, args.text_column)
-        print(f"{name}: rows of kind {kind} ({', '.join(used)})")
+        used = chat_formats.used_columns(kind, columns, args.text_column)
+        others = ", ".join(column for column in columns if column not in used)
+        unused = f"; not used: {others}" if others else ""
+        print(f"{name}: rows of kind {kind} ({', '.join(used)}{unused})")
+    if kind == "tokens":
+        return token_documents(name, rows, tokenizer, args)
     # --bad-rows is no part of it: fail and skip make the same of good rows, and where rows are bad
     # only skip has a result, at which good_rows looks again.
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
@@ -276,6 +285,8 @@ def encode_rows(
 
 def token_documents(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> Dataset:
     """Documents of tokens made beforehand; without labels, all tokens but the first are targets."""
+    shaping = ("max_seq_length", "train_on_prompt")
+    tokens.check_origin(name, rows, FEATURES, args, shaping, tokenizer)
     longest = "--max-seq-length", args.max_seq_length + 1
     columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
     checked = tokens.check(name, rows, dict.fromkeys(columns, longest), tokenizer, hidden=True)

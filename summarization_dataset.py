@@ -124,6 +124,8 @@ def check_eval_split(args: argparse.Namespace) -> list[str]:
     has_splits = args.dataset not in BUILT_IN and not is_file
     if split != "validation" and not args.evaluate_only:
         return [f"--eval-split {split} needs --evaluate-only: training validates on --val-split"]
+    if split != "validation" and args.val_dataset is not None:
+        return [f"--eval-split {split} is one of --dataset: leave out --val-dataset"]
     if split in known or has_splits:
         return []
     return [f"--eval-split {split}: {args.dataset} has no such split, only {' and '.join(known)}"]
@@ -229,7 +231,9 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
     else:
         parts = readers.read_parts(args.dataset, args, "train_split")
         parts += readers.read_parts(args.val_dataset, args, "val_split")
-    if all("input_ids" in rows.column_names for _, rows in parts):
+    if not any(set(columns) <= set(rows.column_names) for _, rows in parts) and all(
+        "input_ids" in rows.column_names for _, rows in parts
+    ):
         columns = TOKENS
     else:
         for name, rows in parts:
@@ -251,6 +255,8 @@ def load_tokens(
     """The same of tokens made beforehand: rows as `encode` makes them, by split."""
     limits = {"input_ids": ("--source-length", args.source_length)}
     limits["labels"] = ("--target-length", args.target_length)
+    shaping = ("source_length", "target_length", "source_prefix")
+    tokens.check_origin(source.name, source.rows, FEATURES, args, shaping, tokenizer)
     parts = [tokens.check(source.name, source.rows, limits, tokenizer)]
     if len(source.percent) > 1:
         parts = tokens.split(source.name, *parts)

@@ -196,6 +196,8 @@ def common_problems(args: Namespace) -> list[str]:
         problems.append(f"--output-dir {output} is a file: name a directory")
     if output.is_dir() and output.resolve() == Path(args.model_name).expanduser().resolve():
         problems.append(f"--output-dir {output} is the model's own directory: name another")
+    if args.prepare_only:
+        return problems  # what follows is about training, and about GPUs
     if 0 < gpus < local_size:
         problems.append(f"--nproc_per_node {local_size} is above the {gpus} GPUs")
     if args.cpu_offload:
@@ -244,7 +246,8 @@ def offload_problems(args: Namespace, gpus: int, processes: int) -> list[str]:
         problems.append("--cpu-offload with --precision fp16 needs --fsdp 1")
     if args.fsdp == 2:
         return problems
-    if (processes == 1 or args.strategy == "no_shard") and not args.export_only:
+    trains = not (args.export_only or args.evaluate_only)
+    if (processes == 1 or args.strategy == "no_shard") and trains:
         # FSDP1 then trains wrongly, on CUDA: https://github.com/pytorch/pytorch/issues/118245
         problems.append(
             "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards"

@@ -97,6 +97,8 @@ def per_document(
 def resolve(args: Namespace, precision: str) -> str:
     """What --attention means here, of which `auto` is the first that runs; raises ValueError if it
     does not run."""
+    if args.prepare_only:
+        return "sdpa"  # nothing is computed
     if args.attention in ("flash", "varlen"):
         varlen_kernel(args.attention, precision)
     if args.attention != "auto":

@@ -21,8 +21,10 @@ THOUGHTS = ("reasoning_content", "thinking")
 
 
 def find_kind(name: str, columns: list[str], text_column: str) -> str:
-    """What the rows of data set `name` hold, a key of COLUMNS or text; ValueError if none."""
-    for kind, needed in (COLUMNS | {"text": (text_column,)}).items():
+    """What the rows of data set `name` hold: a key of COLUMNS, text, or tokens made beforehand;
+    ValueError if none."""
+    kinds = COLUMNS | {"text": (text_column,), "tokens": ("input_ids",)}
+    for kind, needed in kinds.items():
         if set(needed) <= set(columns):
             return kind
     known = ", ".join(" and ".join(needed) for needed in COLUMNS.values())
@@ -34,6 +36,8 @@ def used_columns(kind: str, columns: list[str], text_column: str) -> list[str]:
     """Those of `columns` that rows of a kind are read from."""
     if kind == "text":
         return [text_column]
+    if kind == "tokens":
+        return columns
     known = (*COLUMNS[kind], *OPTIONAL.get(kind, ()), "tools")
     return [column for column in columns if column in known]
 
@@ -133,10 +137,12 @@ def checked(turn: dict) -> dict:
     content = joined(turn.get("content"), role)
     if content is None and calls:
         content = ""  # some templates look for a text in it
-    if not isinstance(content, str):
-        raise ValueError(f"the {role}'s turn is empty or not text")
-    if role == "assistant" and not calls and not content.strip():
-        raise ValueError("the assistant's turn is empty or not text")
+    if content is not None and not isinstance(content, str):
+        raise ValueError(f"the {role}'s turn is of type {type(content).__name__}, not text")
+    if content is None or (role == "assistant" and not calls and not content.strip()):
+        raise ValueError(f"the {role}'s turn is empty")
+    if turn.get("weight", 1) != 1:
+        raise ValueError(f"the {role}'s turn has a weight, which is not known here")
     found = {"role": role, "content": content}
     if calls:
         calls = listed(calls, "tool_calls is not a list of {function}")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from . import adapters, arguments
 
 GROUPING = "grouping by length"
+IRRELEVANT = {"attention", "num_beams", "rouge_samples", "eval_split"}  # to model and data
 BEFORE = {"clean": True}  # what versions did that had no such flag
 PROBES = 256  # samples at most of each data set that tell it from another
 
@@ -77,10 +78,12 @@ def check(path: Path, here: dict[str, Any], args: Namespace) -> None:
     differing = [name for name in here if here[name] != saved.get(name)]
     if not differing:
         return
+    if "script" in differing:
+        differing = ["script"]  # from which all else follows
     what = ", ".join(f"{name} ({saved.get(name)} there, {here[name]} here)" for name in differing)
     remedy = "give what it had, or another --output-dir"
     flags = _changed_flags(path.parent.parent, args)
-    if flags and {"model", "data"} & set(differing):
+    if flags and "data" in differing:
         remedy = f"give what it had of {', '.join(flags)}, or another --output-dir"
     if GROUPING in differing:
         remedy = "go on with the version of the script that wrote it, or give another --output-dir"
@@ -98,21 +101,23 @@ def _changed_flags(directory: Path, args: Namespace) -> list[str]:
     each with that value and the one in `args`."""
     parser = ArgumentParser()
     arguments.add_common(parser)
-    common = vars(parser.parse_args([]))
-    before = BEFORE | last_arguments(directory)
+    common = vars(parser.parse_args([])).keys()
+    before = BEFORE | last_start(directory)["arguments"]
     found = []
     for name, value in vars(args).items():
-        if name not in common and before.get(name, value) != value:
+        if name not in common | IRRELEVANT and before.get(name, value) != value:
             found.append(f"--{name.replace('_', '-')} ({before[name]} there, {value} here)")
     return found
 
 
-def last_arguments(directory: Path) -> dict[str, Any]:
-    """The arguments of the last start of the run in OUTPUT_DIR `directory`, as metrics.jsonl has
-    them; {} if there was none."""
-    found = {}
+def last_start(directory: Path) -> dict[str, Any]:
+    """The last event "start" in metrics.jsonl of the run in OUTPUT_DIR `directory`, with its
+    `arguments`; they are {} if there was none."""
+    found = {"arguments": {}}
     with contextlib.suppress(FileNotFoundError):
         for line in (directory / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError):  # torn, or another event
-                found = json.loads(line)["arguments"]
+            with contextlib.suppress(ValueError):  # torn
+                event = json.loads(line)
+                if "arguments" in event:
+                    found = event
     return found

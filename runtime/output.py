@@ -199,7 +199,9 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
     path = Path(resume).resolve()
     elsewhere = newest and path.parent != newest.parent.resolve()
     is_older = newest and path.name < newest.name
-    again = identities.last_arguments(directory).get("resume") == resume  # as a requeued job has
+    again = (
+        identities.last_start(directory)["arguments"].get("resume") == resume
+    )  # as a requeued job has
     if elsewhere or (is_older and again):
         print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
         return found
@@ -247,11 +249,14 @@ def _choose_evaluated(directory: Path, resume: str, model_name: str) -> Path | N
         return None
     if resume != "auto":
         return _given_checkpoint(resume)
-    began_with = identities.last_arguments(directory).get("model_name")
-    is_another = began_with is None or Path(began_with).resolve() != Path(model_name).resolve()
-    if is_another and Path(model_name).is_dir():
-        return None
-    return _newest_checkpoint(directory)
+    newest = _newest_checkpoint(directory)
+    if newest is None or not Path(model_name).is_dir():
+        return newest
+    start = identities.last_start(directory)
+    if "model_name" not in start["arguments"]:
+        raise ValueError(f"--evaluate-only: say --resume {newest}, or --resume none for the model")
+    began_with = Path(start.get("directory", ""), start["arguments"]["model_name"])
+    return newest if began_with.resolve() == Path(model_name).resolve() else None
 
 
 def _newest_checkpoint(directory: Path) -> Path | None:

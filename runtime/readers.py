@@ -56,6 +56,9 @@ def text_column(name: str, rows: Dataset, column: str) -> Dataset:
     if column not in rows.column_names:
         found = ", ".join(rows.column_names)
         raise ValueError(f"{name} has columns {found}; --text-column {column} is not among them")
+    kind = rows.features[column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string", "null"):
+        raise ValueError(f"{name}: column {column} does not hold text but {kind}")
     rows = rows.select_columns([column])
     if column == "text":  # which cannot be given the name that it has
         return rows
@@ -241,7 +244,7 @@ def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
     except Exception as error:  # network, access, configuration: each has types of its own
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"--dataset {name} is no file here and did not load from the hub ({reason}): "
+            f"{name} is no file here and did not load from the hub ({reason}): "
             "a gated data set needs its licence accepted on "
             f"https://huggingface.co/datasets/{name} and HF_TOKEN set, one with several "
             "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "

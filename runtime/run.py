@@ -507,12 +507,20 @@ class Run:
     ) -> None:
         """Write the samples to OUTPUT_DIR/prepared, a data set that needs no tokenizer."""
         if len(val_loaders) > 1:
-            raise ValueError("--prepare-only writes one validation set: give one --dataset")
+            raise ValueError("--prepare-only writes one validation set: give one --dataset, or "
+                             "one --val-dataset")  # fmt: skip
         sets = (loader.dataset.dataset, *(other.dataset.dataset for other in val_loaders.values()))
         path = self.directory / tokens.PREPARED
+        if str(path.resolve()) in self._data_paths():
+            raise ValueError(f"--prepare-only would replace {path}: give another --output-dir")
         made_from = {"script": self.script, "arguments": vars(self.args)}
         ranks.on_rank_zero(tokens.save, path, *sets, tokenizer, made_from)
         self.say(f"the tokens are in {path}: --dataset {path}")
+
+    def _data_paths(self) -> set[str]:
+        names = [self.args.dataset, getattr(self.args, "val_dataset", None)]
+        flat = [x for name in names for x in (name if isinstance(name, list) else [name])]
+        return {str(Path(name).resolve()) for name in flat if name}
 
     def _memory(self) -> dict[str, float]:
         if self.args.track_memory:
@@ -532,7 +540,8 @@ class Run:
             self._log_memory("first forward")
 
     def _write_status(self, word: str) -> None:
-        if dist.get_rank() != 0 or self.args.evaluate_only:  # the status is that of a training
+        is_training = not (self.args.evaluate_only or self.args.prepare_only)
+        if dist.get_rank() != 0 or not is_training:  # the status is that of a training
             return
         try:
             output.write_status(self.directory, word, output.step_of(self.checkpoint))
@@ -568,6 +577,7 @@ class Run:
             git=git.stdout.strip() or None,
             identity=state.identity,
             load_memory=load_memory,
+            directory=str(Path.cwd()),
             arguments=vars(args),
         )
         how = args.strategy

@@ -8,7 +8,8 @@ import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,28 @@ def save(
     temporary.rename(path)
 
 
+def check_origin(
+    name: str, rows: Dataset, columns: Iterable[str], args: Namespace, flags: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:  # fmt: skip
+    """Raise ValueError if --prepare-only has made the rows for another script, whose `columns` are
+    others, with another tokenizer, or with other values of the `flags` that shape them."""
+    if not rows.info.description.startswith("{"):
+        return
+    made_from = json.loads(rows.info.description)
+    if set(columns) != set(rows.column_names):
+        raise ValueError(f"{name} was made for another script, {made_from['script']}")
+    if made_from["tokenizer"] != tokenizer_sum(tokenizer):
+        raise ValueError(f"{name} was made with another tokenizer than the model's: make it again")
+    for flag in flags:
+        there, here = made_from["arguments"][flag], getattr(args, flag)
+        if there != here:
+            raise ValueError(
+                f"{name} was made with --{flag.replace('_', '-')} {there}, not {here}: give the "
+                "same, or make it again"
+            )
+
+
 def check(
     name: str, rows: Dataset, limits: dict[str, tuple[str, int]],
     tokenizer: PreTrainedTokenizerBase, hidden: bool = False,
@@ -61,11 +84,6 @@ def check(
     missing = set(limits) - set(rows.column_names)
     if missing:
         raise ValueError(f"{name} has input_ids, but no {', '.join(missing)}")
-    made_from = {}
-    if rows.info.description.startswith("{"):
-        made_from = json.loads(rows.info.description)
-    if made_from.get("tokenizer", tokenizer_sum(tokenizer)) != tokenizer_sum(tokenizer):
-        raise ValueError(f"{name} was made with another tokenizer than the model's: make it again")
     if "attention_mask" in rows.column_names:
         for _, values, _ in _batches(name, rows, "attention_mask"):
             if (values != 1).any():
@@ -78,7 +96,7 @@ def check(
             if lengths[row] > longest:
                 raise ValueError(
                     f"{name}, row {first + row}: {column} has {lengths[row]:,} tokens, more than "
-                    f"{flag} allows ({longest:,})"
+                    f"the {longest:,} that {flag} allows"
                 )
             wrong = np.flatnonzero((values < lowest) | (values >= len(tokenizer)))
             if len(wrong):
@@ -96,8 +114,10 @@ def _batches(name: str, rows: Dataset, column: str) -> Iterator[tuple[int, np.nd
     first = 1
     for batch in rows.select_columns(column).with_format("arrow").iter(BATCH):
         array = batch[column].combine_chunks()
-        if not hasattr(array, "offsets") or array.null_count or array.flatten().null_count:
-            raise ValueError(f"{name}: {column} does not hold a list of numbers in each row")
+        if not hasattr(array, "offsets"):  # nor has a list of a fixed size
+            raise ValueError(f"{name}: {column} is {array.type}: save it as lists of whole numbers")
+        if array.null_count or array.flatten().null_count:
+            raise ValueError(f"{name}: {column} has rows or numbers missing")
         values = array.flatten().to_numpy(zero_copy_only=False)
         if values.dtype.kind not in "iu":
             raise ValueError(f"{name}: {column} holds {values.dtype}, not whole numbers")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 from conftest import losses
 from datasets import Dataset, load_from_disk
+from transformers import ByT5Tokenizer, GPT2Tokenizer
 
 import gpt2_fsdp
 import llama_fsdp
@@ -41,6 +43,8 @@ def test_prepared_tokens_train_as_the_raw_rows(name: str, tmp_path: Path) -> Non
     made_from = json.loads(load_from_disk(str(prepared))["train"].info.description)
     assert made_from["arguments"]["num_train_samples"] == 16
     again = ["--dataset", prepared]
+    with pytest.raises(SystemExit):  # it would replace what it reads
+        run(script, tmp_path / "made", *lengths, *again, "--prepare-only")
     run(script, tmp_path / "made", *lengths, *again)
     for event in ("train", "val"):
         found = losses(tmp_path / "made", event)
@@ -62,9 +66,9 @@ WRONG = {
         "row 3: input_ids has 384, which is none of the",
     ),
     "negative": ({"input_ids": [5, -1]}, "row 3: input_ids has -1, which is none of"),
-    "too long": ({"input_ids": [5] * 300}, "row 3: input_ids has 300 tokens, more than --"),
+    "too long": ({"input_ids": [5] * 300}, "row 3: input_ids has 300 tokens, more than the "),
     "empty": ({"input_ids": []}, "row 3: input_ids is empty"),
-    "none": ({"input_ids": None}, "input_ids does not hold a list of numbers in each row"),
+    "none": ({"input_ids": None}, "input_ids has rows or numbers missing"),
 }
 
 
@@ -98,17 +102,26 @@ def test_rows_of_tokens(
         assert error.startswith("error: ") and said in error
 
 
-def test_another_tokenizer_and_padding(tmp_path: Path, t5_directory: Path) -> None:
-    """Both would be trained on silently."""
-    from transformers import ByT5Tokenizer, GPT2Tokenizer
-
+def test_what_was_made_for_something_else(tmp_path: Path) -> None:
+    """Another tokenizer, another script, other flags; and padding: all would be trained on."""
     rows = Dataset.from_list(pairs())
-    limits = {"input_ids": ("--source-length", 9)}
-    tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), {})
+    made_from = {"script": "my_t5", "arguments": {"source_length": 9}}
+    tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), made_from)
     made = load_from_disk(str(tmp_path / "made"))["train"]
-    assert tokens.check("x", made, limits, ByT5Tokenizer()).column_names == ["input_ids"]
-    with pytest.raises(ValueError, match="x was made with another tokenizer"):
-        tokens.check("x", made, limits, GPT2Tokenizer({"a": 0}, []))
+
+    def check(columns: tuple, source_length: int, tokenizer: object) -> None:
+        args = Namespace(source_length=source_length)
+        tokens.check_origin("x", made, columns, args, ["source_length"], tokenizer)
+
+    own = ("input_ids", "labels")
+    check(own, 9, ByT5Tokenizer())
+    for wrong, said in (
+        ((own, 9, GPT2Tokenizer({"a": 0}, [])), "x was made with another tokenizer"),
+        (((*own, "cut"), 9, ByT5Tokenizer()), "x was made for another script, my_t5"),
+        ((own, 8, ByT5Tokenizer()), "x was made with --source-length 9, not 8: give the same"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check(*wrong)
     padded = rows.add_column("attention_mask", [[1, 1, 0]] * len(rows))
     with pytest.raises(ValueError, match="x has padding"):
-        tokens.check("x", padded, limits, ByT5Tokenizer())
+        tokens.check("x", padded, {"input_ids": ("--source-length", 9)}, ByT5Tokenizer())
