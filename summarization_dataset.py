@@ -231,9 +231,9 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
     else:
         parts = readers.read_parts(args.dataset, args, "train_split")
         parts += readers.read_parts(args.val_dataset, args, "val_split")
-    if not any(set(columns) <= set(rows.column_names) for _, rows in parts) and all(
-        "input_ids" in rows.column_names for _, rows in parts
-    ):
+    have_text = any(set(columns) <= set(rows.column_names) for _, rows in parts)
+    have_tokens = all("input_ids" in rows.column_names for _, rows in parts)
+    if have_tokens and not have_text:
         columns = TOKENS
     else:
         for name, rows in parts:
