@@ -116,11 +116,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser.set_defaults(**RECIPE)
     args = parser.parse_args(argv)
     problems = chat_dataset.check_arguments(args) + adapters.check_arguments(args)
-    precision = arguments.resolve_precision(args.precision)
-    try:
-        args.attention = attention.resolve(args, precision)
-    except ValueError as error:
-        problems.append(str(error))
+    problems += attention.check_arguments(args, arguments.resolve_precision(args.precision))
     return arguments.checked(args, problems)
 
 

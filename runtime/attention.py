@@ -94,20 +94,29 @@ def per_document(
     return torch.cat(outputs)
 
 
-def resolve(args: Namespace, precision: str) -> str:
-    """What --attention means here, of which `auto` is the first that runs; raises ValueError if it
-    does not run."""
-    if args.prepare_only:
-        return "sdpa"  # nothing is computed
-    if args.attention in ("flash", "varlen"):
-        varlen_kernel(args.attention, precision)
-    if args.attention != "auto":
-        return args.attention
-    if args.compile and ranks.accelerator() is None:
-        return "sdpa"  # a graph would break at the documents, which are there one by one
+def check_arguments(args: Namespace, precision: str) -> list[str]:
+    """A sentence if --attention names a kernel that cannot run here."""
+    if args.attention in ("flash", "varlen") and not args.prepare_only:
+        try:
+            varlen_kernel(args.attention, precision)
+        except ValueError as error:
+            return [str(error)]
+    return []
+
+
+def automatic(args: Namespace, config: PretrainedConfig) -> str:
+    """The first that runs here and computes what the model of `config` asks for."""
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    has_window = window is not None and window < args.max_seq_length
+    # A compiled graph would break at a CPU's documents, which are there one by one.
+    breaks = args.compile and ranks.accelerator() is None
+    if has_window or config.attention_dropout or breaks or args.prepare_only:
+        return "sdpa"
     for candidate in ("flash", "varlen"):
         with contextlib.suppress(ValueError):
-            varlen_kernel(candidate, precision)
+            varlen_kernel(candidate, args.precision)
             return candidate
     return "sdpa"
 
@@ -150,12 +159,16 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
 
 
 def choose(args: Namespace, config: PretrainedConfig) -> None:
-    """Have the model of `config` use --attention; raises ValueError if it cannot."""
-    config._attn_implementation = args.attention
-    if args.attention in ("flash", "varlen"):
+    """Have the model of `config` use --attention; raises ValueError if it cannot.
+
+    `args.attention` is not auto then, so that the run's record names what runs.
+    """
+    if args.attention == "auto":
+        args.attention = automatic(args, config)
+    name = args.attention
+    config._attn_implementation = name
+    if name in ("flash", "varlen") and not args.prepare_only:
         if config.attention_dropout:
-            raise ValueError(
-                f"--attention {args.attention} has no dropout: use sdpa for this model"
-            )
-        register(varlen_kernel(args.attention, args.precision), args.max_seq_length)
+            raise ValueError(f"--attention {name} has no dropout: use sdpa for this model")
+        register(varlen_kernel(name, args.precision), args.max_seq_length)
         config._attn_implementation = "packed"

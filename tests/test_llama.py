@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig
 
 import chat_dataset
 import llama_fsdp
-from runtime.attention import per_document, register
+from runtime.attention import automatic, per_document, register
 
 TWO_RANKS = SHARED_VARIANTS | {
     "compile": COMPILED,
@@ -292,8 +292,16 @@ def test_a_kernel_is_refused_where_it_cannot_run(capsys: pytest.CaptureFixture) 
     with pytest.raises(SystemExit):
         llama_fsdp.parse_args(["--model-name", "tiny", "--attention", "flash"])
     assert "--attention flash needs a GPU" in capsys.readouterr().err
-    assert llama_fsdp.parse_args([]).attention == "varlen"
-    assert llama_fsdp.parse_args(["--compile"]).attention == "sdpa"
+    for flags, shape, expected in (
+        ([], {}, "varlen"),
+        (["--compile"], {}, "sdpa"),
+        ([], {"sliding_window": 9}, "sdpa"),
+        ([], {"sliding_window": 9, "use_sliding_window": False}, "varlen"),
+        ([], {"sliding_window": 4096}, "varlen"),
+        ([], {"attention_dropout": 0.1}, "sdpa"),
+    ):
+        args = llama_fsdp.parse_args(flags)
+        assert automatic(args, LlamaConfig(**shape)) == expected
 
 
 def test_new_head_is_initialised_or_tied() -> None:
