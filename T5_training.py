@@ -13,8 +13,6 @@ model of this kind, such as BART; `load_model`, `setup_data`, `summed_loss`.
 """
 
 import functools
-import itertools
-import math
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -72,8 +70,7 @@ def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
     if state.step == 0 or state.validation_due:
         run.log_validation(validation(args, state.model, val_loaders, run))
     train(args, state, loader, val_loaders, run)
-    (val_loader,) = val_loaders.values()
-    triples = summarize(args, state.model, tokenizer, val_loader, run)
+    triples = summarize(args, state.model, tokenizer, val_loaders, run)
     for source, reference, generated in triples[:3]:
         run.say(f"   source: {source[:300]}\nreference: {reference}\ngenerated: {generated}")
     run.log("done", **run.export(tokenizer), **summarization_dataset.rouge(triples))
@@ -308,32 +305,23 @@ def validation(
 
 @torch.no_grad()
 def summarize(
-    args: Namespace, model: nn.Module, tokenizer: Tokenizer, loader: DataLoader, run: Run
+    args: Namespace, model: nn.Module, tokenizer: Tokenizer, loaders: Loaders, run: Run
 ) -> list[tuple[str, str, str]]:
     """Source, reference and generated text of the first --rouge-samples examples; all ranks."""
-    count = None  # of batches: all
-    if args.rouge_samples is not None:
-        count = math.ceil(args.rouge_samples / loader.batch_sampler.global_batch)
-    decode = functools.partial(tokenizer.batch_decode, skip_special_tokens=True)
+    (loader,) = loaders.values()
     mine = []
     with policies.generation(args, model, run.device, args.num_beams) as generate:
-        for batch in ranks.progress(itertools.islice(loader, count), "summaries"):
+        for batch in ranks.progress(batches.first(loader, args.rouge_samples), "summaries"):
             inputs = {key: batch[key].to(run.device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
-            is_target = batch["labels"] != -100
-            labels = batch["labels"].masked_fill(~is_target, tokenizer.pad_token_id)
-            texts = zip(decode(batch["input_ids"]), decode(labels), decode(output), strict=True)
-            for triple, row in zip(texts, is_target, strict=True):
-                if row.any():  # or it is no example, see `validation`
-                    mine.append(triple)
+            mine += summarization_dataset.generated_texts(batch, output, tokenizer)
     return ranks.gather_in_turn(mine, args.rouge_samples)
 
 
 def run_without_training(args: Namespace, device: torch.device, run: Run) -> None:
     """What --export-only, --prepare-only and --evaluate-only ask for; all ranks."""
     if args.export_only:
-        model, tokenizer, identity = setup_model(args, device, pretrained=False)
-        run.export_checkpoint(model, tokenizer, identity)
+        run.export_checkpoint(*setup_model(args, device, pretrained=False))
     elif args.prepare_only:
         model, tokenizer, _ = load_model(args, device, pretrained=False)
         run.write_prepared(*setup_data(args, tokenizer, model.config), tokenizer)
@@ -342,8 +330,7 @@ def run_without_training(args: Namespace, device: torch.device, run: Run) -> Non
         _, val_loaders = setup_data(args, tokenizer, policies.unwrapped(model).config)
         run.load_evaluated(model, identity)
         results = validation(args, model, val_loaders, run)
-        (val_loader,) = val_loaders.values()
-        triples = summarize(args, model, tokenizer, val_loader, run)
+        triples = summarize(args, model, tokenizer, val_loaders, run)
         run.write_evaluation(val_loaders, results | summarization_dataset.rouge(triples), triples)
 
 

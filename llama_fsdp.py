@@ -429,8 +429,7 @@ def validation(
 def run_without_training(args: Namespace, device: torch.device, run: Run) -> None:
     """What --export-only, --prepare-only and --evaluate-only ask for; all ranks."""
     if args.export_only:
-        model, tokenizer, identity = setup_model(args, device, pretrained=False)
-        run.export_checkpoint(model, tokenizer, identity)
+        run.export_checkpoint(*setup_model(args, device, pretrained=False))
     elif args.prepare_only:
         _, tokenizer, _ = load_model(args, device, pretrained=False)
         run.write_prepared(*setup_data(args, tokenizer), tokenizer)

@@ -258,6 +258,8 @@ def load_tokens(
     shaping = ("source_length", "target_length", "source_prefix")
     tokens.check_origin(source.name, source.rows, FEATURES, args, shaping, tokenizer)
     parts = [tokens.check(source.name, source.rows, limits, tokenizer)]
+    if set(FEATURES) <= set(source.rows.column_names):  # as --prepare-only leaves them
+        return {split: source.rows.select_columns(list(FEATURES)) for split in source.percent}
     if len(source.percent) > 1:
         parts = tokens.split(source.name, *parts)
 
@@ -433,6 +435,21 @@ def padded_width(rows: list[np.ndarray]) -> int:
     """That of the longest row, at least 1; on a GPU rounded up to a multiple of 8."""
     multiple = 1 if ranks.accelerator() is None else 8
     return max(1, -(-max(map(len, rows)) // multiple)) * multiple
+
+
+def generated_texts(
+    batch: dict[str, torch.Tensor | int], output: torch.Tensor, tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[str, str, str]]:
+    """Source, reference and generated text of each example in a batch of `collate`.
+
+    `output` has the generated ids, int64 [batch, length]. A row without targets is no example.
+    """
+    is_target = batch["labels"] != -100
+    labels = batch["labels"].masked_fill(~is_target, tokenizer.pad_token_id)
+    parts = (batch["input_ids"], labels, output)
+    decoded = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in parts)
+    triples = zip(*decoded, strict=True)
+    return [triple for triple, row in zip(triples, is_target, strict=True) if row.any()]
 
 
 def check_generation(args: argparse.Namespace) -> list[str]:

@@ -112,7 +112,7 @@ def automatic(args: Namespace, config: PretrainedConfig) -> str:
     has_window = window is not None and window < args.max_seq_length
     # A compiled graph would break at a CPU's documents, which are there one by one.
     breaks = args.compile and ranks.accelerator() is None
-    if has_window or config.attention_dropout or breaks or args.prepare_only:
+    if has_window or config.attention_dropout or breaks:
         return "sdpa"
     for candidate in ("flash", "varlen"):
         with contextlib.suppress(ValueError):
@@ -163,11 +163,13 @@ def choose(args: Namespace, config: PretrainedConfig) -> None:
 
     `args.attention` is not auto then, so that the run's record names what runs.
     """
+    if args.prepare_only:
+        return  # nothing is computed
     if args.attention == "auto":
         args.attention = automatic(args, config)
     name = args.attention
     config._attn_implementation = name
-    if name in ("flash", "varlen") and not args.prepare_only:
+    if name in ("flash", "varlen"):
         if config.attention_dropout:
             raise ValueError(f"--attention {name} has no dropout: use sdpa for this model")
         register(varlen_kernel(name, args.precision), args.max_seq_length)

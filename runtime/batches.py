@@ -118,6 +118,14 @@ def val_loader(args: Namespace, dataset: Any, collate: Callable) -> DataLoader:
     return _loader(dataset, sampler, collate)
 
 
+def first(loader: DataLoader, samples: int | None) -> Iterator[dict[str, Tensor | int]]:
+    """The batches of this rank that hold the first `samples` of all ranks; None: all of them."""
+    count = None
+    if samples is not None:
+        count = math.ceil(samples / loader.batch_sampler.global_batch)
+    return itertools.islice(loader, count)
+
+
 def _loader(dataset: Any, sampler: GlobalBatchSampler, collate: Callable) -> DataLoader:
     if isinstance(dataset, Dataset):
         dataset = Rows(dataset)

@@ -83,7 +83,9 @@ def check(path: Path, here: dict[str, Any], args: Namespace) -> None:
     what = ", ".join(f"{name} ({saved.get(name)} there, {here[name]} here)" for name in differing)
     remedy = "give what it had, or another --output-dir"
     flags = _changed_flags(path.parent.parent, args)
-    if flags and "data" in differing:
+    if "data" not in differing:
+        flags = [flag for flag in flags if flag.startswith("--model-name ")]
+    if flags and {"model", "data"} & set(differing):
         remedy = f"give what it had of {', '.join(flags)}, or another --output-dir"
     if GROUPING in differing:
         remedy = "go on with the version of the script that wrote it, or give another --output-dir"

@@ -199,10 +199,8 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
     path = Path(resume).resolve()
     elsewhere = newest and path.parent != newest.parent.resolve()
     is_older = newest and path.name < newest.name
-    again = (
-        identities.last_start(directory)["arguments"].get("resume") == resume
-    )  # as a requeued job has
-    if elsewhere or (is_older and again):
+    last = identities.last_start(directory)["arguments"].get("resume")
+    if elsewhere or (is_older and last == resume):  # as a requeued job has it again
         print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
         return found
     checkpoint = _given_checkpoint(resume)

@@ -511,16 +511,9 @@ class Run:
                              "one --val-dataset")  # fmt: skip
         sets = (loader.dataset.dataset, *(other.dataset.dataset for other in val_loaders.values()))
         path = self.directory / tokens.PREPARED
-        if str(path.resolve()) in self._data_paths():
-            raise ValueError(f"--prepare-only would replace {path}: give another --output-dir")
         made_from = {"script": self.script, "arguments": vars(self.args)}
         ranks.on_rank_zero(tokens.save, path, *sets, tokenizer, made_from)
         self.say(f"the tokens are in {path}: --dataset {path}")
-
-    def _data_paths(self) -> set[str]:
-        names = [self.args.dataset, getattr(self.args, "val_dataset", None)]
-        flat = [x for name in names for x in (name if isinstance(name, list) else [name])]
-        return {str(Path(name).resolve()) for name in flat if name}
 
     def _memory(self) -> dict[str, float]:
         if self.args.track_memory:

@@ -37,8 +37,12 @@ def save(
 ) -> None:  # fmt: skip
     """Write the splits train and validation as the directory `path`, complete or not at all.
 
-    What they are `made_from` stands as JSON in their description, and the tokenizer's sum.
+    What they are `made_from` stands as JSON in their description, and the tokenizer's sum. Raises
+    ValueError if they are read from there.
     """
+    files = [Path(file["filename"]) for rows in (train, val) for file in rows.cache_files]
+    if any(path.resolve() in file.resolve().parents for file in files):
+        raise ValueError(f"--prepare-only would replace {path}: give another --output-dir")
     text = json.dumps(made_from | {"tokenizer": tokenizer_sum(tokenizer)})
     parts = {}
     for name, rows in ("train", train), ("validation", val):

@@ -73,7 +73,7 @@ def main() -> None:
             state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
             checkpoints.load_weights(best, state.model)
             loader.batch_sampler.seed = None  # in their order
-            triples = T5_training.summarize(args, state.model, tokenizer, loader, run)
+            triples = T5_training.summarize(args, state.model, tokenizer, {"": loader}, run)
             results[f"generated {precision} {strategy}"] = triples
     if dist.get_rank() == 0:
         torch.save(results, output)

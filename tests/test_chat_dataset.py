@@ -647,7 +647,7 @@ def test_bad_rows_are_left_out(
 ) -> None:
     """In several processes, too; the rows that are left are as without the others."""
     monkeypatch.setattr(readers, "LARGE", large)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     path = str(some_bad_rows(tmp_path, 30, 15))
     with pytest.raises(ValueError, match="pairs.jsonl, row 1: the assistant's turn is empty"):
         chat_dataset.load_documents(arguments(), ByT5Tokenizer(), path, verbose=True)
@@ -701,7 +701,7 @@ def test_documents_of_one_chat_stay_together(
 ) -> None:
     """In training or in validation, by their key; how many chats gave several is printed."""
     monkeypatch.setattr(readers, "LARGE", large)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     turns = [[CHAT[0], USER | {"content": str(i)}, *CHAT[2 : 3 + i % 2 * 2]] for i in range(60)]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
