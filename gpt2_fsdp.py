@@ -196,6 +196,7 @@ def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: hf_weights.Init | None
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
+    policies.fuse_gelu(model)
     policy = policies.wrap_policy(BLOCKS)
     if args.wrap == "size":
         policy = policies.size_policy(model, args.min_num_params)

@@ -315,6 +315,7 @@ def read_model(args: Namespace) -> Model:
     compute = policies.PRECISIONS[args.precision].param_dtype
     with torch.device("meta"):
         model = script.MODEL(config)
+    policies.fuse_gelu(model)
     if args.lora_rank:
         add_adapters(args, script, model, compute)
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5, whose head is not tied

@@ -158,9 +158,9 @@ def environment_for(processes: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | os.environ
 
 
-def launch(processes: int, *command: str) -> dict | list:
+def launch(processes: int, *command: str, python: str = sys.executable) -> dict | list:
     """Run a program under torchrun, and return the JSON in the last line of what it prints."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(processes), *map(str, command)]
     environment = environment_for(processes)
     # Or each thread of `relay` would keep what it once had, and a freed tensor would stay.

@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,15 +30,20 @@ from runtime.output import open_output
 from runtime.run import Run
 
 
+def instances(tasks: Path) -> Iterator[tuple[str, str]]:
+    """The prompt and the output of every instance of self-instruct that has an output."""
+    for task in map(json.loads, tasks.read_text().splitlines()):
+        for instance in task["instances"]:
+            if instance["output"].strip():
+                prompt = f"{task['instruction']}\n{instance['input']}".strip()
+                yield prompt, instance["output"]
+
+
 def write_chats(tasks: Path, chats: Path) -> None:
-    """Every instance with an output, as a prompt and its completion."""
+    """Each of them, as a prompt and its completion."""
     with chats.open("w") as file:
-        for task in map(json.loads, tasks.read_text().splitlines()):
-            for instance in task["instances"]:
-                if instance["output"].strip():
-                    prompt = f"{task['instruction']}\n{instance['input']}".strip()
-                    row = {"prompt": prompt, "completion": instance["output"]}
-                    file.write(json.dumps(row) + "\n")
+        for prompt, output in instances(tasks):
+            file.write(json.dumps({"prompt": prompt, "completion": output}) + "\n")
 
 
 def epoch(args: argparse.Namespace, made: tuple) -> tuple[float, int, int]:

@@ -50,6 +50,8 @@ def programs(preset: str, processes: int, data: Path | None) -> dict[str, str]:
         articles = f"{'' if cpu else ' --model t5-base'} --dataset {data / 'xsum_200.jsonl'}"
         columns = " --source-column document --target-column summary"
         commands["Useful tokens of T5, news"] = "useful_tokens.py" + n + articles + columns
+    own = f" --articles {data / 'xsum_200.jsonl'}" if data else ""
+    commands["Side by side"] = f"side_by_side.py --preset {preset}" + n + tasks + own
     if not cpu:
         commands["Llama 2 7B on one GPU"] = "one_gpu.py"
     return commands

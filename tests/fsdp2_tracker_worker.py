@@ -89,6 +89,7 @@ def main() -> None:
     length = memory_estimator.LENGTHS[config.model_type]
     with torch.device("meta"):
         model = script.MODEL(config)
+    policies.fuse_gelu(model)
     if options.lora_rank:
         memory_estimator.add_adapters(options, script, model, torch.bfloat16)
     with FakeTensorMode():

@@ -19,6 +19,7 @@ from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 import block_dataset
 import gpt2_fsdp
+import policies
 from runtime import arguments
 
 TWO_RANKS = SHARED_VARIANTS | {
@@ -246,6 +247,32 @@ def functions(path: Path) -> dict[str, str]:
     text = path.read_text()
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     return {node.name: ast.get_source_segment(text, node) for node in nodes}
+
+
+def test_gelu_in_one_kernel_is_the_same() -> None:
+    """Logits and gradients as by Transformers' own; autograd keeps a tensor where it kept four."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    ids = torch.arange(30)[None]
+
+    def look() -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        kept = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            return kept.setdefault(id(tensor), tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logits = model(ids).logits
+        gradients = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
+        return logits, gradients, sum(x.shape == (1, 30, 256) for x in kept.values())
+
+    logits, gradients, kept = look()
+    policies.fuse_gelu(model)
+    fused_logits, fused_gradients, fused_kept = look()
+    torch.testing.assert_close(fused_logits, logits, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(fused_gradients, gradients, rtol=1e-5, atol=1e-7)
+    assert (kept, fused_kept) == (8, 2)  # of two blocks
 
 
 def test_functions_meant_to_be_identical_are() -> None:

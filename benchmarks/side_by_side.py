@@ -1,0 +1,485 @@
+"""Side by side with what a user would pick: trainers of TRL and of Transformers, and litgpt.
+
+    pip install -r requirements.txt -r benchmarks/requirements.txt trl==1.16.0
+    python benchmarks/side_by_side.py --tasks seed_tasks.jsonl --articles xsum_200.jsonl
+    python benchmarks/side_by_side.py --preset gpu --processes 8
+
+- trl: SFTTrainer with packing and assistant_only_loss against llama_fsdp.py, on chats.
+- seq2seq: Seq2SeqTrainer, group_by_length and a padding collator against T5_training.py, on pairs.
+- trainer: Trainer on grouped blocks, as in Transformers' run_clm.py, against gpt2_fsdp.py.
+- litgpt: `fit` of its pretrain.py, in launches of its own, see litgpt_step.py.
+
+Each pair has the same weights, rows, global batch, precision and optimizer, no dropout, and nothing
+recomputed. A loop runs in a thread of its own that waits while the others make their step (on GPUs
+ten), after a barrier of all ranks. On a CPU the trainers have no FSDP and use
+DistributedDataParallel; compare them with ours under ddp there. CPU seconds are those of rank 0,
+and steadier than the clock. A target is a token that is predicted and is no padding. The loss that
+a trainer reports for its first step is compared with that of the model alone, a sample at a time.
+
+Without `--tasks` (instructions of self-instruct) and `--articles` (`document` and `summary` in each
+line) Python's docstrings stand in.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+from common import Loop, TimedRun, launch, relay
+from datasets import Dataset
+from packing import instances
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
+
+import gpt2_fsdp
+import llama_fsdp
+import T5_training
+from runtime import readers
+from runtime.output import open_output
+
+CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{%
+if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>'
+}}{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n'
+}}{% endfor %}{{ '<|im_start|>assistant\n' if add_generation_prompt else '' }}"""
+VOCABULARY = 8192
+IDS = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+SHAPES = {
+    "cpu": {
+        "llama": {"hidden_size": 320, "intermediate_size": 864, "num_hidden_layers": 6,
+                  "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": VOCABULARY},
+        "t5": {"d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 6, "num_heads": 4,
+               "vocab_size": VOCABULARY},
+        "gpt2": {"n_embd": 320, "n_layer": 8, "n_head": 5, "vocab_size": VOCABULARY},
+    },
+    "gpu": {  # TinyLlama's 1.1B, T5 large, GPT-2 large
+        "llama": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+                  "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000},
+        "t5": {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16,
+               "vocab_size": 32_128},
+        "gpt2": {"n_embd": 1280, "n_layer": 36, "n_head": 20, "vocab_size": 50_257},
+    },
+}  # fmt: skip
+LENGTHS = {"cpu": {"pack": 1024, "block": 256}, "gpu": {"pack": 2048, "block": 1024}}
+
+
+def write_rows(options: argparse.Namespace, directory: Path) -> list[str]:
+    """Write chats.jsonl, pairs.jsonl and texts.jsonl, and their first eight rows; all texts."""
+    documented = [(row["text"], row["headline"]) for row in readers.docstring_rows()]
+    pairs = documented[: options.rows]
+    turns = [(headline, text) for text, headline in pairs]
+    if options.tasks:
+        turns = list(instances(options.tasks))
+    if options.articles:
+        lines = map(json.loads, options.articles.read_text().splitlines())
+        pairs = [(line["document"], line["summary"]) for line in lines]
+    texts = [text for text, _ in documented]
+    chats = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        for asked, answer in turns
+    ]
+    rows = {
+        "chats": [{"messages": chat} for chat in chats],
+        "pairs": [{"source": source, "target": target} for source, target in pairs],
+        "texts": [{"text": text} for text in texts[: options.rows]],
+    }
+    for name, found in rows.items():
+        for path, part in ((f"{name}.jsonl", found), (f"{name}-few.jsonl", found[:8])):
+            lines = [json.dumps(row) + "\n" for row in part]
+            directory.joinpath(path).write_text("".join(lines))
+    return texts + [text for turn in turns for text in turn] + [text for text, _ in pairs]
+
+
+def write_models(preset: str, texts: list[str], directory: Path) -> None:
+    """Write a random Llama, T5 and GPT-2 with a byte-level BPE tokenizer of these texts."""
+    bpe = ByteLevelBPETokenizer()
+    special = ["<pad>", "<|im_end|>", "<|im_start|>", "<unk>"]
+    bpe.train_from_iterator(texts, VOCABULARY, special_tokens=special, show_progress=False)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, pad_token="<pad>", eos_token="<|im_end|>",
+        unk_token="<unk>", chat_template=CHATML,
+    )  # fmt: skip
+    shapes = SHAPES[preset]
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    configs = {
+        transformers.LlamaForCausalLM: transformers.LlamaConfig(**IDS, **shapes["llama"]),
+        transformers.T5ForConditionalGeneration: transformers.T5Config(
+            decoder_start_token_id=0, dropout_rate=0.0, **IDS, **shapes["t5"]
+        ),
+        transformers.GPT2LMHeadModel: transformers.GPT2Config(
+            **IDS, **no_dropout, **shapes["gpt2"]
+        ),
+    }
+    for model_class, config in configs.items():
+        model_class(config).save_pretrained(directory / config.model_type)
+        tokenizer.save_pretrained(directory / config.model_type)
+
+
+class Turns:
+    """What a loop tells at the ends of its steps: CPU seconds and targets of this rank in each."""
+
+    def __init__(self, end_of_step: Callable[[], None]):
+        self.next_turn = end_of_step
+        self.targets: list[int | Tensor] = []
+        self.cpu_seconds: list[float] = []
+        self.start = time.process_time()
+
+    def end_of_step(self) -> None:
+        """Wait for the next turn."""
+        self.cpu_seconds.append(time.process_time() - self.start)
+        self.next_turn()
+        self.start = time.process_time()
+
+
+class CountingRun(TimedRun):
+    """A run of ours whose targets are counted."""
+
+    def __init__(self, args: argparse.Namespace, state: object, turns: Turns):
+        super().__init__(args, state, turns.end_of_step)
+        self.turns = turns
+
+    def exchange(self, counts: list[tuple[int, int]]) -> Tensor:
+        """As ever."""
+        self.turns.targets.append(sum(targets for targets, _ in counts))
+        return super().exchange(counts)
+
+
+def watched(trainer_class: type, turns: Turns) -> type:
+    """A trainer that takes turns, and keeps its first batch and the loss that it reports of it."""
+
+    class Watched(trainer_class):
+        first_batch: dict[str, Tensor] | None = None
+        first_loss: float | None = None
+
+        def compute_loss(self, model: torch.nn.Module, inputs: dict, *args, **options):
+            if self.first_batch is None:
+                self.first_batch = dict(inputs)
+            turns.targets.append(count_targets(self.model, inputs["labels"]))
+            return super().compute_loss(model, inputs, *args, **options)
+
+        def log(self, logs: dict[str, float], *args) -> None:
+            if self.first_loss is None:
+                self.first_loss = logs["loss"]
+
+    class EndOfStep(transformers.TrainerCallback):
+        def on_step_end(self, *_: object, **options: object) -> None:
+            turns.end_of_step()
+
+    def build(*args, **options) -> transformers.Trainer:
+        trainer = Watched(*args, **options, callbacks=[EndOfStep()])
+        trainer.remove_callback(transformers.PrinterCallback)
+        return trainer
+
+    return build
+
+
+def count_targets(model: torch.nn.Module, labels: Tensor) -> Tensor:
+    """How many labels are predicted: a causal model shifts them, and has none for the first."""
+    if not model.config.is_encoder_decoder:
+        labels = labels[:, 1:]
+    return (labels != -100).sum()
+
+
+def samples(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Each of a batch alone, without padding: documents of a pack, pairs, or blocks."""
+    if "position_ids" in batch:
+        starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+        ends = [*starts[1:], batch["input_ids"].shape[1]]
+        for start, end in zip(starts, ends, strict=True):
+            yield {name: batch[name][:, start:end] for name in ("input_ids", "labels")}
+        return
+    for row in range(len(batch["input_ids"])):
+        kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[row].bool()
+        labels = batch["labels"][row]
+        if "attention_mask" in batch and labels.shape != kept.shape:
+            labels = labels[labels != -100]
+        yield {"input_ids": batch["input_ids"][row][kept][None], "labels": labels[None]}
+
+
+@torch.no_grad()
+def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
+    """Mean loss over the targets of all ranks' batches, of the model alone, a sample at a time."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for sample in samples(batch):
+        count = count_targets(model, sample["labels"])
+        if count > 0:
+            on_cpu = {name: value.cpu() for name, value in sample.items()}
+            total += torch.stack([model(**on_cpu).loss.double() * count.cpu(), count.cpu()])
+    total = total.to(batch["labels"].device)
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def common_options(args: argparse.Namespace, blocks: str) -> dict[str, object]:
+    """What all trainers are told, as ours are."""
+    gpu = torch.cuda.is_available()
+    sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
+        "version": 1, "transformer_layer_cls_to_wrap": blocks.split(), "use_orig_params": True,
+        "backward_prefetch": "backward_pre",
+    }} if gpu else {}  # fmt: skip
+    return sharded | {
+        "output_dir": f"{args.output_dir}/peer", "max_steps": 100_000, "learning_rate": args.lr,
+        "per_device_train_batch_size": args.batch_size, "max_grad_norm": args.max_grad_norm,
+        "weight_decay": args.weight_decay, "logging_steps": args.log_every,
+        "logging_first_step": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": not gpu, "bf16": args.precision == "bf16", "optim": "adamw_torch_fused",
+        "gradient_checkpointing": False, "ddp_find_unused_parameters": False,
+    }  # fmt: skip
+
+
+def trl_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
+    """SFTTrainer on packed chats."""
+    import trl
+
+    attention = "sdpa"
+    if torch.cuda.is_available() and transformers.utils.is_flash_attn_2_available():
+        attention = "flash_attention_2"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        args.model_name, dtype=torch.float32, attn_implementation=attention
+    )
+    config = trl.SFTConfig(
+        packing=True, assistant_only_loss=True, max_length=args.max_seq_length,
+        **common_options(args, "LlamaDecoderLayer"),
+    )  # fmt: skip
+    rows = Dataset.from_json(args.dataset[0])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+    build = watched(trl.SFTTrainer, turns)
+    return build(model, config, train_dataset=rows, processing_class=tokenizer)
+
+
+def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
+    """Seq2SeqTrainer as in Transformers' run_summarization.py, with group_by_length."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+    model = transformers.T5ForConditionalGeneration.from_pretrained(
+        args.model_name, dtype=torch.float32
+    )
+
+    def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        found = tokenizer(
+            [f"summarize: {text}{tokenizer.eos_token}" for text in batch["source"]],
+            truncation=True, max_length=args.source_length, return_token_type_ids=False,
+        )  # fmt: skip
+        targets = [text + tokenizer.eos_token for text in batch["target"]]
+        length = args.target_length
+        labels = tokenizer(text_target=targets, truncation=True, max_length=length)
+        return {**found, "labels": labels["input_ids"]}
+
+    rows = Dataset.from_json(args.dataset)
+    rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)
+    options = transformers.Seq2SeqTrainingArguments(
+        train_sampling_strategy="group_by_length", **common_options(args, "T5Block")
+    )
+    collator = transformers.DataCollatorForSeq2Seq(tokenizer, model=model)
+    build = watched(transformers.Seq2SeqTrainer, turns)
+    return build(model, options, train_dataset=rows, data_collator=collator)
+
+
+def clm_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
+    """Trainer as in Transformers' run_clm.py: joined texts in blocks of one length."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+    model = transformers.GPT2LMHeadModel.from_pretrained(args.model_name, dtype=torch.float32)
+    texts = [text + tokenizer.eos_token for text in Dataset.from_json(args.train_file)["text"]]
+    ids = [x for row in tokenizer(texts)["input_ids"] for x in row]
+    starts = range(0, len(ids) - args.block_size + 1, args.block_size)
+    blocks = [ids[start : start + args.block_size] for start in starts]
+    rows = Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+    options = transformers.TrainingArguments(**common_options(args, "GPT2Block"))
+    build = watched(transformers.Trainer, turns)
+    collator = transformers.default_data_collator
+    return build(model, options, train_dataset=rows, data_collator=collator)
+
+
+class Peer(NamedTuple):
+    """What is compared: a script and its flags, and a trainer."""
+
+    script: ModuleType
+    model: str
+    flags: str
+    trainer: Callable[[argparse.Namespace, Turns], transformers.Trainer] | None
+
+
+BLOCKS = "--train-file texts.jsonl --val-file texts-few.jsonl --block-size {block} --batch-size 8"
+PEERS = {
+    "trl": Peer(
+        llama_fsdp,
+        "llama",
+        "--dataset chats.jsonl --val-dataset chats-few.jsonl --max-seq-length {pack} "
+        "--batch-size 2 --no-activation-checkpointing",
+        trl_trainer,
+    ),
+    "seq2seq": Peer(
+        T5_training,
+        "t5",
+        "--dataset pairs.jsonl --val-dataset pairs-few.jsonl --source-column source "
+        "--target-column target --batch-size 8",
+        seq2seq_trainer,
+    ),
+    "trainer": Peer(gpt2_fsdp, "gpt2", BLOCKS, clm_trainer),
+    "litgpt": Peer(gpt2_fsdp, "gpt2", BLOCKS, None),
+}
+OURS = {
+    "cpu": {"ours, ddp": ["--strategy", "ddp"], "ours, full_shard": []},
+    "gpu": {"ours, full_shard": []},
+}
+
+
+def ours(
+    options: argparse.Namespace, flags: list[str], device: torch.device, turns: dict[str, Turns]
+) -> tuple[dict[str, Loop], int]:
+    """Our loops, by their names, and the steps of an epoch."""
+    script = PEERS[options.worker].script
+    # What an epoch's end brings is not part of a step, and the others do not do it.
+    script.validation = lambda *_: {"loss": math.inf}
+    loops = {}
+    for name, more in OURS[options.preset].items():
+        args = script.parse_args([*flags, *more])
+        state, _, loader, _ = script.prepare(args, device, None)
+
+        def loop(
+            end_of_step: Callable[[], None], name=name, args=args, state=state, loader=loader
+        ) -> None:
+            turns[name] = Turns(end_of_step)
+            script.train(args, state, loader, {}, CountingRun(args, state, turns[name]))
+
+        loops[name] = loop
+    return loops, loader.batch_sampler.steps_per_epoch
+
+
+def worker(options: argparse.Namespace) -> None:
+    """Run ours and a peer in turn on this rank, in the directory of the data; print JSON."""
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    peer = PEERS[options.worker]
+    flags = peer.flags.format(**LENGTHS[options.preset]).split()
+    flags += ["--model-name", f"./{peer.model}", "--max-steps", "100000", "--output-dir", "output"]
+    args = peer.script.parse_args(flags)
+    device = peer.script.setup(args)
+    open_output(Path(args.output_dir), "auto", peer.script.SCRIPT)
+    turns: dict[str, Turns] = {}
+    trainers = []
+    loops, steps = ours(options, flags, device, turns)
+
+    def theirs(end_of_step: Callable[[], None]) -> None:
+        turns[options.worker] = Turns(end_of_step)
+        trainers.append(peer.trainer(args, turns[options.worker]))
+        trainers[0].train()
+
+    if peer.trainer:
+        loops[options.worker] = theirs
+    at_once = 10 if device.type == "cuda" else 1
+    count = math.ceil(options.epochs * steps / at_once)
+    seconds = relay(loops, count, device, at_once)
+    found = {"rows": {}, "steps": count * at_once}
+    for name in loops:
+        timed = slice(at_once, at_once * (count + 1))
+        targets = torch.tensor([int(x) for x in turns[name].targets[timed]], device=device)
+        dist.all_reduce(targets)
+        cpu = turns[name].cpu_seconds[timed]
+        found["rows"][name] = {
+            "targets": targets.sum().item(),
+            "seconds": sum(seconds[name]),
+            "cpu": sum(cpu) / len(cpu),
+        }
+    for trainer in trainers:
+        whole = type(trainer.model).from_pretrained(args.model_name, dtype=torch.float32)
+        found["wrapped"] = type(trainer.model_wrapped).__name__
+        found["reported"] = trainer.first_loss
+        found["plain"] = plain_loss(whole.eval(), trainer.first_batch)
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    peer.script.cleanup()
+
+
+def beside_litgpt(options: argparse.Namespace, directory: Path) -> dict:
+    """Ours and litgpt, a launch of each in turn; as `worker` prints it, added up."""
+    length = LENGTHS[options.preset]["block"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "gpt2")
+    rows = map(json.loads, directory.joinpath("texts.jsonl").read_text().splitlines())
+    texts = [row["text"] + tokenizer.eos_token for row in rows]
+    ids = torch.tensor([x for row in tokenizer(texts)["input_ids"] for x in row])
+    torch.save(ids.unfold(0, length + 1, length).clone(), directory / "blocks.pt")
+    flags = ["--worker", "litgpt", "--preset", options.preset, "--epochs", 1]
+    shape = json.dumps(SHAPES[options.preset]["gpt2"])
+    theirs = ["--blocks", directory / "blocks.pt", "--shape", shape, "--batch-size", 8]
+    total = {"steps": 0, "wrapped": "litgpt's own", "rows": {}}
+    for _ in range(options.epochs):
+        found = launch(options.processes, Path(__file__), *flags)
+        program = [Path(__file__).with_name("litgpt_step.py"), *theirs, "--steps", found["steps"]]
+        found["rows"]["litgpt"] = launch(options.processes, *program, python=options.litgpt)
+        total["steps"] += found["steps"]
+        for name, row in found["rows"].items():
+            sums = total["rows"].setdefault(name, {"targets": 0, "seconds": 0.0, "cpu": 0.0})
+            sums["targets"] += row["targets"]
+            sums["seconds"] += row["seconds"]
+            sums["cpu"] += row["cpu"] / options.epochs
+    return total
+
+
+def report(name: str, found: dict) -> None:
+    """Print a table."""
+    print(f"\n{PEERS[name].script.SCRIPT}.py, {found['steps']} steps of each in turn; {name} wraps "
+          f"the model in {found['wrapped']}\n")  # fmt: skip
+    rows = found["rows"]
+    base_name, base = next(iter(rows.items()))
+    print(f"| loop | targets | s | targets/s | of {base_name} | CPU s a step | of {base_name} |")
+    print("|---|---|---|---|---|---|---|")
+    for loop, row in rows.items():
+        speed = row["targets"] / row["seconds"]
+        share = speed / (base["targets"] / base["seconds"])
+        print(f"| {loop} | {row['targets']:,.0f} | {row['seconds']:.1f} | {speed:,.0f} "
+              f"| {share:.2f} | {row['cpu']:.3f} | {row['cpu'] / base['cpu']:.2f} |")  # fmt: skip
+    if "plain" in found:
+        print(f"\n{name} reports a loss of {found['reported']:.6f} for its first step; the model "
+              f"alone has {found['plain']:.6f}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """Print a table for each peer."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=list(SHAPES), default="cpu", help="sizes")
+    parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
+    parser.add_argument("--peers", nargs="+", choices=list(PEERS), help="which",
+        default=["trl", "seq2seq", "trainer"])  # fmt: skip
+    parser.add_argument("--tasks", type=Path, help="a JSONL file of self-instruct")
+    parser.add_argument("--articles", type=Path, help="JSONL of document and summary")
+    parser.add_argument("--rows", type=int, default=800, help="docstrings, where they stand in")
+    parser.add_argument("--epochs", type=int, default=3, help="timed ones, as ours has them")
+    parser.add_argument("--litgpt", help="the Python of litgpt's environment")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # a peer
+    options = parser.parse_args()
+    if options.worker:
+        worker(options)
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        texts = write_rows(options, directory)
+        write_models(options.preset, texts, directory)
+        os.chdir(directory)
+        for name in options.peers:
+            if name == "trl" and not importlib.util.find_spec("trl"):
+                print("\ntrl is not installed: left out")
+                continue
+            if name == "litgpt":
+                report(name, beside_litgpt(options, directory))
+                continue
+            flags = ["--worker", name, "--preset", options.preset, "--epochs", options.epochs]
+            report(name, launch(options.processes, Path(__file__), *flags))
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # as the scripts do, and why
