@@ -63,6 +63,19 @@ def test_step_time() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("peer, share", [("trl", 1.0), ("seq2seq", 2.0), ("trainer", 255 / 256)])
+def test_side_by_side(peer: str, share: float) -> None:
+    """Rows of all loops; the loss that a trainer reports is that of the model alone, but for the
+    factors that RESULTS.md names."""
+    pytest.importorskip("trl" if peer == "trl" else "accelerate", reason=f"{peer} needs it")
+    table = run(f"side_by_side.py --peers {peer} --rows 40 --epochs 1")
+    for name in ("ours, ddp", "ours, full_shard", peer):
+        assert len(re.findall(rf"^\| {name} \|", table, re.M)) == 1
+    reported, alone = re.search(r"of (\S+) for its first step; .* has (\S+)", table).groups()
+    assert float(alone) * share == pytest.approx(float(reported), rel=2e-3)
+
+
+@pytest.mark.slow
 def test_useful_tokens() -> None:
     """Ours has the same samples in less time than the tutorial's way: the bar is 1.5."""
     assert float(run("useful_tokens.py").split()[-1]) >= 1.5
