@@ -9,6 +9,7 @@ GPT-2 with rotary ones, of the same widths, with the embedding as its head; it i
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ def main() -> None:
     sharded = FSDPStrategy(auto_wrap_policy={Block}, sharding_strategy="FULL_SHARD")
     fabric = lightning.Fabric(
         accelerator="auto" if gpu else "cpu",
-        devices=torch.cuda.device_count() if gpu else 2,
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=sharded if gpu else "ddp",
         precision="bf16-mixed" if gpu else "32-true",
     )

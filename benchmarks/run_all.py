@@ -1,7 +1,7 @@
 """Run all benchmarks and write their tables into RESULTS.md, with machine, versions and commands.
 
     pip install -r benchmarks/requirements.txt
-    python benchmarks/run_all.py --preset cpu                    # two CPU processes, half an hour
+    python benchmarks/run_all.py --preset cpu                    # two CPU processes, an hour
     python benchmarks/run_all.py --preset gpu --processes 8      # one process per GPU
 
 `--data` is a directory with seed_tasks.jsonl of self-instruct and xsum_200.jsonl (`document` and

@@ -146,7 +146,8 @@ def test_every_command_is_marked_or_run_by_a_test() -> None:
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
         "python memory_estimator.py",  # test_estimates_in_the_readme
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
-        "python benchmarks/compare_strategies.py", "python benchmarks/plot_runs.py",
+        "python benchmarks/side_by_side.py", "python benchmarks/compare_strategies.py",
+        "python benchmarks/plot_runs.py",
     )  # fmt: skip
     for line in lines:
         assert re.search(r"# (GPUs|hub)", line) or line.startswith(run), line
