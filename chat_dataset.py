@@ -226,7 +226,7 @@ def load_documents(
         return tuple(load_parts(args, tokenizer, name, ["train_split"], verbose))
     parts = load_parts(args, tokenizer, name, ["train_split", "val_split"], verbose)
     if len(parts) == 1:
-        return readers.hold_out(name, parts[0], parts[0]["key"][:])
+        return readers.hold_out(name, parts[0], parts[0].with_format("numpy")["key"][:])
     return tuple(parts)
 
 
@@ -273,7 +273,7 @@ def encode_rows(
     features = FEATURES | bad_rows.ORIGIN
     encode_batch = encoder(name, kind, tokenizer, args)
     found = readers.cached_map(rows, encode_batch, features, *identity, with_indices=True)
-    _, counts = np.unique(found["row"][:], return_counts=True)
+    _, counts = np.unique(found.with_format("numpy")["row"][:], return_counts=True)
     several = counts[counts > 1]
     if verbose and len(several):
         print(
@@ -315,10 +315,12 @@ def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
     """
     total = len(rows)
     limit = min(limit or total, total)
-    rows = rows.select(sorted(random.Random(0).sample(range(len(rows)), limit)))
-    cut = {i: tokens for i, tokens in enumerate(rows["cut"][:]) if tokens}
+    if limit < total:
+        rows = rows.select(sorted(random.Random(0).sample(range(total), limit)))
+    lost = rows.with_format("numpy")["cut"][:]  # tokens
+    cut = np.flatnonzero(lost).tolist()
     empty = set()
-    for i, labels in zip(cut, rows.select(list(cut))["labels"], strict=True):
+    for i, labels in zip(cut, rows.select(cut)["labels"], strict=True):
         if all(label == -100 for label in labels):
             empty.add(i)
     if verbose:
@@ -326,12 +328,14 @@ def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
         print(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
     if verbose and cut:
         print(
-            f"{name}: {len(cut):,} cut to --max-seq-length, losing {sum(cut.values()):,} tokens; "
+            f"{name}: {len(cut):,} cut to --max-seq-length, losing {lost.sum():,} tokens; "
             f"{len(empty):,} left out, whose answers begin after it",
             flush=True,
         )
     if len(empty) == limit:
         raise ValueError(f"{name}: no answer begins within --max-seq-length")
+    if not empty:
+        return rows
     return rows.select([i for i in range(limit) if i not in empty])
 
 

@@ -6,6 +6,8 @@ what is wrong with it, so that it comes back from other processes and from the c
 
 from collections import Counter
 
+import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset, Value
 
 from .readers import shortened
@@ -34,14 +36,15 @@ def good_rows(name: str, rows: Dataset, bad_rows: str, verbose: bool) -> Dataset
     `verbose` prints what is left out. Raises ValueError if there is a bad row and `bad_rows` is
     fail (the cache may hold rows mapped under skip), or if more than half of all are bad.
     """
-    numbers = rows["row"][:]
-    problems = rows["problem"][:]
-    bad = {n: reason for n, reason in zip(numbers, problems, strict=True) if reason}
-    leave_out(name, bad, len(set(numbers)), bad_rows, verbose)
+    origin = rows.with_format("arrow", list(ORIGIN))[:]
+    numbers = origin["row"].to_numpy()
+    is_bad = pc.not_equal(origin["problem"], "").to_numpy()
+    bad = {int(numbers[i]): origin["problem"][i].as_py() for i in np.flatnonzero(is_bad)}
+    leave_out(name, bad, len(np.unique(numbers)), bad_rows, verbose)
     rows = rows.remove_columns(list(ORIGIN))
     if not bad:
         return rows
-    return rows.select([i for i, reason in enumerate(problems) if not reason])
+    return rows.select(np.flatnonzero(~is_bad))
 
 
 def leave_out(name: str, bad: dict[int, str], total: int, bad_rows: str, verbose: bool) -> None:

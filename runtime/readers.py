@@ -20,7 +20,7 @@ import sysconfig
 import warnings
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,20 +289,19 @@ def cached_map(
         ) from error
 
 
-def hold_out(name: str, rows: Dataset, keys: list[int]) -> tuple[Dataset, Dataset]:
+def hold_out(name: str, rows: Dataset, keys: Sequence[int]) -> tuple[Dataset, Dataset]:
     """The rows to train on, and those of 5% of the keys, of one at least, to validate on.
 
     Rows with one key stay together. Raises ValueError if all have the same.
     """
-    distinct = sorted(set(keys))  # hashes: the least of them are a random choice
+    keys = np.asarray(keys)
+    distinct = np.unique(keys)  # sorted hashes: the least of them are a random choice
     if len(distinct) < 2:
         raise ValueError(
             f"{name}: 5% cannot be held out, as no two rows differ in what splits them"
         )
     limit = distinct[max(1, len(distinct) // 20)]
-    train = [i for i, key in enumerate(keys) if key >= limit]
-    val = [i for i, key in enumerate(keys) if key < limit]
-    return rows.select(train), rows.select(val)
+    return rows.select(np.flatnonzero(keys >= limit)), rows.select(np.flatnonzero(keys < limit))
 
 
 class Rows:
