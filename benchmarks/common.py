@@ -152,6 +152,24 @@ def step_and_weigh(
     return found | {"optimizer_bytes": held(x for x in moments if x.ndim)}
 
 
+def trainer_options(args: Namespace, block: str) -> dict[str, object]:
+    """What a trainer of Transformers is told, as ours are; on GPUs to use FSDP1 with units of the
+    class of that name. On a CPU it has DistributedDataParallel alone."""
+    gpu = torch.cuda.is_available()
+    sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
+        "version": 1, "transformer_layer_cls_to_wrap": [block], "use_orig_params": True,
+        "backward_prefetch": "backward_pre",
+    }} if gpu else {}  # fmt: skip
+    return sharded | {
+        "output_dir": f"{args.output_dir}/peer", "max_steps": 100_000, "learning_rate": args.lr,
+        "per_device_train_batch_size": args.batch_size, "max_grad_norm": args.max_grad_norm,
+        "weight_decay": args.weight_decay, "logging_steps": args.log_every,
+        "logging_first_step": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": not gpu, "bf16": args.precision == "bf16", "optim": "adamw_torch_fused",
+        "gradient_checkpointing": False, "ddp_find_unused_parameters": False,
+    }  # fmt: skip
+
+
 def environment_for(processes: int) -> dict[str, str]:
     """Threads for each of the processes, and no look at a hub."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)

@@ -55,17 +55,8 @@ class Batches:
             yield self.blocks[order[step, rank]].to(device)
 
 
-def main() -> None:
-    """Print what the last steps took as JSON on rank 0."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--blocks", type=Path, help="a tensor's file")
-    parser.add_argument("--shape", type=json.loads, help="of GPT-2, as in its config")
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--steps", type=int)
-    args = parser.parse_args()
-    blocks = torch.load(args.blocks)
-    length = blocks.shape[1] - 1
-    shape = args.shape
+def make_state(shape: dict[str, int], length: int) -> tuple[lightning.Fabric, dict]:
+    """Fabric, and what `fit` trains: a model of GPT-2's `shape`, for `length` tokens."""
     config = Config(
         block_size=length, n_embd=shape["n_embd"], n_layer=shape["n_layer"],
         n_head=shape["n_head"], vocab_size=shape["vocab_size"],
@@ -85,13 +76,25 @@ def main() -> None:
         model = GPT(config)
     initialize_weights(fabric, model, n_layer=config.n_layer, n_embd=config.n_embd)
     model.lm_head.weight = model.transformer.wte.weight
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     model = fabric.setup(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.01, fused=True)
     optimizer = fabric.setup_optimizers(optimizer)
+    return fabric, {"model": model, "optimizer": optimizer, "iter_num": 0, "step_count": 0}
+
+
+def main() -> None:
+    """Print what the last steps took as JSON on rank 0."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--blocks", type=Path, help="a tensor's file")
+    parser.add_argument("--shape", type=json.loads, help="of GPT-2, as in its config")
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--steps", type=int)
+    args = parser.parse_args()
+    blocks = torch.load(args.blocks)
+    length = blocks.shape[1] - 1
+    fabric, state = make_state(args.shape, length)
     batches = Batches(blocks, args.batch_size, args.steps + WARM_UP)
     tokens = (args.steps + WARM_UP) * args.batch_size * fabric.world_size * length
-    state = {"model": model, "optimizer": optimizer, "iter_num": 0, "step_count": 0}
     with tempfile.TemporaryDirectory() as directory:
         fit(
             fabric=fabric,
@@ -115,7 +118,6 @@ def main() -> None:
             "targets": args.steps * args.batch_size * fabric.world_size * length,
             "seconds": end - start,
             "cpu": (cpu_end - cpu_start) / args.steps,
-            "parameters": parameters,
         }
         print(json.dumps(found), flush=True)
 

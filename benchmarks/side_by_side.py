@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import transformers
-from common import Loop, TimedRun, launch, relay
+from common import Loop, TimedRun, launch, relay, trainer_options
 from datasets import Dataset
 from packing import instances
 from tokenizers import ByteLevelBPETokenizer
@@ -199,12 +199,9 @@ def samples(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         for start, end in zip(starts, ends, strict=True):
             yield {name: batch[name][:, start:end] for name in ("input_ids", "labels")}
         return
-    for row in range(len(batch["input_ids"])):
-        kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[row].bool()
-        labels = batch["labels"][row]
-        if "attention_mask" in batch and labels.shape != kept.shape:
-            labels = labels[labels != -100]
-        yield {"input_ids": batch["input_ids"][row][kept][None], "labels": labels[None]}
+    masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    for ids, mask, labels in zip(batch["input_ids"], masks, batch["labels"], strict=True):
+        yield {"input_ids": ids[mask][None], "labels": labels[labels != -100][None]}
 
 
 @torch.no_grad()
@@ -221,23 +218,6 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
     return (total[0] / total[1]).item()
 
 
-def common_options(args: argparse.Namespace, blocks: str) -> dict[str, object]:
-    """What all trainers are told, as ours are."""
-    gpu = torch.cuda.is_available()
-    sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
-        "version": 1, "transformer_layer_cls_to_wrap": blocks.split(), "use_orig_params": True,
-        "backward_prefetch": "backward_pre",
-    }} if gpu else {}  # fmt: skip
-    return sharded | {
-        "output_dir": f"{args.output_dir}/peer", "max_steps": 100_000, "learning_rate": args.lr,
-        "per_device_train_batch_size": args.batch_size, "max_grad_norm": args.max_grad_norm,
-        "weight_decay": args.weight_decay, "logging_steps": args.log_every,
-        "logging_first_step": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-        "use_cpu": not gpu, "bf16": args.precision == "bf16", "optim": "adamw_torch_fused",
-        "gradient_checkpointing": False, "ddp_find_unused_parameters": False,
-    }  # fmt: skip
-
-
 def trl_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
     """SFTTrainer on packed chats."""
     import trl
@@ -250,7 +230,7 @@ def trl_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
     )
     config = trl.SFTConfig(
         packing=True, assistant_only_loss=True, max_length=args.max_seq_length,
-        **common_options(args, "LlamaDecoderLayer"),
+        **trainer_options(args, "LlamaDecoderLayer"),
     )  # fmt: skip
     rows = Dataset.from_json(args.dataset[0])
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
@@ -278,7 +258,7 @@ def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trai
     rows = Dataset.from_json(args.dataset)
     rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)
     options = transformers.Seq2SeqTrainingArguments(
-        train_sampling_strategy="group_by_length", **common_options(args, "T5Block")
+        train_sampling_strategy="group_by_length", **trainer_options(args, "T5Block")
     )
     collator = transformers.DataCollatorForSeq2Seq(tokenizer, model=model)
     build = watched(transformers.Seq2SeqTrainer, turns)
@@ -294,7 +274,7 @@ def clm_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
     starts = range(0, len(ids) - args.block_size + 1, args.block_size)
     blocks = [ids[start : start + args.block_size] for start in starts]
     rows = Dataset.from_dict({"input_ids": blocks, "labels": blocks})
-    options = transformers.TrainingArguments(**common_options(args, "GPT2Block"))
+    options = transformers.TrainingArguments(**trainer_options(args, "GPT2Block"))
     build = watched(transformers.Trainer, turns)
     collator = transformers.default_data_collator
     return build(model, options, train_dataset=rows, data_collator=collator)

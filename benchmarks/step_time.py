@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from common import Loop, TimedRun, launch, relay, write_gpt2
+from common import Loop, TimedRun, launch, relay, trainer_options, write_gpt2
 from datasets import Dataset
 
 import gpt2_fsdp
@@ -114,18 +114,9 @@ def trainer_loop(
     args: argparse.Namespace, model: torch.nn.Module, rows: Dataset, describe: Callable[..., None]
 ) -> Loop:
     """Transformers' Trainer, told to use FSDP."""
-    gpu = torch.cuda.is_available()
-    sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
-        "version": 1, "transformer_layer_cls_to_wrap": ["GPT2Block"], "use_orig_params": True,
-        "backward_prefetch": "backward_pre",
-    }} if gpu else {}  # fmt: skip
     options = transformers.TrainingArguments(
-        output_dir=f"{args.output_dir}/trainer", max_steps=10_000, learning_rate=args.lr,
-        per_device_train_batch_size=args.batch_size, max_grad_norm=args.max_grad_norm,
-        weight_decay=0.01, logging_steps=args.log_every, save_strategy="no", report_to=[],
-        disable_tqdm=True, use_cpu=not gpu, bf16=args.precision == "bf16",
-        optim="adamw_torch_fused", dataloader_drop_last=True, **sharded,
-    )  # fmt: skip
+        dataloader_drop_last=True, **trainer_options(args, "GPT2Block")
+    )
 
     def loop(end_of_step: Callable[[], None]) -> None:
         class Turn(transformers.TrainerCallback):
