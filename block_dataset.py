@@ -77,15 +77,21 @@ def text_or_tokens(name: str, rows: Dataset, column: str) -> Dataset:
     return readers.text_column(name, rows, column)
 
 
+def named_files(patterns: list[str]) -> list[Path]:
+    """Return the files that names and globs mean."""
+    found = [sorted(glob(pattern, recursive=True)) or [pattern] for pattern in patterns]
+    return [Path(name) for names in found for name in names]
+
+
 def read_texts(args: Namespace, split: str) -> Dataset:
     """The texts of split train or validation, a row each; raises ValueError.
 
     A row is a document, unless it ends in a newline: then the next row goes on with it, as do the
-    lines of a text file, and the rows of WikiText.
+    lines of a text file, and the rows of WikiText. `cut_texts` prints how many do.
     """
     patterns = args.train_file if split == "train" else args.val_file
     if patterns:
-        paths = [Path(name) for pattern in patterns for name in sorted(glob(pattern)) or [pattern]]
+        paths = named_files(patterns)
         return concatenate_datasets([read_file(path, args.text_column) for path in paths])
     if args.dataset != "docstrings":
         flag = "train_split" if split == "train" else "val_split"
@@ -109,6 +115,14 @@ def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
         yield {"input_ids": pending}
 
 
+def say_not_held_out(args: Namespace) -> None:
+    """Print which files are trained and validated on, as a glob may mean more than it should."""
+    held_out = {path.resolve() for path in named_files(args.val_file)}
+    both = [str(path) for path in named_files(args.train_file) if path.resolve() in held_out]
+    if both:
+        print(f"trained on and validated on: {', '.join(both)}")
+
+
 def load_blocks(
     args: Namespace, tokenizer: Tokenizer, split: str, number: int, verbose: bool
 ) -> Dataset:
@@ -117,6 +131,8 @@ def load_blocks(
     Raises ValueError if there is none.
     """
     readers.show_progress(verbose)
+    if verbose and split == "train" and args.train_file:
+        say_not_held_out(args)
     rows = read_texts(args, split)
     if "input_ids" in rows.column_names:
         limits = {"input_ids": ("--block-size", args.block_size + 1)}
@@ -147,10 +163,8 @@ def cut_texts(
 
     features = {"input_ids": List(Value("int32"))}
     rows = readers.cached_map(rows, encode, features, readers.token_rules(tokenizer))
-    chunks = rows.data.column("input_ids").chunks
-    empty = sum(int((chunk.value_lengths().to_numpy() == 0).sum()) for chunk in chunks)
-    if verbose and empty:
-        print(f"{split}: {empty:,} of {len(rows):,} texts are empty")
+    if verbose:
+        say_joined(split, rows, tokenizer.eos_token_id)
     if next(blocks(rows, args.block_size), None) is None:
         raise ValueError(f"the {split} texts give no block: they have fewer than two tokens")
     return Dataset.from_generator(
@@ -158,6 +172,24 @@ def cut_texts(
         features=Features(features),
         fingerprint=readers.fingerprint(blocks, rows._fingerprint, args.block_size),
     )
+
+
+def say_joined(split: str, rows: Dataset, eos: int) -> None:
+    """Print how many texts are empty, and how many end in a newline, without EOS."""
+    empty, ended = 0, 0
+    for array in readers.in_order(rows, "input_ids"):
+        lengths = array.value_lengths().to_numpy()
+        lasts = array.flatten().to_numpy()[lengths.cumsum()[lengths > 0] - 1]
+        empty += int((lengths == 0).sum())
+        ended += int((lasts == eos).sum())
+    joined = len(rows) - empty - ended
+    if empty:
+        print(f"{split}: {empty:,} of {len(rows):,} texts are empty")
+    if joined:
+        print(
+            f"{split}: {joined:,} of {len(rows):,} texts end in a newline: the next one goes on "
+            "with them, without EOS"
+        )
 
 
 def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:

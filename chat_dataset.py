@@ -354,8 +354,8 @@ def token_documents(
     longest = "--max-seq-length", args.max_seq_length + 1
     columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
     checked = tokens.check(name, rows, dict.fromkeys(columns, longest), tokenizer, hidden=True)
-    if set(FEATURES) <= set(rows.column_names):  # as --prepare-only leaves them
-        return rows.select_columns(list(FEATURES))
+    if made_from:  # as --prepare-only leaves them
+        return rows
 
     def complete(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         found = []

@@ -168,6 +168,7 @@ def load_summarization(
             targets = readers.count_targets(examples)
             used = f"{len(examples):,} of {total:,} examples used"
             print(f"{split}: {used}, with {targets:,} target tokens", flush=True)
+            say_full(split, examples, args)
         sets.append(examples)
     if verbose:
         first = sets[0][0]
@@ -197,6 +198,17 @@ def split_rows(
     for split in source.percent:
         found[split] = rows.select([i for i, place in enumerate(places) if place == split])
     return found
+
+
+def say_full(split: str, examples: Dataset, args: argparse.Namespace) -> None:
+    """Print how many texts and summaries have as many tokens as they may: longer ones are cut."""
+    for column, flag in ("input_ids", "source_length"), ("labels", "target_length"):
+        limit = getattr(args, flag)
+        arrays = readers.in_order(examples, column)
+        full = sum(int((array.value_lengths().to_numpy() == limit).sum()) for array in arrays)
+        if full:
+            name = f"--{flag.replace('_', '-')} {limit}"
+            print(f"{split}: {full:,} of {len(examples):,} {column} fill {name}, or are cut to it")
 
 
 def choose(rows: Dataset, number: int) -> Dataset:
@@ -258,14 +270,17 @@ def load_tokens(
     """The same of tokens made beforehand: rows as `encode` makes them, by split."""
     limits = {"input_ids": ("--source-length", args.source_length)}
     limits["labels"] = ("--target-length", args.target_length)
-    shaping = ("source_length", "target_length", "source_prefix")
+    shaping = ("source_length", "target_length", "source_prefix", "clean")
     rules = readers.token_rules(tokenizer)
-    tokens.check_origin(source.name, source.rows, FEATURES, args, shaping, rules)
-    parts = [tokens.check(source.name, source.rows, limits, tokenizer)]
-    if set(FEATURES) <= set(source.rows.column_names):  # as --prepare-only leaves them
-        return {split: source.rows.select_columns(list(FEATURES)) for split in source.percent}
+    made_from = tokens.check_origin(source.name, source.rows, FEATURES, args, shaping, rules)
+    rows = tokens.check(source.name, source.rows, limits, tokenizer)
+    if made_from:  # as --prepare-only leaves them
+        rows = source.rows
+    parts = [rows]
     if len(source.percent) > 1:
-        parts = tokens.split(source.name, *parts)
+        parts = tokens.split(source.name, rows)
+    if made_from:
+        return dict(zip(source.percent, parts, strict=True))
 
     def add_length(batch: dict[str, list]) -> dict[str, list]:
         lengths = [len(ids) for ids in batch["input_ids"]]

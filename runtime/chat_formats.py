@@ -18,6 +18,7 @@ ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 SPEAKERS |= {role: role for role in ROLES}  # ShareGPT's names of the roles
 THOUGHTS = ("reasoning_content", "thinking")
+OTHER_NAMES = {"function_call": "tool_calls", "reasoning": "reasoning_content"}
 
 
 def find_kind(name: str, columns: list[str], text_column: str) -> str:
@@ -137,6 +138,9 @@ def checked(turn: dict) -> dict:
         raise ValueError(f"the {role}'s turn is of type {type(content).__name__}, not text")
     if content is None or (role == "assistant" and not calls and not content.strip()):
         raise ValueError(f"the {role}'s turn is empty")
+    for key, right in OTHER_NAMES.items():
+        if key in turn:
+            raise ValueError(f"the {role}'s turn has {key}, which is called {right} here")
     if turn.get("weight", 1) != 1:
         raise ValueError(f"the {role}'s turn has a weight, which is not known here")
     found = {"role": role, "content": content}

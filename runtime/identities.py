@@ -24,6 +24,13 @@ from . import adapters, arguments, events, ranks, readers
 
 GROUPING = "grouping by length"
 IRRELEVANT = {"attention", "num_beams", "rouge_samples", "eval_split"}  # to model and data
+OF_FILES = {  # in a configuration: what it says of its files
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+PLACES = {  # arguments that may differ between nodes, or say where things are
+    "output_dir", "resume", "model_name", "dataset", "val_dataset", "data_dir", "train_file",
+    "val_file",
+}  # fmt: skip
 PROBES = 256  # samples at most of each data set that are looked at as they are
 
 
@@ -40,17 +47,27 @@ def began(checkpoint: Path | None, finished: Path | None) -> str:
 
 
 def of_model(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
-    """What tells this script's model from others, by names and shapes; call it before wrapping."""
+    """What tells this script's model from others, by names, shapes and configuration; all ranks
+    call it before wrapping. Raises ValueError if the nodes have other configurations."""
     named = []
     for name, parameter in model.named_parameters():
         shape = getattr(parameter, "whole_shape", parameter.shape)  # of what is in 4 bits
         named.append((name, list(shape)))
-    identity = {"script": script, "model": checksum(named)}
+    config = described(model)
+    if any(other != config for _, other in _on_all_nodes(config)):
+        raise ValueError(f"--model-name {args.model_name}: the nodes have another config.json each")
+    identity = {"script": script, "model": checksum([*named, config])}
     if getattr(args, "lora_rank", 0) and not adapters.has_adapters(model):
         raise ValueError("--lora-rank: load_model has added no adapters to this model")
     if adapters.has_adapters(model):
         identity |= adapters.identity(args, model)
     return identity
+
+
+def described(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return what a model's configuration says of what it computes."""
+    config = model.config.to_diff_dict()
+    return sorted((key, repr(value)) for key, value in config.items() if key not in OF_FILES)
 
 
 def of_data(
@@ -101,10 +118,26 @@ def sum_of(dataset: Any, name: str) -> list[Any]:
     return [len(dataset), crc]
 
 
+def check_flags(args: Namespace) -> None:
+    """Raise ValueError, on all ranks, if some were given other flags; only places may differ."""
+    mine = {name: value for name, value in vars(args).items() if name not in PLACES}
+    everyone = _on_all_nodes(mine)
+    for name, value in mine.items():
+        found = {node: there.get(name) for node, there in everyone}
+        if any(other != value for other in found.values()):
+            values = ", ".join(f"{other} on {node}" for node, other in found.items())
+            raise ValueError(f"--{name.replace('_', '-')} is {values}: give all nodes the same")
+
+
+def _on_all_nodes(value: Any) -> list[tuple[str, Any]]:
+    """Return what each rank has for `value`, with the name of its node."""
+    node = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
+    return ranks.on_every_rank(lambda: (node, value))
+
+
 def _compare_ranks(sums: dict[str, list[Any]]) -> None:
     """Raise ValueError, on all ranks, that names the nodes, if some have other `sums`."""
-    node = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
-    everyone = ranks.on_every_rank(lambda: (node, sums))
+    everyone = _on_all_nodes(sums)
     _, first = everyone[0]
     for name in first:
         found = {node: there.get(name, [0]) for node, there in everyone}
@@ -146,6 +179,7 @@ def compare(
     `directory`, had, and the one `here`."""
     differing = [name for name in here if here[name] != saved.get(name)]
     if not differing:
+        _say_other_name(directory, args)
         return
     if "script" in differing:
         differing = ["script"]  # from which all else follows
@@ -165,6 +199,16 @@ def compare(
         if rest:
             remedy = f"use a number of processes that divides {saved['global batch']}"
     raise ValueError(f"{who} that differs in {what}: {remedy}")
+
+
+def _say_other_name(directory: Path, args: Namespace) -> None:
+    """Say, on rank 0, that another --model-name changes nothing but the name."""
+    before = events.last_start(directory)["arguments"].get("model_name", args.model_name)
+    if before != args.model_name and not getattr(args, "lora_rank", 0) and dist.get_rank() == 0:
+        print(
+            f"the run began with --model-name {before}, not {args.model_name}: the weights are "
+            "those of its checkpoint"
+        )
 
 
 def _changed_flags(directory: Path, args: Namespace) -> list[str]:

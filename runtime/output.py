@@ -32,7 +32,7 @@ class Lock:
     """OUTPUT_DIR/lock, held while entered by rank 0 for all, so that no other run writes there.
 
     The lock of a run that is gone is taken over: of a dead process of this host, of the same job
-    (a restart), or one without a heartbeat while this start waited, for at most LOCK_SECONDS.
+    before a restart, or one without a heartbeat while this start waited, for at most LOCK_SECONDS.
     Entering raises ValueError if another run holds it, OSError if nothing can be written.
     """
 
@@ -48,6 +48,7 @@ class Lock:
             "pid": os.getpid(),
             "pids": pid_namespace(),
             "job": self.job,
+            "restart": int(os.environ.get("SLURM_RESTART_COUNT", 0)),
         }
 
     def __enter__(self) -> "Lock":
@@ -89,7 +90,8 @@ class Lock:
     def _is_gone(self, holder: dict[str, Any]) -> bool:
         pids = holder.get("pids", self.mine["pids"])
         if (holder.get("host"), pids) != (self.mine["host"], self.mine["pids"]):
-            return self.job is not None and holder.get("job") == self.job
+            is_restart = holder.get("restart", 0) < self.mine["restart"]
+            return self.job is not None and holder.get("job") == self.job and is_restart
         pid = holder.get("pid")
         return pid == self.mine["pid"] or not Path(f"/proc/{pid}").exists()
 
@@ -149,8 +151,8 @@ def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None,
     """Clear what an interrupted save left in the output directory; all ranks.
 
     Returns the checkpoint that --resume means (auto: the newest whole one) and the last status: it
-    is "finished" without a checkpoint only if final/ is there. Damaged checkpoints are set aside.
-    Raises ValueError, on all ranks, where going on would mix two runs or lose one.
+    may be "finished" without a checkpoint. Damaged checkpoints are set aside. Raises ValueError, on
+    all ranks, where going on would mix two runs or lose one.
     """
     candidates, status = ranks.on_rank_zero(_prepare_directory, directory, resume, script)
     given = Path(resume).resolve()
@@ -186,7 +188,11 @@ def _prepare_directory(directory: Path, resume: str, script: str) -> tuple[list[
     status = _read_status(directory)
     if not (status or found) and any(path.exists() for path in exports):
         raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else")
-    owners = [event["script"] for _, event in read_events(directory)[0] if "script" in event]
+    events, others = read_events(directory)
+    if others and not (events or status or found):
+        path = directory / "metrics.jsonl"
+        raise ValueError(f"{path} is of something else: move it, or give another --output-dir")
+    owners = [event["script"] for _, event in events if "script" in event]
     if owners and owners[0] != script:
         raise ValueError(f"--output-dir {directory} holds a run of {owners[0]}, not of {script}")
     ours = r"tmp-(shards-)?(step|best)-\d{8,}"
@@ -195,9 +201,7 @@ def _prepare_directory(directory: Path, resume: str, script: str) -> tuple[list[
         shutil.rmtree(path, ignore_errors=True)
     word, *_ = [*status.split(), ""]
     if word == "finished" and not found:
-        if exports[0].is_dir():
-            return [], word
-        word = ""
+        return [], word
     return _choose_checkpoints(directory, resume, found), word
 
 

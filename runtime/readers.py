@@ -33,7 +33,8 @@ from transformers import PreTrainedTokenizerBase
 
 from . import json_rows
 
-KINDS = {".csv": "csv", ".tsv": "csv", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+KINDS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 LARGE = 50_000  # rows worth several processes
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -45,7 +46,7 @@ def read_lines(path: Path) -> Dataset:
     Raises ValueError if it is not text in UTF-8.
     """
     checksum = check_content(path)
-    text = path.read_text(encoding="utf-8").rstrip("\n")
+    text = path.read_text(encoding="utf-8-sig").rstrip("\n")
     lines = list(io.StringIO(text, newline="\n")) or [""]  # splitlines knows other ends of lines
     if any("\0" in line for line in lines):
         raise ValueError(f"{path} is binary, not text")
@@ -158,7 +159,7 @@ def check_content(path: Path) -> str:
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 crc = zlib.crc32(block, crc)
-                if path.suffix.lower() != ".parquet":
+                if path.suffix.lower() not in (".parquet", ".arrow"):
                     decoder.decode(block)
         decoder.decode(b"", final=True)
         if path.stat().st_size == 0:
@@ -189,6 +190,8 @@ def csv_options(path: Path) -> dict:
             raise ValueError(f"badly quoted after line {good} ({error}): {advice}") from None
     if len(header) == 1 and ";" in header[0]:
         raise ValueError("its fields are set apart by semicolons: save it with commas")
+    if len(set(header)) < len(header):
+        raise ValueError("two columns have the same name")
     if len(first) > len(header):  # pandas would shift the columns
         raise ValueError(f"{len(first)} fields in the first row, {len(header)} in the header")
     # All text: "123" stays a headline, and "null" does not become a missing one.
@@ -232,6 +235,7 @@ def read_parts(name: str, args: Namespace, *flags: str) -> list[tuple[str, Datas
             parts = datasets.load_from_disk(str(path))
         except Exception as error:  # pyarrow and datasets each raise types of their own
             raise ValueError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+        key_by_content(parts)
         if isinstance(parts, Dataset):
             return [(str(path), parts)]
     else:
@@ -247,6 +251,14 @@ def read_parts(name: str, args: Namespace, *flags: str) -> list[tuple[str, Datas
             )
     splits = dict.fromkeys(getattr(args, flag) for flag in flags)
     return [(f"{name} {split}", parts[split]) for split in splits]
+
+
+def key_by_content(parts: Dataset | datasets.DatasetDict) -> None:
+    """Have rows from `save_to_disk` cached by what is in their files: by itself `datasets` takes
+    them for the same when they are made anew, by the same code, of other data."""
+    for rows in parts.values() if isinstance(parts, dict) else [parts]:
+        sums = [check_content(Path(file["filename"])) for file in rows.cache_files]
+        rows._fingerprint = fingerprint(key_by_content, sums)
 
 
 def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:

@@ -165,6 +165,7 @@ class Run:
 
     def _open_output(self) -> None:
         args = self.args
+        identities.check_flags(args)
         if args.evaluate_only:
             self.checkpoint = output.find_evaluated(self.directory, args.resume, args.model_name)
         else:

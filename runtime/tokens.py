@@ -35,7 +35,8 @@ def save(
     Raises ValueError if they are read from there.
     """
     files = [Path(file["filename"]) for rows in (train, val) for file in rows.cache_files]
-    if any(path.resolve() in file.resolve().parents for file in files):
+    is_read = any(path.resolve() in file.resolve().parents for file in files)
+    if is_read or (path.exists() and not readers.is_saved(path)):
         raise ValueError(f"--prepare-only would replace {path}: give another --output-dir")
     rules = readers.token_rules(tokenizer) | {TEMPLATE: tokenizer.chat_template}
     text = json.dumps(made_from | {"rules": rules})

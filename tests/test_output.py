@@ -222,6 +222,30 @@ def test_a_change_between_the_probes_is_seen(
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
 
 
+def test_what_somebody_else_has_left(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Numbers that are not a run's, and a directory that no run has prepared, stay."""
+    mine = tmp_path / "prepared/book.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    assert start(tmp_path, flags, "--prepare-only") == 1
+    assert "would replace" in capfd.readouterr().err and mine.read_text() == "mine"
+    (tmp_path / "metrics.jsonl").write_text("1.5\n2.5\n")
+    assert start(tmp_path, flags) == 1
+    assert "metrics.jsonl is of something else: move it" in capfd.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == "1.5\n2.5\n"
+
+
+def test_a_finished_run_of_which_little_is_left(finished: Path, flags: list[str]) -> None:
+    """Its metrics and best/ are not written over where final/ was moved away, too."""
+    shutil.rmtree(finished / "checkpoints")
+    shutil.rmtree(finished / "final")
+    before = everything(finished)
+    assert start(finished, flags) == 0
+    assert everything(finished) == before
+
+
 def test_held_step(finished: Path) -> None:
     """A description that is damaged holds none: the checkpoint is judged by its name."""
     path = finished / "checkpoints/step-00000004"

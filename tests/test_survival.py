@@ -350,6 +350,7 @@ def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Held by a run that lives: refused, and named. Left behind: taken over."""
     monkeypatch.setattr(runtime.output, "LOCK_SECONDS", 2)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     lock = tmp_path / "lock"
     code = ("import sys, time, torch.distributed as dist, pathlib\n"
             "import runtime.output\n"
@@ -365,7 +366,8 @@ def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         holder.kill()
         holder.wait()
-    assert json.loads(lock.read_text()).keys() == {"host", "pid", "pids", "job", "heartbeat"}
+    keys = {"host", "pid", "pids", "job", "restart", "heartbeat"}
+    assert json.loads(lock.read_text()).keys() == keys
     start = time.monotonic()
     with Lock(tmp_path):  # its process is dead
         assert json.loads(lock.read_text())["pid"] == os.getpid()
@@ -375,9 +377,11 @@ def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         pass
     other = {"host": "elsewhere", "pid": 1, "heartbeat": 0.0}
     container = {"host": socket.gethostname(), "pid": os.getpid(), "pids": "of another container"}
-    # Our job again; no heartbeat; and none of what looks like this very process.
+    # Our job before its restart; another step of it; no heartbeat; and none of what looks like
+    # this very process.
     for holder, least, most in (
         (other | {"job": "7"}, 0, 2),
+        (other | {"job": "7", "restart": 1}, 2, 20),
         (other | {"job": "8"}, 2, 20),
         (container | {"job": "8"}, 2, 20),
     ):

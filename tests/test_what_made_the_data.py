@@ -12,10 +12,15 @@ from types import ModuleType
 
 import pytest
 from conftest import ROOT, errors_said, losses, metrics
-from transformers import AutoTokenizer
+from datasets import Dataset
+from test_chat_dataset import arguments as chats_arguments
+from transformers import AutoTokenizer, ByT5Tokenizer
 
+import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
+import summarization_dataset
+import T5_training
 from runtime import identities, ranks
 
 DATED = (
@@ -195,6 +200,64 @@ def test_nodes_with_other_data_do_not_train_together(
     assert "training on train.txt: the nodes have different data (node 0 (" in said
     assert ", node 1 (" in said and f"empty {folders[0] / 'cache'} on each" in said
     assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_another_model_of_the_same_shapes(
+    gpt2_directory: Path, texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Other heads compute something else; another name is said, and changes nothing."""
+    other = {}
+    for name, heads in ("copy", 4), ("heads", 2):
+        other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
+        config = json.loads((other[name] / "config.json").read_text())
+        (other[name] / "config.json").write_text(json.dumps(config | {"n_head": heads}))
+    files = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", 32]
+    flags = [*files, "--output-dir", tmp_path / "run", "--model-name"]
+    assert start(gpt2_fsdp, *flags, gpt2_directory) == 0
+    for more in ["--max-steps", 4], ["--export-only"], ["--evaluate-only"]:
+        assert start(gpt2_fsdp, *flags, other["heads"], "--resume", "auto", *more) in (0, 1)
+        said = capfd.readouterr()
+        assert "differs in model (" in said.err or more == ["--evaluate-only"]
+    assert start(gpt2_fsdp, *flags, other["copy"], "--max-steps", 4) == 0
+    assert f"the run began with --model-name {gpt2_directory}, not" in capfd.readouterr().out
+
+
+def test_rows_saved_anew_by_the_same_code(tmp_path: Path) -> None:
+    """`datasets` takes them for the same; what was made of the old ones is not used."""
+    rows = [{"prompt": f"{word} {i}", "completion": "x"} for word in "ab" for i in range(9)]
+    found = []
+    args = chats_arguments()
+    for word in range(2):
+        made = Dataset.from_list(rows[9 * word :][:9])
+        made._fingerprint = "the same"
+        shutil.rmtree(tmp_path / "rows", ignore_errors=True)
+        made.save_to_disk(tmp_path / "rows")
+        sets = chat_dataset.load_documents(args, ByT5Tokenizer(), str(tmp_path / "rows"), False)
+        found.append([ids for part in sets for ids in part["input_ids"][:]])
+    assert found[0] != found[1]
+
+
+def test_own_tokens_with_the_columns_of_prepared_ones(tmp_path: Path) -> None:
+    """They are split like others: no example is validated on that is trained on."""
+    rows = [{"input_ids": [i, 1], "labels": [i, 1], "length": 2} for i in range(5, 65)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--model-name", "tiny", "--dataset", path, "--rouge-samples", "0"]
+    args = T5_training.parse_args(list(map(str, flags)))
+    sets = summarization_dataset.load_summarization(args, ByT5Tokenizer(), verbose=False)
+    train, val = ({tuple(ids) for ids in part["input_ids"][:]} for part in sets)
+    assert len(train) == 57 and len(val) == 3 and not train & val
+
+
+def test_other_flags_on_another_node(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused by name; where things lie may differ."""
+    args = Namespace(lr=1e-3, dataset="a", seed=0)
+    there = vars(args) | {"dataset": "b"}
+    monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), ("node 1 (b)", there)])
+    identities.check_flags(args)
+    there["lr"] = 1e-4
+    with pytest.raises(ValueError, match=r"--lr is 0.001 on node 0 .*, 0.0001 on node 1 \(b\)"):
+        identities.check_flags(args)
 
 
 def test_what_is_compared(
