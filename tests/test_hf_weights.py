@@ -20,7 +20,6 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXForCausalLM,
     PreTrainedModel,
-    Qwen3MoeForCausalLM,
     T5ForConditionalGeneration,
 )
 
@@ -289,28 +288,6 @@ def test_a_renamed_head_that_stands_apart_is_untied(alone: None, tmp_path: Path)
     assert "embed_out.weight" in weights(tmp_path)
     loaded = streamed(GPTNeoXForCausalLM, tmp_path).module
     assert loaded.lm_head.weight is loaded.gpt_neox.embed_in.weight
-
-
-def test_more_than_renaming_is_refused_before_anything_is_read(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Experts to be stacked; the sentence says how to convert them, and then they are taken."""
-    shape = GROUPED | {"moe_intermediate_size": 16, "num_experts": 4}
-    made = new_model(Qwen3MoeForCausalLM, **shape)
-    made.save_pretrained(tmp_path / "made")
-    with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
-        patch.setattr(hf_weights, "read", None)
-        streamed(Qwen3MoeForCausalLM, tmp_path / "made")
-    assert "experts.0.down_proj.weight" in str(error.value)
-    assert "save_pretrained(..., save_original_format=False)" in str(error.value)
-    plain = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "made")
-    plain.save_pretrained(tmp_path / "converted", save_original_format=False)
-    loaded = streamed(Qwen3MoeForCausalLM, tmp_path / "converted")
-    check_equal(loaded.module.state_dict(), made.state_dict())
-    for model in (loaded, DDP(made)):  # whose keys would take more than renaming, too
-        hf_weights.export_model(model, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
-        again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "exported")
-        check_equal(again.state_dict(), made.state_dict())
 
 
 def test_buffers_of_other_dtypes(alone: None, tmp_path: Path) -> None:
