@@ -404,7 +404,7 @@ def meta_model(
 def load_config(directory: Path, model_class: type[PreTrainedModel], name: str) -> PretrainedConfig:
     """A directory's configuration, of a multimodal model that of the text part.
 
-    Raises ValueError unless it is one of `model_class`, or if it asks for a loss besides.
+    Raises ValueError unless it is one of `model_class`, or if it asks for what is not done here.
     """
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
         raise ValueError(
@@ -413,6 +413,12 @@ def load_config(directory: Path, model_class: type[PreTrainedModel], name: str) 
         )
     config = _load_without_code(AutoConfig, directory)
     check_type(config, model_class, name)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise ValueError(
+            f"--model-name {name} is stored quantized ({quantization.get('quant_method')}), which "
+            "is not read here: give a directory with its weights in 16 or 32 bits"
+        )
     config = text_part(config, model_class)
     if getattr(config, "output_router_logits", False):
         raise ValueError(

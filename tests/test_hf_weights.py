@@ -4,6 +4,7 @@ import json
 import re
 import time
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import (
     AutoConfig,
     ByT5Tokenizer,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     GPT2LMHeadModel,
     GPTNeoXForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
     T5ForConditionalGeneration,
 )
@@ -74,9 +78,11 @@ def counting_model() -> CountingPegasus:
     return model
 
 
-def streamed(model_class: type[PreTrainedModel], directory: Path) -> DDP:
+def streamed(
+    model_class: type[PreTrainedModel], directory: Path, config: PretrainedConfig | None = None
+) -> DDP:
     """The model in `directory` as the scripts load it; needs a process group."""
-    config = model_class.config_class.from_pretrained(directory)
+    config = config or model_class.config_class.from_pretrained(directory)
     model = hf_weights.meta_model(model_class, config, directory)
     args = Namespace(fsdp=1, cpu_offload=False, strategy="ddp")
     hf_weights.materialize(model, hf_weights.WeightLoader(args, model, directory, CPU).fill)
@@ -288,6 +294,51 @@ def test_a_renamed_head_that_stands_apart_is_untied(alone: None, tmp_path: Path)
     assert "embed_out.weight" in weights(tmp_path)
     loaded = streamed(GPTNeoXForCausalLM, tmp_path).module
     assert loaded.lm_head.weight is loaded.gpt_neox.embed_in.weight
+
+
+def test_the_text_part_of_a_multimodal_model(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """It computes what the whole does of a text; what is left out is named and counted."""
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "intermediate_size": 32, "image_size": 28, "patch_size": 14}  # fmt: skip
+    sizes = {"text_config": GROUPED, "vision_config": vision, "mm_tokens_per_image": 4}
+    whole = new_model(Gemma3ForConditionalGeneration, **sizes).eval()
+    whole.save_pretrained(tmp_path)
+    stored = weights(tmp_path)
+    config = hf_weights.load_config(tmp_path, Gemma3ForCausalLM, "theirs")
+    loaded = streamed(Gemma3ForCausalLM, tmp_path, config)
+    parts = Counter(key.split(".")[0] for key in stored)
+    said = f"left out are {parts['multi_modal_projector']} tensors of multi_modal_projector, "
+    assert f"{said}{parts['vision_tower']} tensors of vision_tower" in capsys.readouterr().out
+    ids = torch.arange(2, 42)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, whole(ids).logits)
+    hf_weights.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+    again, report = Gemma3ForCausalLM.from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    check_equal(again.state_dict(), loaded.module.state_dict(), least=20)
+    # Of the text part nothing may be left out.
+    stored["language_model.model.layers.2.mlp.up_proj.weight"] = torch.zeros(64, 32)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="layers.2.mlp.up_proj.weight is not the model's$"):
+        streamed(Gemma3ForCausalLM, tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    "tokenizer", ["PreTrainedTokenizerFast", "LlamaTokenizer", "T5Tokenizer", "GemmaTokenizer"]
+)
+def test_a_tokenizer_without_its_vocabulary(tokenizer: str, tmp_path: Path) -> None:
+    """One sentence, whatever Transformers makes of it: some classes take every text for unknown."""
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    settings = {"tokenizer_class": tokenizer}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError) as error:
+        hf_weights.load_tokenizer(tmp_path, 1000)
+    assert str(error.value).startswith(f"{tmp_path} has no tokenizer.json, and its tokenizer ")
+    assert "\n" not in str(error.value)
 
 
 def test_buffers_of_other_dtypes(alone: None, tmp_path: Path) -> None:

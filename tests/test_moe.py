@@ -1,5 +1,8 @@
 """Mixtures of experts as the hub has them: stored one by one, and stacked while they are read."""
 
+import importlib
+import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -125,6 +128,25 @@ def test_rows_are_read_alone(
     assert keys == [f"{stem}{i}.{part}.weight" for i in (9, 10) for part in ("w1", "w3")]
 
 
+def test_memory_of_a_stacked_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is held beside it but a row at a time, though three operations make a row."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    memory = importlib.import_module("load_memory").AnonymousMemory
+    shape = GROUPED | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
+    model = new_model(class_of("Mixtral"), **shape, num_local_experts=32)
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = class_of("Mixtral")(model.config)
+    stored = hf_weights._find_weights(empty, tmp_path)["model.layers.0.mlp.experts.gate_up_proj"]
+    size = 4e-6 * math.prod(stored.shape)
+    assert size > 130
+    stored.read_rows(0, 1)
+    with memory() as anonymous:
+        tensor = stored.read()
+    assert tensor.shape == (32, 2048, 512)
+    assert 0.9 * size < anonymous.peak - anonymous.first < 1.2 * size
+
+
 @pytest.mark.parametrize("name", ["Qwen3Moe"])
 @pytest.mark.parametrize("others", ["gate_proj", "down_proj"])
 def test_experts_that_are_missing(
@@ -180,6 +202,28 @@ def test_another_conversion_is_refused_before_anything_is_read(
     assert STACKED in weights(tmp_path / "new")
     again = class_of(name).from_pretrained(tmp_path / "new")
     check_equal(again.state_dict(), made.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Mixtral"])
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("output_router_logits", True, "auxiliary loss is not added here"),
+        ("quantization_config", {"quant_method": "fp8"}, r"stored quantized \(fp8\)"),
+    ],
+)
+def test_what_the_config_asks_for_in_vain(
+    name: str, setting: str, value: object, said: str, directory: Path
+) -> None:
+    """Refused before any file of weights is opened; without it the same config is taken."""
+    model_class = class_of(name)
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {setting: value}))
+    with pytest.raises(ValueError, match=said):
+        hf_weights.load_config(directory, model_class, str(directory))
+    path.write_text(json.dumps(config))
+    assert hf_weights.load_config(directory, model_class, str(directory)).num_local_experts == 12
 
 
 @pytest.fixture
@@ -262,3 +306,21 @@ def test_two_ranks(
     assert first["loss"] == pytest.approx(own, abs=1e-6)
     assert last["loss"] == pytest.approx(after, abs=1e-6)
     assert after < own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Mixtral"])
+def test_adapters(name: str, copy: Path, directory: Path, flags: list[str], tmp_path: Path) -> None:
+    """Experts get none, which is said once; merged, they stand in the files as they stood."""
+    pytest.importorskip("peft")
+    flags += ["--lora-rank", "4", "--merge", "--lora-targets", "q_proj", "o_proj"]
+    said = launch(2, copy, *flags, cwd=copy.parent).stdout
+    line = "the experts (down_proj, gate_up_proj) get no adapters and stay frozen, as float32"
+    assert said.count(line) == 1 and f"{line}: --lora-targets are q_proj o_proj" in said
+    final = tmp_path / "output/final"
+    base, merged = weights(directory), weights(final)
+    assert base.keys() == merged.keys()
+    changed = {key for key in base if not torch.equal(base[key], merged[key])}
+    assert len(changed) == 4 and all(re.search(r"self_attn\.[qo]_proj", key) for key in changed)
+    _, report = class_of(name).from_pretrained(final, output_loading_info=True)
+    assert not any(report.values()), report
