@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from . import hf_weights, ranks
+from . import hf_weights, ranks, stored_tensors
 from .arguments import ANY, INSTALL, OFF, TINY, out_of_range
 
 DEFAULTS = {
@@ -128,10 +128,9 @@ def _say_experts(model: nn.Module, targets: list[str], dtype: torch.dtype) -> No
     """Print, on rank 0, which stacked experts get no adapters: they are parameters, not modules."""
     experts = set()
     for module in model.modules():
-        if not isinstance(module, nn.Conv1d):
-            for name, parameter in module.named_parameters(recurse=False):
-                if parameter.dim() == 3:
-                    experts.add(name)
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3 and min(parameter.shape) > 1:
+                experts.add(name)
     if experts and os.environ.get("RANK", "0") == "0":
         held = str(dtype).removeprefix("torch.")
         print(
@@ -184,7 +183,7 @@ def identity(args: Namespace, model: nn.Module) -> dict[str, Any]:
     (config,) = model.peft_config.values()
     base = f"tiny of --seed {args.seed}"
     if args.model_name != "tiny":
-        base = ranks.on_rank_zero(lambda: hf_weights.sum_of_files(model.stored_tensors))
+        base = ranks.on_rank_zero(lambda: stored_tensors.sum_of_files(model.stored_tensors))
     targets = " ".join(sorted(config.target_modules))
     return {
         "adapters": f"rank {config.r}, alpha {config.lora_alpha:g}, on {targets}",

@@ -10,17 +10,16 @@ import math
 import os
 import re
 import shutil
-import zlib
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -39,8 +38,6 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -50,7 +47,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from . import stored_tensors
 from .ranks import cpu_group, hide_bar, on_every_rank, on_rank_zero
+from .stored_tensors import Stored, StoredTensor
 
 HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -77,141 +76,6 @@ def model_directory(name: str) -> Path:
         ) from None
 
 
-class StoredTensor(NamedTuple):
-    """Where a tensor stands in a directory's files, and what its header says."""
-
-    path: Path
-    key: str
-    shape: list[int]
-    dtype: str  # as safetensors calls it, such as F32
-
-    def rows(self) -> int:
-        """Its size in the first dimension; 1 of a scalar."""
-        return self.shape[0] if self.shape else 1
-
-    def under(self, directory: Path) -> "StoredTensor":
-        """The same tensor in the `directory` of another rank."""
-        return self._replace(path=directory / self.path.name)
-
-    def parts(self) -> list["StoredTensor"]:
-        """The tensors in the files that it is made of: itself."""
-        return [self]
-
-    def read(self) -> torch.Tensor:
-        """All of it. On a CPU it may be a part of the mapped file."""
-        return read(self.path, self.key)
-
-    def read_rows(self, start: int, end: int) -> torch.Tensor:
-        """Some of its rows; the others are not read."""
-        with safe_open(self.path, framework="pt") as file:
-            if not self.shape:
-                return file.get_tensor(self.key)[None]
-            return file.get_slice(self.key)[start:end]
-
-
-class StackedTensor(NamedTuple):
-    """A tensor each of whose rows is made of tensors in the files, such as a layer's experts."""
-
-    converter: WeightConverter  # of Transformers: its operations stack them
-    sources: dict[str, list[StoredTensor]]  # by the converter's pattern, in the order of the rows
-    shape: list[int]
-
-    @property
-    def key(self) -> str:
-        """The first of its keys in the files."""
-        return self.parts()[0].key
-
-    @property
-    def dtype(self) -> str:
-        """As safetensors calls it."""
-        return self.parts()[0].dtype
-
-    def rows(self) -> int:
-        """Its size in the first dimension."""
-        return self.shape[0]
-
-    def under(self, directory: Path) -> "StackedTensor":
-        """The same tensor in the `directory` of another rank."""
-        there = {}
-        for pattern, parts in self.sources.items():
-            there[pattern] = [part.under(directory) for part in parts]
-        return self._replace(sources=there)
-
-    def parts(self) -> list[StoredTensor]:
-        """The tensors in the files that it is made of."""
-        return [part for parts in self.sources.values() for part in parts]
-
-    def read(self) -> torch.Tensor:
-        """All of it, and beside it no more than a row at a time."""
-        return self.read_rows(0, self.rows())
-
-    def read_rows(self, start: int, end: int) -> torch.Tensor:
-        """Some of its rows, at least one; the tensors of the others are not read."""
-        for number in range(start, end):
-            tensors = {pattern: [parts[number].read()] for pattern, parts in self.sources.items()}
-            row = _stack(self.converter, tensors)  # [1, ...]
-            if number == start:
-                rows = row.new_empty(end - start, *row.shape[1:])
-            rows[number - start] = row[0]
-        return rows
-
-
-Stored = StoredTensor | StackedTensor
-
-
-def _stack(converter: WeightConverter, tensors: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-    """The tensor that Transformers makes of `tensors`, which are listed by source pattern."""
-    for operation in converter.operations:
-        tensors = operation.convert(
-            tensors,
-            source_patterns=converter.source_patterns,
-            target_patterns=converter.target_patterns,
-        )
-    (stacked,) = tensors.values()
-    return stacked
-
-
-def _stacks_rows(converter: WeightConverter) -> bool:
-    """Whether row i is made of the i-th tensor of each pattern alone, so that it can be by itself.
-
-    The experts of all mixtures of experts that are stored one by one are stacked so.
-    """
-    first, *others = converter.operations
-    if not isinstance(first, MergeModulelist) or first.dim != 0:
-        return False
-    return all(isinstance(other, Concatenate) and other.dim == 1 for other in others)
-
-
-def _headers(directory: Path) -> Iterator[StoredTensor]:
-    """Every tensor in a directory's safetensors files, unread; raises ValueError for a bad file."""
-    names = {"model.safetensors"}
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{index} cannot be read: {error}") from None
-    elif not (directory / "model.safetensors").is_file() and any(directory.glob("*.bin")):
-        raise ValueError(
-            f"{directory} has only .bin weights, which are not read here: convert them once with "
-            "from_pretrained and save_pretrained"
-        )
-    for path in (directory / name for name in sorted(names)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (it is no dict)
-                    header = file.get_slice(key)
-                    yield StoredTensor(path, key, header.get_shape(), header.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def read(path: Path, key: str) -> torch.Tensor:
-    """One tensor; the file is opened each time, or its mapped pages would count as memory held."""
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(key)
-
-
 def plain_name(name: str) -> str:
     """A tensor's name before wrapping, and without the adapter beside it."""
     return WRAPPERS.sub("", name).replace(".base_layer.", ".")
@@ -226,23 +90,6 @@ def _own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers that the model's files hold, by their plain names."""
     own = model.state_dict(keep_vars=True).items()
     return {plain_name(name): tensor for name, tensor in own if ".lora_" not in name}
-
-
-def sum_of_files(files: dict[str, Stored]) -> str:
-    """A checksum of stored tensors: of all names, shapes and dtypes, and of a row of each."""
-    described = [(name, files[name].shape, files[name].dtype) for name in sorted(files)]
-    rows = _sum_of_rows(files[name] for name in sorted(files))
-    return f"{zlib.crc32(repr(described).encode()):08x} {rows:08x}"
-
-
-def _sum_of_rows(tensors: Iterable[Stored]) -> int:
-    """The CRC-32 of a row of each tensor."""
-    checksum = 0
-    for stored in tensors:
-        middle = stored.rows() // 2
-        rows = stored.read_rows(middle, middle + 1)
-        checksum = zlib.crc32(rows.contiguous().view(torch.uint8).numpy(), checksum)
-    return checksum
 
 
 def _conversions(model: PreTrainedModel, add_legacy: bool) -> list[WeightTransform]:
@@ -271,7 +118,9 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
     own = _own_tensors(model)
     stored: dict[str, Stored] = {}
     to_stack: dict[str, dict[str, list[StoredTensor]]] = {}  # by name and source pattern
-    for header in sorted(_headers(directory), key=lambda header: dot_natural_key(header.key)):
+    for header in sorted(
+        stored_tensors.headers(directory), key=lambda header: dot_natural_key(header.key)
+    ):
         name, pattern = rename_source_key(header.key, renamings, converters, prefix, own)
         if name not in own and header.key in own:  # the rename was not meant for it
             name, pattern = rename_source_key(header.key, [], [], prefix, own)
@@ -280,7 +129,7 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
             name, pattern = rename_source_key(key, renamings, converters, prefix, own)
         if name not in own or pattern is None:
             stored[name] = header
-        elif _stacks_rows(by_pattern[pattern]):
+        elif stored_tensors.stacks_rows(by_pattern[pattern]):
             to_stack.setdefault(name, {}).setdefault(pattern, []).append(header)
         else:
             raise ValueError(
@@ -289,29 +138,11 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
                 "save_pretrained(..., save_original_format=False)"
             )
     for name, sources in to_stack.items():
-        stored[name] = _stacked_tensor(by_pattern[next(iter(sources))], sources, directory, name)
+        stored[name] = stored_tensors.stacked_tensor(
+            by_pattern[next(iter(sources))], sources, directory, name
+        )
     model._weight_conversions = [step for step in conversions if step.was_used()]
     return stored
-
-
-def _stacked_tensor(
-    converter: WeightConverter,
-    sources: dict[str, list[StoredTensor]],
-    directory: Path,
-    name: str,
-) -> StackedTensor:
-    """The tensor `name`, of which only the shape is computed; raises ValueError if it has none."""
-    metas = {}
-    for pattern, parts in sources.items():
-        metas[pattern] = [torch.empty(part.shape, device="meta") for part in parts]
-    try:
-        return StackedTensor(converter, sources, list(_stack(converter, metas).shape))
-    except RuntimeError:
-        found = ", ".join(f"{len(parts)} of {pattern}" for pattern, parts in sources.items())
-        raise ValueError(
-            f"{directory} does not hold this model: {name} cannot be made of {found}, which differ "
-            "in number or shape"
-        ) from None
 
 
 def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, Stored]:
@@ -686,7 +517,7 @@ def _everyone_sees(found: dict[str, Stored], directory: Path) -> bool:
 
     def checksum_of_rows() -> int | None:
         try:
-            return _sum_of_rows(found.values())
+            return stored_tensors.sum_of_rows(found.values())
         except (OSError, SafetensorError):
             return None
 
@@ -770,7 +601,7 @@ def _keys_to_save(model: PreTrainedModel) -> dict[str, str]:
         conversions = [step for step in conversions if not isinstance(step, PrefixChange)]
         model._weight_conversions = conversions
     for step in model._weight_conversions:
-        if isinstance(step, WeightConverter) and not _stacks_rows(step):
+        if isinstance(step, WeightConverter) and not stored_tensors.stacks_rows(step):
             return {name: name for name in names}
     undo = [step.reverse_transform() for step in reversed(model._weight_conversions)]
     renamings = [step for step in undo if isinstance(step, WeightRenaming)]

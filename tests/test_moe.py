@@ -19,7 +19,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 import chat_dataset
 import llama_fsdp
-from runtime import hf_weights
+from runtime import hf_weights, stored_tensors
 
 # Twelve experts, so that their order by number is not that of their keys.
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "max_position_embeddings": 128}
@@ -115,13 +115,13 @@ def test_rows_are_read_alone(
         model = class_of(name)(made.config)
     stored = hf_weights._find_weights(model, directory)[STACKED]
     keys = []
-    read = hf_weights.read
+    read = stored_tensors.read
 
     def noted(path: Path, key: str) -> torch.Tensor:
         keys.append(key)
         return read(path, key)
 
-    monkeypatch.setattr(hf_weights, "read", noted)
+    monkeypatch.setattr(stored_tensors, "read", noted)
     rows = stored.under(directory).read_rows(9, 11)
     assert torch.equal(rows, made.get_parameter(STACKED)[9:11])
     stem = KEYS[name].removesuffix("10.w1.weight")
@@ -129,7 +129,7 @@ def test_rows_are_read_alone(
 
 
 def test_memory_of_a_stacked_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is held beside it but a row at a time, though three operations make a row."""
+    """Beside it some rows are held, not as much again, as if it were stacked whole."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     memory = importlib.import_module("load_memory").AnonymousMemory
     shape = GROUPED | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
@@ -144,7 +144,7 @@ def test_memory_of_a_stacked_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with memory() as anonymous:
         tensor = stored.read()
     assert tensor.shape == (32, 2048, 512)
-    assert 0.9 * size < anonymous.peak - anonymous.first < 1.2 * size
+    assert 0.9 * size < anonymous.peak - anonymous.first < 1.5 * size
 
 
 @pytest.mark.parametrize("name", ["Qwen3Moe"])
@@ -193,7 +193,7 @@ def test_another_conversion_is_refused_before_anything_is_read(
 
     monkeypatch.setattr(hf_weights, "get_model_conversion_mapping", with_other)
     with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
-        patch.setattr(hf_weights, "read", None)
+        patch.setattr(stored_tensors, "read", None)
         streamed(class_of(name), directory)
     assert "experts.0.gate_proj.weight, and to make model.layers.0" in str(error.value)
     assert "save_pretrained(..., save_original_format=False)" in str(error.value)
