@@ -308,24 +308,23 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     names = ("tokenizer*", "vocab.*", "*.model", "*.spm")
     if not any(list(directory.glob(name)) for name in names):
         raise ValueError(f"{directory} has no tokenizer, such as tokenizer.json")
-    incomplete = (
-        f"{directory} has no tokenizer.json, and its tokenizer cannot be read from the rest"
-    )
     try:
         tokenizer = _load_without_code(AutoTokenizer, directory)
     except ValueError as error:
-        if "backend tokenizer" in str(error):
-            raise ValueError(incomplete) from None
-        raise
-    needed = tokenizer.vocab_files_names.values()  # none for bytes as tokens
-    if needed and not any((directory / name).is_file() for name in ("tokenizer.json", *needed)):
-        raise ValueError(incomplete)
+        if "backend tokenizer" not in str(error):
+            raise
+        raise ValueError(
+            f"{directory} has no tokenizer.json, and no other file that its tokenizer is read from"
+        ) from None
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"the tokenizer in {directory} has {len(tokenizer)} tokens, the model only {vocab_size}"
         )
-    # Some types of models have a class that Transformers takes whatever the directory says.
-    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+    # Some types of models have a class that Transformers takes whatever the directory says, and
+    # without their files some classes make of every text the token for what is unknown.
+    files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
+    empty = files and not any((directory / name).is_file() for name in ("tokenizer.json", *files))
+    if empty or not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise ValueError(
             f"the tokenizer in {directory} makes no tokens of a text: Transformers reads it as "
             f"{type(tokenizer).__name__}, so save one of that class there, with its tokenizer.json"
