@@ -134,8 +134,8 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
         else:
             raise ValueError(
                 f"{directory} holds {header.key}, and to make {name} of it takes more than another "
-                "name, which is all that is done here: convert it once with from_pretrained and "
-                "save_pretrained(..., save_original_format=False)"
+                "name or a stack of rows, which is all that is done here: convert it once with "
+                "from_pretrained and save_pretrained(..., save_original_format=False)"
             )
     for name, sources in to_stack.items():
         stored[name] = stored_tensors.stacked_tensor(

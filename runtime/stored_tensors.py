@@ -111,7 +111,7 @@ def _stack(converter: WeightConverter, tensors: dict[str, list[torch.Tensor]]) -
 def stacks_rows(converter: WeightConverter) -> bool:
     """Whether row i is made of the i-th tensor of each pattern alone, so that it can be by itself.
 
-    The experts of all mixtures of experts that are stored one by one are stacked so.
+    So Transformers stacks experts that are stored one by one, but for a few models.
     """
     first, *others = converter.operations
     if not isinstance(first, MergeModulelist) or first.dim != 0:
