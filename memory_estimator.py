@@ -307,6 +307,7 @@ def read_model(args: Namespace) -> Model:
     """
     config = load_config(args.model_name)
     script = load_script(args, config)
+    config = hf_weights.text_part(config, script.MODEL)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
     arguments.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])

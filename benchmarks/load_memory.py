@@ -45,7 +45,7 @@ from transformers import ByT5Tokenizer, LlamaConfig
 
 import llama_fsdp
 import policies
-from runtime import hf_weights
+from runtime import hf_weights, stored_tensors
 
 FSDP2 = {"rows": 1, "scattered": 2}  # and how many tensors rank 0 may hold beside its shard
 VARIANTS = ["streamed", "ddp", *FSDP2, "whole", "every"]
@@ -130,7 +130,7 @@ def load(variant: str, args: argparse.Namespace, device: torch.device) -> torch.
         whole = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
         tensors = dict(whole.named_parameters())
         del whole
-        hf_weights.read = lambda path, key: tensors.pop(key).data
+        stored_tensors.read = lambda path, key: tensors.pop(key).data
     if variant == "every":
         hf_weights.WeightLoader = EveryRank
     if variant == "accelerate":

@@ -8,6 +8,7 @@ import argparse
 import copy
 import importlib.util
 import logging
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from . import hf_weights, ranks
+from . import hf_weights, ranks, stored_tensors
 from .arguments import ANY, INSTALL, OFF, TINY, out_of_range
 
 DEFAULTS = {
@@ -112,6 +113,7 @@ def add(
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and name not in projections:
             raise ValueError(f"--lora-targets: {name} is outside of the blocks and has such a name")
+    _say_experts(model, targets, dtype)
     frozen: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -120,6 +122,22 @@ def add(
             if parameter not in frozen:
                 frozen[parameter] = nn.Parameter(parameter.to(dtype), requires_grad=False)
             setattr(module, key, frozen[parameter])
+
+
+def _say_experts(model: nn.Module, targets: list[str], dtype: torch.dtype) -> None:
+    """Print, on rank 0, which stacked experts get no adapters: they are parameters, not modules."""
+    experts = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3 and min(parameter.shape) > 1:
+                experts.add(name)
+    if experts and os.environ.get("RANK", "0") == "0":
+        held = str(dtype).removeprefix("torch.")
+        print(
+            f"--lora-rank: the experts ({', '.join(sorted(experts))}) get no adapters and stay "
+            f"frozen, as {held}: --lora-targets are {' '.join(targets)}",
+            flush=True,
+        )
 
 
 def _hold_in_4bit(
@@ -165,7 +183,7 @@ def identity(args: Namespace, model: nn.Module) -> dict[str, Any]:
     (config,) = model.peft_config.values()
     base = f"tiny of --seed {args.seed}"
     if args.model_name != "tiny":
-        base = ranks.on_rank_zero(lambda: hf_weights.sum_of_files(model.stored_tensors))
+        base = ranks.on_rank_zero(lambda: stored_tensors.sum_of_files(model.stored_tensors))
     targets = " ".join(sorted(config.target_modules))
     return {
         "adapters": f"rank {config.r}, alpha {config.lora_alpha:g}, on {targets}",
@@ -220,17 +238,19 @@ def _write_merged(
             layers[hf_weights.plain_name(f"{name}.weight")] = module
     files = hf_weights.WeightFiles(directory, args)
     for name, stored in model.stored_tensors.items():
-        tensor = hf_weights.read(stored.path, stored.key)
-        if name in layers:
-            layer = layers.pop(name)
-            stem = name.removesuffix("weight")
-            lora_A = adapters[f"{stem}lora_A.default.weight"]  # [rank, width]
-            lora_B = adapters[f"{stem}lora_B.default.weight"]  # [outputs, rank]
-            product = lora_B @ lora_A
-            if layer.fan_in_fan_out:  # the weight is [width, outputs]
-                product = product.T
-            tensor = tensor.float() + product * layer.scaling["default"]
-        files.add(stored.key, tensor)
+        if name not in layers:
+            for part in stored.parts():  # experts are written one by one, as they stand
+                files.add(hf_weights.text_key(part.key), part.read())
+            continue
+        layer = layers.pop(name)
+        stem = name.removesuffix("weight")
+        lora_A = adapters[f"{stem}lora_A.default.weight"]  # [rank, width]
+        lora_B = adapters[f"{stem}lora_B.default.weight"]  # [outputs, rank]
+        product = lora_B @ lora_A
+        if layer.fan_in_fan_out:  # the weight is [width, outputs]
+            product = product.T
+        key = hf_weights.text_key(stored.key)
+        files.add(key, stored.read().float() + product * layer.scaling["default"])
     assert not layers, f"not in the files: {', '.join(layers)}"
     files.finish()
     hf_weights.save_settings(model, directory, args)

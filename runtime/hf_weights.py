@@ -10,17 +10,16 @@ import math
 import os
 import re
 import shutil
-import zlib
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -43,14 +42,19 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
+    dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
+from . import stored_tensors
 from .ranks import cpu_group, hide_bar, on_every_rank, on_rank_zero
+from .stored_tensors import Stored, StoredTensor
 
 HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
+TEXT_PART = re.compile(r"^(model\.)?language_model\.")  # of a multimodal model's keys
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
@@ -72,86 +76,20 @@ def model_directory(name: str) -> Path:
         ) from None
 
 
-class StoredTensor(NamedTuple):
-    """Where a tensor stands in a directory's files, and what its header says."""
-
-    path: Path
-    key: str
-    shape: list[int]
-    dtype: str  # as safetensors calls it, such as F32
-
-    def rows(self) -> int:
-        """Its size in the first dimension; 1 of a scalar."""
-        return self.shape[0] if self.shape else 1
-
-
-def _headers(directory: Path) -> Iterator[StoredTensor]:
-    """Every tensor in a directory's safetensors files, unread; raises ValueError for a bad file."""
-    names = {"model.safetensors"}
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{index} cannot be read: {error}") from None
-    elif not (directory / "model.safetensors").is_file() and any(directory.glob("*.bin")):
-        raise ValueError(
-            f"{directory} has only .bin weights, which are not read here: convert them once with "
-            "from_pretrained and save_pretrained"
-        )
-    for path in (directory / name for name in sorted(names)):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (it is no dict)
-                    header = file.get_slice(key)
-                    yield StoredTensor(path, key, header.get_shape(), header.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from None
-
-
-def read(path: Path, key: str) -> torch.Tensor:
-    """One tensor; the file is opened each time, or its mapped pages would count as memory held."""
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(key)
-
-
-def _read_rows(path: Path, stored: StoredTensor, start: int, end: int) -> torch.Tensor:
-    """Some rows of a tensor, of which the others are not read."""
-    with safe_open(path, framework="pt") as file:
-        if not stored.shape:
-            return file.get_tensor(stored.key)[None]
-        return file.get_slice(stored.key)[start:end]
-
-
 def plain_name(name: str) -> str:
     """A tensor's name before wrapping, and without the adapter beside it."""
     return WRAPPERS.sub("", name).replace(".base_layer.", ".")
+
+
+def text_key(key: str) -> str:
+    """The key in a model's own files of what stands under `key` in a multimodal model's."""
+    return TEXT_PART.sub("", key)
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The parameters and persistent buffers that the model's files hold, by their plain names."""
     own = model.state_dict(keep_vars=True).items()
     return {plain_name(name): tensor for name, tensor in own if ".lora_" not in name}
-
-
-def sum_of_files(files: dict[str, StoredTensor]) -> str:
-    """A checksum of stored tensors: of all names, shapes and dtypes, and of a row of each."""
-    described = [(name, files[name].shape, files[name].dtype) for name in sorted(files)]
-    rows = _sum_of_rows(files[name] for name in sorted(files))
-    return f"{zlib.crc32(repr(described).encode()):08x} {rows:08x}"
-
-
-def _sum_of_rows(tensors: Iterable[StoredTensor], directory: Path | None = None) -> int:
-    """The CRC-32 of a row of each tensor, as it stands in this rank's `directory`, if given."""
-    checksum = 0
-    for stored in tensors:
-        middle = stored.rows() // 2
-        path = stored.path
-        if directory:
-            path = directory / path.name
-        rows = _read_rows(path, stored, middle, middle + 1)
-        checksum = zlib.crc32(rows.contiguous().view(torch.uint8).numpy(), checksum)
-    return checksum
 
 
 def _conversions(model: PreTrainedModel, add_legacy: bool) -> list[WeightTransform]:
@@ -163,36 +101,51 @@ def _conversions(model: PreTrainedModel, add_legacy: bool) -> list[WeightTransfo
     return get_model_conversion_mapping(model, add_legacy=add_legacy)
 
 
-def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
+def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored]:
     """What a directory's files hold, by the names that `from_pretrained` would give it.
 
-    That renames what was called otherwise in older models, and adds or drops the base model's
-    prefix. The model keeps the renames that were of use, for an export to undo.
+    That renames what was called otherwise in older models, adds or drops the base model's prefix,
+    and stacks experts; of a multimodal model it also finds the text part. The model keeps the
+    conversions that were of use, for an export to undo.
 
-    Raises ValueError if a tensor needs more than another name, such as experts to be stacked.
+    Raises ValueError if a tensor needs more than another name, or than to be a row of another.
     """
     conversions = _conversions(model, add_legacy=True)
     renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
     converters = [step for step in conversions if isinstance(step, WeightConverter)]
+    by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
     prefix = model.base_model_prefix
     own = _own_tensors(model)
-    stored = {}
-    for header in sorted(_headers(directory), key=lambda header: header.key):
-        name, converter = rename_source_key(header.key, renamings, converters, prefix, own)
+    stored: dict[str, Stored] = {}
+    to_stack: dict[str, dict[str, list[StoredTensor]]] = {}  # by name and source pattern
+    for header in sorted(
+        stored_tensors.headers(directory), key=lambda header: dot_natural_key(header.key)
+    ):
+        name, pattern = rename_source_key(header.key, renamings, converters, prefix, own)
         if name not in own and header.key in own:  # the rename was not meant for it
-            name, converter = rename_source_key(header.key, [], [], prefix, own)
-        if name in own and converter is not None:
+            name, pattern = rename_source_key(header.key, [], [], prefix, own)
+        if name not in own:
+            key = text_key(header.key)
+            name, pattern = rename_source_key(key, renamings, converters, prefix, own)
+        if name not in own or pattern is None:
+            stored[name] = header
+        elif stored_tensors.stacks_rows(by_pattern[pattern]):
+            to_stack.setdefault(name, {}).setdefault(pattern, []).append(header)
+        else:
             raise ValueError(
                 f"{directory} holds {header.key}, and to make {name} of it takes more than another "
-                "name, which is all that is done here: convert it once with from_pretrained and "
-                "save_pretrained(..., save_original_format=False)"
+                "name or a stack of rows, which is all that is done here: convert it once with "
+                "from_pretrained and save_pretrained(..., save_original_format=False)"
             )
-        stored[name] = header
+    for name, sources in to_stack.items():
+        stored[name] = stored_tensors.stacked_tensor(
+            by_pattern[next(iter(sources))], sources, directory, name
+        )
     model._weight_conversions = [step for step in conversions if step.was_used()]
     return stored
 
 
-def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTensor]:
+def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, Stored]:
     """Where each parameter and persistent buffer stands, by its first name in the model.
 
     Tied parameters may stand under any of their names. What the model declares as dispensable may
@@ -206,7 +159,11 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTe
     known = [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or [])]
     ignored = re.compile("|".join(known))
     found, problems, dtypes = {}, [], set()
-    for name, stored in _stored_tensors(model, directory).items():
+    left_out: Counter[str] = Counter()
+    all_stored = _stored_tensors(model, directory)
+    text_parts = any(TEXT_PART.search(stored.key) for stored in all_stored.values())
+    of_multimodal = text_parts and not hasattr(model.config, "text_config")
+    for name, stored in all_stored.items():
         if name in own:
             tensor = own[name]
             found[first_name[tensor]] = stored
@@ -215,6 +172,8 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTe
             shape = list(getattr(tensor, "whole_shape", tensor.shape))
             if stored.shape != shape:
                 problems.append(f"{stored.key} has shape {stored.shape}, not {shape}")
+        elif of_multimodal and not TEXT_PART.search(stored.key):
+            left_out[re.match(r"(model\.)?\w+", stored.key)[0]] += 1
         elif not ignored.search(name):
             problems.append(f"{stored.key} is not the model's")
     dispensable = model._keys_to_ignore_on_load_missing or []
@@ -227,6 +186,9 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, StoredTe
             problems.append(f"{name} is missing")
     if problems:
         raise ValueError(f"{directory} does not hold this model: {'; '.join(problems)}")
+    if left_out:
+        parts = ", ".join(f"{count} tensors of {part}" for part, count in left_out.items())
+        print(f"{directory}: of a multimodal model the text part; left out are {parts}", flush=True)
     held = "trained as fp32"
     if any(".lora_" in name for name, _ in model.named_parameters()):
         names = {str(parameter.dtype).removeprefix("torch.") for parameter in own.values()}
@@ -243,7 +205,7 @@ def meta_model(
 
     What the files hold apart is untied: newer T5s have a head of their own, whatever their config.
     Rank 0's has `stored_tensors`: where each tensor stands, by name. Raises ValueError, on all
-    ranks, if a file cannot be read, or needs more than renamed keys.
+    ranks, if a file cannot be read, or needs more than renamed keys and stacked experts.
     """
     with torch.device("meta"):
         model = model_class(config)
@@ -259,8 +221,7 @@ def meta_model(
         for name, parameter in model.named_parameters(remove_duplicate=False):
             first = first_name[parameter]
             if name != first and name in stored and first in stored:
-                one = read(stored[first].path, stored[first].key)
-                other = read(stored[name].path, stored[name].key)
+                one, other = stored[first].read(), stored[name].read()
                 if not torch.equal(one, other):
                     differing.append(name)
         return differing
@@ -272,7 +233,10 @@ def meta_model(
 
 
 def load_config(directory: Path, model_class: type[PreTrainedModel], name: str) -> PretrainedConfig:
-    """A directory's configuration; raises ValueError unless it is one of `model_class`."""
+    """A directory's configuration, of a multimodal model that of the text part.
+
+    Raises ValueError unless it is one of `model_class`, or if it asks for what is not done here.
+    """
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
         raise ValueError(
             f"--model-name {name} holds adapters, not a model: name the one below them, with the "
@@ -280,6 +244,19 @@ def load_config(directory: Path, model_class: type[PreTrainedModel], name: str) 
         )
     config = _load_without_code(AutoConfig, directory)
     check_type(config, model_class, name)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise ValueError(
+            f"--model-name {name} is stored quantized ({quantization.get('quant_method')}), which "
+            "is not read here: give a directory with its weights in 16 or 32 bits"
+        )
+    config = text_part(config, model_class)
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"--model-name {name} has output_router_logits: the router's auxiliary loss is not "
+            "added here, as it is no mean over tokens and would differ with the number of "
+            "processes; give a local directory whose config.json sets it to false"
+        )
     return config
 
 
@@ -293,10 +270,18 @@ def _load_without_code(kind: type, directory: Path) -> Any:
         raise ValueError(f"{directory} needs its own code, which is never run here") from None
 
 
+def text_part(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> PretrainedConfig:
+    """The part of a multimodal model's configuration that is one of `model_class`, else all."""
+    text = getattr(config, "text_config", None)
+    if text is not None and text.model_type == model_class.config_class.model_type:
+        return text
+    return config
+
+
 def check_type(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
     """Raise ValueError unless the configuration of the model `name` is one of `model_class`."""
     wanted = model_class.config_class.model_type
-    if config.model_type != wanted:
+    if text_part(config, model_class).model_type != wanted:
         raise ValueError(f"--model-name {name} is a {config.model_type}, not a {wanted}")
 
 
@@ -323,13 +308,23 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     names = ("tokenizer*", "vocab.*", "*.model", "*.spm")
     if not any(list(directory.glob(name)) for name in names):
         raise ValueError(f"{directory} has no tokenizer, such as tokenizer.json")
-    tokenizer = _load_without_code(AutoTokenizer, directory)
+    try:
+        tokenizer = _load_without_code(AutoTokenizer, directory)
+    except ValueError as error:
+        if "backend tokenizer" not in str(error):
+            raise
+        raise ValueError(
+            f"{directory} has no tokenizer.json, and no other file that its tokenizer is read from"
+        ) from None
     if len(tokenizer) > vocab_size:
         raise ValueError(
             f"the tokenizer in {directory} has {len(tokenizer)} tokens, the model only {vocab_size}"
         )
-    # Some types of models have a class that Transformers takes whatever the directory says.
-    if not tokenizer("text", add_special_tokens=False)["input_ids"]:
+    # Some types of models have a class that Transformers takes whatever the directory says, and
+    # without their files some classes make of every text the token for what is unknown.
+    files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
+    empty = files and not any((directory / name).is_file() for name in ("tokenizer.json", *files))
+    if empty or not tokenizer("text", add_special_tokens=False)["input_ids"]:
         raise ValueError(
             f"the tokenizer in {directory} makes no tokens of a text: Transformers reads it as "
             f"{type(tokenizer).__name__}, so save one of that class there, with its tokenizer.json"
@@ -367,10 +362,11 @@ class WeightLoader:
         self.shard_device = device  # of what FSDP2 shards
         if args.cpu_offload:
             self.shard_device = torch.device("cpu")
-        self.found: dict[str, StoredTensor] = {}
+        self.found: dict[str, Stored] = {}
         self.everyone_reads = False
         if directory:
-            self.found = on_rank_zero(_find_weights, model, directory)
+            found = on_rank_zero(_find_weights, model, directory)
+            self.found = {name: stored.under(directory) for name, stored in found.items()}
             one_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == dist.get_world_size()
             if args.fsdp == 2 or one_node:
                 self.everyone_reads = _everyone_sees(self.found, directory)
@@ -418,10 +414,9 @@ class WeightLoader:
             self._load(tensor, stored)
         return tensor
 
-    def _read(self, meta: torch.Tensor, stored: StoredTensor) -> torch.Tensor:
+    def _read(self, meta: torch.Tensor, stored: Stored) -> torch.Tensor:
         """This rank's own reading. On a CPU it may be a part of the mapped file."""
-        path = self.directory / stored.path.name
-        tensor = read(path, stored.key).to(self.device).to(meta.dtype)
+        tensor = stored.read().to(self.device).to(meta.dtype)
         if not isinstance(meta, nn.Parameter):
             return tensor.clone()
         if self.keeps_tensors:
@@ -441,14 +436,14 @@ class WeightLoader:
         """Of a DTensor each rank reads its rows, or rank 0 scatters: no rank holds more beside its
         shard than one tensor."""
         if isinstance(tensor, DTensor) and self.everyone_reads:
-            _load_rows(tensor, stored, self.directory / stored.path.name)
+            _load_rows(tensor, stored)
             return
         whole = tensor.data
         dtype = HALVES.get(stored.dtype, tensor.dtype)
         if isinstance(tensor, DTensor) or dtype != tensor.dtype:
             whole = torch.empty(tensor.shape, dtype=dtype, device=self.device)
         if dist.get_rank() == 0:
-            whole.copy_(read(stored.path, stored.key))
+            whole.copy_(stored.read())
         if isinstance(tensor, DTensor):
             _scatter(whole, tensor)
         else:
@@ -515,13 +510,13 @@ def _names_of_places(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     return names
 
 
-def _everyone_sees(found: dict[str, StoredTensor], directory: Path) -> bool:
+def _everyone_sees(found: dict[str, Stored], directory: Path) -> bool:
     """Whether the files that rank 0 has `found` are in every rank's `directory`, with a row of
     each tensor as it is there. Rank 0 says what follows; all ranks."""
 
     def checksum_of_rows() -> int | None:
         try:
-            return _sum_of_rows(found.values(), directory)
+            return stored_tensors.sum_of_rows(found.values())
         except (OSError, SafetensorError):
             return None
 
@@ -535,13 +530,13 @@ def _everyone_sees(found: dict[str, StoredTensor], directory: Path) -> bool:
     return everyone
 
 
-def _load_rows(tensor: DTensor, stored: StoredTensor, path: Path) -> None:
-    """Fill this rank's shard of a DTensor from a file."""
+def _load_rows(tensor: DTensor, stored: Stored) -> None:
+    """Fill this rank's shard of a DTensor from the files."""
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     if shape[0]:  # small tensors may have no row for this rank
-        rows = _read_rows(path, stored, offset[0], offset[0] + shape[0])
+        rows = stored.read_rows(offset[0], offset[0] + shape[0])
         local = tensor.to_local().data
         local.copy_(rows.to(local.device))
 
@@ -593,20 +588,38 @@ def _keys_to_save(model: PreTrainedModel) -> dict[str, str]:
     """The key of each parameter and persistent buffer in an exported file, by its name.
 
     Renames made when the model was loaded are undone; a new model gets the keys that files of its
-    kind have. Where `save_pretrained` would reshape tensors besides, all keep the model's names,
-    which `from_pretrained` knows as well.
+    kind have. What stands there as several tensors, such as experts, has no key here. Where
+    `save_pretrained` would do more than that, all keep the model's names, which `from_pretrained`
+    knows as well.
     """
     names = {WRAPPERS.sub("", name) for name, _ in model.named_parameters()}
     names |= {WRAPPERS.sub("", name) for name, _ in _persistent_buffers(model)}
-    conversions = getattr(model, "_weight_conversions", None)
-    if conversions is None:  # not loaded from files
+    if getattr(model, "_weight_conversions", None) is None:  # not loaded from files
         conversions = _conversions(model, add_legacy=False)
         # Whether files of this kind have that prefix is not known.
         conversions = [step for step in conversions if not isinstance(step, PrefixChange)]
-    if any(isinstance(step, WeightConverter) for step in conversions):
-        return {name: name for name in names}
-    undo = [step.reverse_transform() for step in reversed(conversions)]
-    return {name: rename_source_key(name, undo, [], reverse=True)[0] for name in sorted(names)}
+        model._weight_conversions = conversions
+    for step in model._weight_conversions:
+        if isinstance(step, WeightConverter) and not stored_tensors.stacks_rows(step):
+            return {name: name for name in names}
+    undo = [step.reverse_transform() for step in reversed(model._weight_conversions)]
+    renamings = [step for step in undo if isinstance(step, WeightRenaming)]
+    converters = [step for step in undo if isinstance(step, WeightConverter)]
+    keys = {}
+    for name in sorted(names):
+        key, pattern = rename_source_key(name, renamings, converters, reverse=True)
+        if pattern is None:
+            keys[name] = key
+    return keys
+
+
+def _as_in_files(
+    model: PreTrainedModel, keys: dict[str, str], name: str, tensor: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """What an exported file holds of a tensor, by key: the tensor, or the experts stacked in it."""
+    if name in keys:
+        return {keys[name]: tensor}
+    return revert_weight_conversion(model, {name: tensor})
 
 
 def export_model(
@@ -614,9 +627,10 @@ def export_model(
 ) -> None:
     """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
 
-    Rank 0 holds one file of --max-shard-size GB and one unit above its own shard. The directory
-    replaces the one before when it is complete. Floating-point tensors are written as
-    --export-dtype, under the keys that `save_pretrained` would give them.
+    Rank 0 holds one file of --max-shard-size GB and one unit above its own shard, and of stacked
+    experts one tensor twice. The directory replaces the one before when it is complete.
+    Floating-point tensors are written as --export-dtype, under the keys that `save_pretrained`
+    would give them.
     """
     inner = model if isinstance(model, FSDPModule) else model.module
     not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
@@ -627,7 +641,8 @@ def export_model(
         files = WeightFiles(temporary, args)
         for name, tensor in _whole_tensors(model):  # all ranks gather it
             if dist.get_rank() == 0 and name not in not_saved:
-                files.add(keys[name], tensor.detach())
+                for key, part in _as_in_files(inner, keys, name, tensor.detach()).items():
+                    files.add(key, part)
         if dist.get_rank() == 0:
             files.finish()
             save_settings(inner, temporary, args)

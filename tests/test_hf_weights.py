@@ -4,6 +4,7 @@ import json
 import re
 import time
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,18 @@ import transformers
 from conftest import errors_said, launch, weights
 from files_worker import CountingPegasus
 from safetensors.torch import load_file, save_file
+from test_templates import byte_tokenizer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import (
     AutoConfig,
     ByT5Tokenizer,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     GPT2LMHeadModel,
     GPTNeoXForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
-    Qwen3MoeForCausalLM,
     T5ForConditionalGeneration,
 )
 
@@ -75,9 +79,11 @@ def counting_model() -> CountingPegasus:
     return model
 
 
-def streamed(model_class: type[PreTrainedModel], directory: Path) -> DDP:
+def streamed(
+    model_class: type[PreTrainedModel], directory: Path, config: PretrainedConfig | None = None
+) -> DDP:
     """The model in `directory` as the scripts load it; needs a process group."""
-    config = model_class.config_class.from_pretrained(directory)
+    config = config or model_class.config_class.from_pretrained(directory)
     model = hf_weights.meta_model(model_class, config, directory)
     args = Namespace(fsdp=1, cpu_offload=False, strategy="ddp")
     hf_weights.materialize(model, hf_weights.WeightLoader(args, model, directory, CPU).fill)
@@ -291,26 +297,78 @@ def test_a_renamed_head_that_stands_apart_is_untied(alone: None, tmp_path: Path)
     assert loaded.lm_head.weight is loaded.gpt_neox.embed_in.weight
 
 
-def test_more_than_renaming_is_refused_before_anything_is_read(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_text_part_of_a_multimodal_model(
+    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Experts to be stacked; the sentence says how to convert them, and then they are taken."""
-    shape = GROUPED | {"moe_intermediate_size": 16, "num_experts": 4}
-    made = new_model(Qwen3MoeForCausalLM, **shape)
-    made.save_pretrained(tmp_path / "made")
-    with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
-        patch.setattr(hf_weights, "read", None)
-        streamed(Qwen3MoeForCausalLM, tmp_path / "made")
-    assert "experts.0.down_proj.weight" in str(error.value)
-    assert "save_pretrained(..., save_original_format=False)" in str(error.value)
-    plain = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "made")
-    plain.save_pretrained(tmp_path / "converted", save_original_format=False)
-    loaded = streamed(Qwen3MoeForCausalLM, tmp_path / "converted")
-    check_equal(loaded.module.state_dict(), made.state_dict())
-    for model in (loaded, DDP(made)):  # whose keys would take more than renaming, too
-        hf_weights.export_model(model, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
-        again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "exported")
-        check_equal(again.state_dict(), made.state_dict())
+    """It computes what the whole does of a text; what is left out is named and counted."""
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "intermediate_size": 32, "image_size": 28, "patch_size": 14}  # fmt: skip
+    sizes = {"text_config": GROUPED, "vision_config": vision, "mm_tokens_per_image": 4}
+    whole = new_model(Gemma3ForConditionalGeneration, **sizes).eval()
+    whole.save_pretrained(tmp_path)
+    stored = weights(tmp_path)
+    config = hf_weights.load_config(tmp_path, Gemma3ForCausalLM, "theirs")
+    loaded = streamed(Gemma3ForCausalLM, tmp_path, config)
+    parts = Counter(key.split(".")[0] for key in stored)
+    said = f"left out are {parts['multi_modal_projector']} tensors of multi_modal_projector, "
+    assert f"{said}{parts['vision_tower']} tensors of vision_tower" in capsys.readouterr().out
+    ids = torch.arange(2, 42)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, whole(ids).logits)
+    hf_weights.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+    again, report = Gemma3ForCausalLM.from_pretrained(
+        tmp_path / "exported", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    check_equal(again.state_dict(), loaded.module.state_dict(), least=20)
+    # Of the text part nothing may be left out.
+    stored["language_model.model.layers.2.mlp.up_proj.weight"] = torch.zeros(64, 32)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="layers.2.mlp.up_proj.weight is not the model's$"):
+        streamed(Gemma3ForCausalLM, tmp_path, config)
+
+
+@pytest.mark.slow
+def test_adapters_on_a_text_part(chats: Path, tmp_path: Path) -> None:
+    """Merged, they make a model of text alone, which Transformers loads."""
+    pytest.importorskip("peft")
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "intermediate_size": 32, "image_size": 28,
+              "patch_size": 14}  # fmt: skip
+    ids = {"bos_token_id": None, "eos_token_id": 1}
+    text = GROUPED | ids | {"model_type": "llama"}
+    sizes = {"text_config": text, "vision_config": vision, "image_token_index": 300}
+    whole = new_model(transformers.LlavaForConditionalGeneration, **sizes)
+    whole.save_pretrained(tmp_path / "model")
+    byte_tokenizer("qwen3").save_pretrained(tmp_path / "model")
+    flags = ["--model-name", tmp_path / "model", "--dataset", chats, "--max-seq-length", 64]
+    flags += ["--max-steps", 2, "--lora-rank", 2, "--lora-targets", "q_proj", "--merge"]
+    output = tmp_path / "output"
+    launch(0, "llama_fsdp.py", *flags, "--export-dtype", "fp32", "--output-dir", output)
+    final, report = transformers.AutoModelForCausalLM.from_pretrained(
+        output / "final", output_loading_info=True
+    )
+    assert type(final) is transformers.LlamaForCausalLM and not any(report.values()), report
+    merged = final.model.state_dict()
+    base = whole.model.language_model.state_dict()
+    changed = {key for key in base if not torch.equal(base[key], merged[key])}
+    assert changed == {f"layers.{i}.self_attn.q_proj.weight" for i in range(2)}
+
+
+@pytest.mark.parametrize(
+    "tokenizer", ["PreTrainedTokenizerFast", "LlamaTokenizer", "T5Tokenizer", "GemmaTokenizer"]
+)
+def test_a_tokenizer_without_its_vocabulary(tokenizer: str, tmp_path: Path) -> None:
+    """One sentence, whatever Transformers makes of it: some classes take every text for unknown."""
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    settings = {"tokenizer_class": tokenizer}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError) as error:
+        hf_weights.load_tokenizer(tmp_path, 1000)
+    said = f"the tokenizer in {tmp_path} makes no tokens of a text"
+    if tokenizer == "PreTrainedTokenizerFast":
+        said = f"{tmp_path} has no tokenizer.json"
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
 def test_buffers_of_other_dtypes(alone: None, tmp_path: Path) -> None:

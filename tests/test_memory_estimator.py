@@ -362,6 +362,16 @@ def test_a_script_of_ones_own(tmp_path: Path) -> None:
     assert model.parameters == whole.num_parameters()
 
 
+def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
+    """It is what the script trains."""
+    text = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    transformers.LlavaConfig(text_config=text).save_pretrained(tmp_path)
+    args = memory_estimator.parse_args(["--model-name", str(tmp_path), "--script", "llama_fsdp.py"])
+    with torch.device("meta"):
+        whole = transformers.LlamaForCausalLM(text)
+    assert memory_estimator.read_model(args).parameters == whole.num_parameters()
+
+
 def test_traffic_of_a_large_cluster() -> None:
     """In fp32 DDP and SHARD_GRAD_OP send 2 P, FULL_SHARD less than 3 P by the root (Rajbhandari et
     al.); between many nodes HYBRID_SHARD sends the gradients alone, and slow links bound."""
