@@ -30,9 +30,10 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
+START = time.monotonic()  # before what takes seconds
 
-START = time.monotonic()
+import torch  # noqa: E402
+
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "RESULTS.md"
 TITLES = {"cpu": "On a CPU", "gpu": "On GPUs"}
