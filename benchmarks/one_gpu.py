@@ -92,6 +92,8 @@ def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
 
         how = peft.LoraConfig(r=options.lora_rank, target_modules="all-linear")
         model = peft.get_peft_model(model.bfloat16() if gpu else model, how)
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()  # the model stood there in fp32
     rows = [{"input_ids": torch.randint(3, 256, (options.length,))} for _ in range(8)]
     rows = [row | {"labels": row["input_ids"]} for row in rows]
     args = transformers.TrainingArguments(

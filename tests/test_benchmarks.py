@@ -212,9 +212,23 @@ def test_estimate() -> None:
 
 
 @pytest.mark.slow
-def test_one_gpu_runs_on_a_cpu() -> None:
-    """A tiny model, both loops."""
-    table = run("one_gpu.py --model tiny --length 64 --steps 1 --turns 1")
+def test_estimate_of_adapters() -> None:
+    """The same of LoRA and QLoRA."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    for flags in ("", " --load-in-4bit"):
+        table = run(f"estimate.py --models tiny --strategies full_shard --lora-rank 4{flags}")
+        pairs = re.findall(r"([0-9.]+) / ([0-9.]+)", table)
+        assert len(pairs) == 3 and all(estimated == found for estimated, found in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", " --lora-rank 4"])
+def test_one_gpu_runs_on_a_cpu(flags: str) -> None:
+    """A tiny model, both loops; with adapters, too."""
+    if flags:
+        pytest.importorskip("peft")
+    table = run(f"one_gpu.py --model tiny --length 64 --steps 1 --turns 1{flags}")
     assert "| ours | sdpa |" in table and "| trainer | sdpa |" in table
 
 

@@ -21,7 +21,9 @@ def python(code: str, **options: float) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], **pipes, **options)
 
 
-@pytest.mark.parametrize("processes,fault", [(2, "default group"), (4, "mesh")])
+@pytest.mark.parametrize(
+    "processes,fault", [(2, "default group"), pytest.param(4, "mesh", marks=pytest.mark.slow)]
+)
 def test_ranks_that_cannot_reach_each_other(processes: int, fault: str) -> None:
     """gloo's wait, which would last for the group's time-out, ends with a sentence that says what
     to set. A rank that comes later than the limit is waited for."""
@@ -34,15 +36,20 @@ def test_ranks_that_cannot_reach_each_other(processes: int, fault: str) -> None:
     assert said in result.stderr.split("Root Cause")[1]
 
 
-def test_a_start_of_nccl_that_hangs() -> None:
-    """`init_process_group` waits within NCCL, which releases Python's lock: a thread speaks."""
-    code = """
+@pytest.mark.parametrize("where", ["init_process_group", "new_group"])
+def test_a_start_of_nccl_that_hangs(where: str) -> None:
+    """A thread speaks: `init_process_group` waits within NCCL, which releases Python's lock. So it
+    does where gloo's group beside nccl waits."""
+    code = f"""
 import functools, time, torch.distributed as dist
 from datetime import timedelta
 from runtime import ranks
 ranks.joining = functools.partial(ranks.joining, limit=1.0)
-with ranks.rendezvous(timedelta(minutes=30)):
-    time.sleep(100)
+dist.init_process_group = dist.new_group = lambda **_: None
+dist.{where} = lambda **_: time.sleep(100)
+dist.get_backend = lambda: "nccl"
+with ranks.rendezvous(timedelta(minutes=30)) as place:
+    dist.init_process_group(**place)
 """
     result = python(code, timeout=60)
     assert result.returncode == 1
