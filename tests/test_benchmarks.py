@@ -229,7 +229,7 @@ def test_one_gpu_runs_on_a_cpu(flags: str) -> None:
     if flags:
         pytest.importorskip("peft")
     table = run(f"one_gpu.py --model tiny --length 64 --steps 1 --turns 1{flags}")
-    assert "| ours | sdpa |" in table and "| trainer | sdpa |" in table
+    assert "| ours | " in table and "| trainer | sdpa |" in table
 
 
 @pytest.mark.slow
