@@ -103,13 +103,13 @@ def setup(args: Namespace) -> torch.device:
     """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        timeout=timeout,
-        device_id=None if device.type == "cpu" else device,
-        **ranks.rendezvous(timeout),  # store, rank and world_size, of torchrun or of one process
-    )
-    ranks.join_cpu_group(timeout)
+    with ranks.rendezvous(timeout) as place:  # store, rank and world_size; adds gloo for CPUs
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+            **place,
+        )
     ranks.set_seed(args.seed)
     return device
 

@@ -37,6 +37,8 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 from torch.optim import Optimizer
 from transformers.activations import NewGELUActivation
 
+from runtime import ranks
+
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
 warnings.filterwarnings("ignore", message="When using ``NO_SHARD`` for ``ShardingStrategy``")
@@ -104,9 +106,11 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (world_size,))
     shards = args.shard_group_size or int(os.environ["LOCAL_WORLD_SIZE"])
     names = ("replicate", "shard")
-    mesh = init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=names)
+    timeout = timedelta(minutes=args.timeout_minutes)
+    with ranks.joining(timeout):
+        mesh = init_device_mesh(device.type, (world_size // shards, shards), mesh_dim_names=names)
     for group in mesh.get_all_groups():  # which have the backend's own limit, 10 minutes of nccl
-        _set_pg_timeout(timedelta(minutes=args.timeout_minutes), group)
+        _set_pg_timeout(timeout, group)
     return mesh
 
 

@@ -20,8 +20,9 @@ slows a host or a link slows them all; a disk, in writing and reading. Bandwidth
 as in nccl-tests: what a rank sends in a ring, by seconds. That is (k - 1) / k of the tensor on k
 ranks, in an all-reduce twice as much.
 
-A rank that does not answer within --timeout-seconds is named. For a node that does not start at all
-torchrun itself waits.
+A rank that does not answer within --timeout-seconds is named. All have ten minutes to start, and
+to join the process group: after --timeout-seconds of that a line names who is awaited. For a node
+that does not start at all torchrun itself waits.
 """
 
 import concurrent.futures
@@ -67,6 +68,7 @@ SMALL_BYTES = 1 << 16
 TRIAL_BYTES = 1 << 24  # are sent, or written, to know how many can be
 FILE_BYTES = 1 << 27
 BLOCK_BYTES = 1 << 22  # of a file are written or read at once
+START_SECONDS = 600.0  # that ranks may take to start, and to join: imports can be slow
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 5  # that a rank has to answer the roll call
 ROLL_CALL = "roll call"  # the key in the store that asks for it
@@ -111,21 +113,30 @@ class Probe:
 
 class Watch:
     """Follows this rank's work, which is done in another thread: that one may be in a collective
-    which waits for an absent rank. All ranks begin the same steps in the same order."""
+    which waits for an absent rank. All ranks begin the same steps in the same order.
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, limit: float) -> None:
+    `limit` is that of a step in seconds, but `start_limit` that of the start and of the join.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, limit: float, start_limit: float
+    ) -> None:
         self.store = store.clone()  # a call that waits keeps other threads off its store
         self.rank = rank
         self.world_size = world_size
-        self.limit = limit  # of a step, in seconds
+        self.usual_limit = limit
+        self.start_limit = start_limit
         self.count = 0
-        self.begin("start")
+        self.begin("start", start_limit)
 
-    def begin(self, step: str) -> None:
-        """The work is now in this step."""
+    def begin(self, step: str, limit: float | None = None) -> None:
+        """The work is now in this step, which may last `limit` seconds (None: as long as most)."""
         self.count += 1
         self.step = step
+        self.limit = limit or self.usual_limit
+        self.has_named = False
         self.since = time.monotonic()
+        self.store.set(f"begun {self.count}/{self.rank}", json.dumps(step))
 
     def follow(self, work: Future) -> tuple[int, str]:
         """Wait for the work, which returns what is wrong with the machines.
@@ -134,12 +145,25 @@ class Watch:
         """
         while not work.done():
             concurrent.futures.wait([work], timeout=POLL_SECONDS)
-            late = time.monotonic() - self.since > self.limit
-            if not work.done() and (late or self.store.check([ROLL_CALL])):
+            lasted = time.monotonic() - self.since
+            if not work.done() and (lasted > self.limit or self.store.check([ROLL_CALL])):
                 return self.call_roll(work)
+            if lasted > self.usual_limit and not self.has_named:
+                self.name_awaited()
         if work.exception() is not None:
             return self.call_roll(work)
         return 0, "; ".join(work.result())
+
+    def name_awaited(self) -> None:
+        """Say who has not begun this step. The lowest rank of those who have does."""
+        self.has_named = True
+        begun = self.read(f"begun {self.count}")
+        if self.rank != min(begun, default=None):
+            return
+        absent = [rank for rank in range(self.world_size) if rank not in begun]
+        places = {rank: Place(**found) for rank, found in self.read("place").items()}
+        who = name_ranks(absent, places) or "all ranks"
+        print(f"waiting for {who} in: {self.step}", file=sys.stderr, flush=True)
 
     def call_roll(self, work: Future) -> tuple[int, str]:
         """Have all ranks say where they are: those who see ROLL_CALL in the store come here too.
@@ -169,14 +193,17 @@ class Watch:
         return {rank: json.loads(self.store.get(key)) for rank, key in there.items()}
 
 
-def preflight(args: Namespace) -> int:
-    """Measure and print. Returns the exit code. All ranks."""
+def preflight(args: Namespace, start_limit: float = START_SECONDS) -> int:
+    """Measure and print. Returns the exit code. All ranks.
+
+    `start_limit` is that of the start, and of the join of the process group, in seconds.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(1))  # and --output-dir is left clean
     speaker = rank = int(os.environ.get("RANK", 0))
     try:
-        meeting = ranks.rendezvous(timedelta(seconds=args.timeout_seconds))
-        watch = Watch(**meeting, limit=args.timeout_seconds)
+        meeting = ranks.connect(timedelta(seconds=args.timeout_seconds))
+        watch = Watch(**meeting, limit=args.timeout_seconds, start_limit=start_limit)
         work = ThreadPoolExecutor(1).submit(check_machines, args, meeting, watch)
         speaker, sentence = watch.follow(work)
     except dist.DistError as error:
@@ -200,7 +227,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--output-dir", default="output", help="whose disk is measured; nothing is left there")
     add("--gpus-per-node", type=int, default=0, help="that there should be (0: as Slurm gave, or "
         "one for each process)")  # fmt: skip
-    add("--timeout-seconds", type=float, default=30.0, help="limit of a step on each rank")
+    add("--timeout-seconds", type=float, default=30.0, help="limit of a step on each rank, once "
+        "all have joined")  # fmt: skip
     add("--json", **arguments.OFF, help="print a JSON object, with the samples of all ranks")
     args = parser.parse_args(argv)
     limits = {"gpus_per_node": (0, arguments.ANY), "timeout_seconds": (1, arguments.ANY)}
@@ -261,7 +289,7 @@ def check_machines(args: Namespace, meeting: dict[str, Any], watch: Watch) -> li
     wrong, notes = count_devices(args, places)
     if wrong:
         raise ValueError("; ".join(wrong))
-    watch.begin("joining the process group")
+    watch.begin("joining the process group", watch.start_limit)
     device = setup(meeting)
     precision = arguments.resolve_precision("auto")
     watch.begin("the model's config")
@@ -340,12 +368,14 @@ def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list
 def setup(meeting: dict[str, Any]) -> torch.device:
     """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
     device = ranks.local_device()
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        device_id=None if device.type == "cpu" else device,
-        **meeting,
-    )
-    ranks.join_cpu_group(timedelta(hours=1))  # the watch limits the time
+    limit = timedelta(hours=1)  # the watch has a lower one
+    with ranks.joining(limit):
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),
+            device_id=None if device.type == "cpu" else device,
+            **meeting,
+        )
+        ranks.join_cpu_group(limit)
     return device
 
 

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import ByT5Tokenizer, GPT2Config, PretrainedConfig, PreTrainedModel
 
 import block_dataset
@@ -54,13 +55,16 @@ class RandomWeights(hf_weights.WeightLoader):
         self, args: Namespace, model: PreTrainedModel, _: Path | None, device: torch.device
     ) -> None:
         super().__init__(args, model, None, device)
+        self.directory = Path()  # so that what is not in `found`, as adapters, is initialised
+        for (module, key), name in self.names.items():
+            tensor = getattr(module, key)
+            if isinstance(tensor, torch.nn.Parameter) and ".lora_" not in name:
+                shape = getattr(tensor, "whole_shape", tensor.shape)  # of what is in 4 bits
+                self.found[name] = Namespace(shape=shape)
 
-    def fill(self, module: torch.nn.Module) -> None:
-        """With random values."""
-        super().fill(module)
+    def _load(self, tensor: torch.Tensor, _: Namespace) -> None:
         with torch.no_grad():
-            for parameter in module.parameters(recurse=False):
-                parameter.normal_(std=0.02)
+            tensor.normal_(std=0.02)
 
 
 def without_files() -> None:
@@ -68,7 +72,9 @@ def without_files() -> None:
 
     def meta_model(model_class: type, config: PretrainedConfig, _: Path) -> PreTrainedModel:
         with torch.device("meta"):
-            return model_class(config)
+            model = model_class(config)
+        model.stored_tensors = {}
+        return model
 
     hf_weights.meta_model, hf_weights.WeightLoader = meta_model, RandomWeights
 
@@ -130,14 +136,16 @@ def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]
 
 def held(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes on this rank of the storages behind these tensors, each counted once."""
-    storages = [t.untyped_storage() for t in tensors if t is not None and t.numel()]
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+    storages = [t.untyped_storage() for t in local if t.numel()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def step_and_weigh(
     script: ModuleType, args: Namespace, state: checkpoints.TrainState, batch: dict
 ) -> dict[str, int]:
-    """Make a step; bytes of parameters, gradients and AdamW's moments that this rank holds."""
+    """Make a step; bytes of parameters, gradients and AdamW's moments that this rank holds. The
+    scales of what is in 4 bits count as parameters."""
     clip, found = policies.clip_gradients, {}
 
     def clip_and_weigh(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
@@ -148,7 +156,12 @@ def step_and_weigh(
     script.train_step(args, state, [batch], [0], Run(args, state.device, ""))
     policies.clip_gradients = clip
     moments = [x for values in state.optimizer.state.values() for x in values.values()]
-    found["parameter_bytes"] = held(state.model.parameters())
+    weights = list(state.model.parameters())
+    for module in state.model.modules():
+        scales = getattr(module, "quant_state", None)
+        if scales:
+            weights += [scales.absmax, scales.state2.absmax, scales.offset, scales.code]
+    found["parameter_bytes"] = held(weights)
     return found | {"optimizer_bytes": held(x for x in moments if x.ndim)}
 
 

@@ -7,7 +7,8 @@
 `--models` are built-in names of the estimator. MB (10^6 bytes) of one rank: parameters, gradients
 and AdamW's moments held, each as estimated / measured, and on GPUs the estimated total against the
 largest sum that the allocator had given out. Random weights, full-length random batches, no files.
-Before torch 2.13 the logits are held whole, which the estimate leaves out.
+Before torch 2.13 the logits are held whole, which the estimate leaves out. Adapters are trained
+under FSDP2.
 """
 
 import argparse
@@ -55,6 +56,10 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
     gpu = torch.cuda.is_available()
     switch = f"--{'' if recompute else 'no-'}activation-checkpointing"
     common = ["--batch-size", str(options.batch_size), switch]
+    if options.lora_rank:
+        common += ["--lora-rank", str(options.lora_rank)]
+    if options.load_in_4bit:
+        common.append("--load-in-4bit")
     precision = "bf16" if gpu else "fp32"
     args = memory_estimator.parse_args(
         ["--model-name", name, "--gpus-per-node", str(options.processes), "--precision", precision,
@@ -88,6 +93,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank")
     parser.add_argument("--seq-length", type=int, default=0, help="tokens (0: the script's)")
+    parser.add_argument("--lora-rank", type=int, default=0, help="of adapters (0: all weights)")
+    parser.add_argument("--load-in-4bit", action="store_true", help="frozen projections in NF4")
+    parser.add_argument("--recomputed", action="store_true", help="not without recomputation")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # script, flags as JSON
     options = parser.parse_args()
     if options.worker:
@@ -99,7 +107,8 @@ def main() -> None:
     for name in options.models:
         for strategy in options.strategies:
             # Recomputing changes activations alone, which are seen on a GPU.
-            for recompute in (False, True) if torch.cuda.is_available() else (False,):
+            both = torch.cuda.is_available() and not options.recomputed
+            for recompute in (False, True) if both else (options.recomputed,):
                 row = compare(options, name, strategy, recompute)
                 print(f"| {' | '.join(row)} |", flush=True)
 

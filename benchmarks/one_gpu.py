@@ -1,13 +1,14 @@
 """A Llama-2-7B-shaped model on one GPU: tokens/s, MFU and peak, ours and the Trainer's.
 
     python benchmarks/one_gpu.py                                   # bf16, length 4096, 110 GB
+    python benchmarks/one_gpu.py --lora-rank 16                    # frozen weights in bf16, 20 GB
     python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to see that it runs
 
 Random weights in fp32 with AdamW, activation checkpointing, sequences of one document. MFU is the
 FLOPs that the model needs (`flops_per_token` in runtime/model_checks.py) against the datasheet's
 peak, and against a matrix product of bf16 measured in the same process. Each runs in a launch of
 its own, because the two do not fit together; they take turns, and the launch of the median step is
-shown.
+shown. Adapters, on all projections of the blocks, are in fp32.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     args = llama_fsdp.parse_args(
         ["--model-name", directory, "--dataset", "docstrings", "--attention", options.attention,
          "--max-seq-length", str(options.length), "--batch-size", str(options.batch_size),
-         *(["--compile"] if options.compile else [])]
+         "--lora-rank", str(options.lora_rank), *(["--compile"] if options.compile else [])]
     )  # fmt: skip
     device = llama_fsdp.setup(args)
     seconds = []
@@ -86,6 +87,13 @@ def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
     config.use_cache = False
     with torch.device("cuda" if gpu else "cpu"):
         model = transformers.LlamaForCausalLM(config)
+    if options.lora_rank:
+        import peft
+
+        how = peft.LoraConfig(r=options.lora_rank, target_modules="all-linear")
+        model = peft.get_peft_model(model.bfloat16() if gpu else model, how)
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()  # the model stood there in fp32
     rows = [{"input_ids": torch.randint(3, 256, (options.length,))} for _ in range(8)]
     rows = [row | {"labels": row["input_ids"]} for row in rows]
     args = transformers.TrainingArguments(
@@ -107,6 +115,9 @@ def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
     return {"seconds": statistics.median(steps), "peak_mb": peak_mb(), "attention": "sdpa"}
 
 
+LOOPS = {"ours": ours, "trainer": trainer}
+
+
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(
@@ -119,31 +130,40 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="sequences in a step")
     parser.add_argument("--attention", default="auto", help="as in llama_fsdp.py")
     parser.add_argument("--compile", action="store_true", help="ours with --compile")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters (0: all weights)")
+    parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS))
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each launch")
     parser.add_argument("--turns", type=int, default=3, help="launches of each")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # loop, directory
     options = parser.parse_args()
     if options.worker:
         loop, directory = options.worker
-        print(json.dumps({"ours": ours, "trainer": trainer}[loop](options, directory)))
+        print(json.dumps(LOOPS[loop](options, directory)))
         return
-    results: dict[str, list[dict]] = {"ours": [], "trainer": []}
+    print(f"{options.model}, {options.batch_size} x {options.length} tokens a step\n", flush=True)
+    results: dict[str, list[dict]] = {loop: [] for loop in options.loops}
     with tempfile.TemporaryDirectory() as directory:
         load(options.model).save_pretrained(directory)
         ByT5Tokenizer().save_pretrained(directory)
         for _ in range(options.turns):
             for loop, found in results.items():
                 found.append(launch(1, __file__, *sys.argv[1:], "--worker", loop, directory))
-    print(f"{options.model}, {options.batch_size} x {options.length} tokens a step\n")
-    print("| loop | attention | s per step | tokens/s | TFLOP/s | MFU | of the matmul | peak, MB |")
+                print(f"a launch of {loop}: {found[-1]['seconds']:.3f} s per step", flush=True)
+    print_table(options, results)
+
+
+def print_table(options: argparse.Namespace, results: dict[str, list[dict]]) -> None:
+    """The launch of the median step of each loop. Both need as many FLOPs, which ours counts."""
+    columns = "attention | s per step | tokens/s | TFLOP/s | MFU | of the matmul | peak, MB"
+    print(f"\n| loop | {columns} |")
     print("|---|---|---|---|---|---|---|---|")
     medians = {
         loop: sorted(found, key=lambda r: r["seconds"])[len(found) // 2]
         for loop, found in results.items()
     }
-    first, tokens = medians["ours"], options.batch_size * options.length
+    first, tokens = medians.get("ours", {}), options.batch_size * options.length
     for loop, r in medians.items():
-        tflops = first.get("tflops_per_gpu", 0.0) * first["seconds"] / r["seconds"]
+        tflops = first.get("tflops_per_gpu", 0.0) * first.get("seconds", 0.0) / r["seconds"]
         shares = [tflops / first.get(key, float("inf"))
                   for key in ("assumed_peak_tflops", "matmul_tflops")]  # fmt: skip
         print(

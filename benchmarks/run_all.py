@@ -3,85 +3,254 @@
     pip install -r benchmarks/requirements.txt
     python benchmarks/run_all.py --preset cpu                    # two CPU processes, an hour
     python benchmarks/run_all.py --preset gpu --processes 8      # one process per GPU
+    python benchmarks/run_all.py --preset gpu --minutes 10       # what matters most, then the rest
 
 `--data` is a directory with seed_tasks.jsonl of self-instruct and xsum_200.jsonl (`document` and
 `summary` in each line); without it docstrings stand in. `--only` takes words of the titles. A
-preset replaces its own part of the file and leaves the other's.
+preset replaces its own part of the file and leaves the other's, after each program.
+
+With `--minutes` the program that is under way then is ended. The same command, given again, goes on
+with the rest: what stands in RESULTS.md as measured by the same command, at the same commit, with
+the same device and versions, is left as it is. What was cut short, or failed, leaves what it has
+printed, and comes last.
 """
 
 import argparse
+import contextlib
+import math
 import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tempfile
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
+START = time.monotonic()  # before what takes seconds
+
+import torch  # noqa: E402
 
 FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER / "RESULTS.md"
 TITLES = {"cpu": "On a CPU", "gpu": "On GPUs"}
+PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes")
+LARGE_GPU = 110e9  # bytes that Llama 2 7B takes with AdamW, recomputed, at a length of 4096
+KEPT_SECONDS = 10  # of --minutes, at most a tenth, for the start and the end of this program
+LEAST_SECONDS = 20  # that must be left for another program to be started
+UNFINISHED = ("It ended with exit code", "It was ended after")  # what such an entry ends with
 
 
-def programs(preset: str, processes: int, data: Path | None) -> dict[str, str]:
-    """The command of each section, by its title."""
-    cpu, n = preset == "cpu", f" --processes {processes}"
-    tasks = f" --tasks {data / 'seed_tasks.jsonl'}" if data else ""
-    commands = {
-        "Step time": "step_time.py" + n
-        + (" --steps 7" if cpu else " --model gpt2-large --block-size 1024 --steps 30"),
-        "Useful tokens of T5": "useful_tokens.py" + n + ("" if cpu else " --model t5-base"),
-        "Useful tokens of Llama, packed and padded": "packing.py" + tasks
-        + ("" if cpu else " --max-seq-length 2048"),
-        "Strategies": "compare_strategies.py" + n
-        + (" --steps 9" if cpu else " --block-size 1024 --memory-limit-gb 24"
-           + (" --model gpt2-xl" if processes > 1 else " --model gpt2-large")),
-        "Loading and export": "load_memory.py" + n,
-        "Loading and export, stored in 16 bits": "load_memory.py" + n + " --stored-dtype bfloat16",
-        "Saving": "saving.py" + n + (" --saves 3" if cpu else " --shapes 300M gpt2-xl"),
-        "The loss in chunks": "chunked_loss.py" + ("" if cpu else " --tokens 8192 --width 1600"),
-        "Estimate and measurement": "estimate.py" + n
-        + ("" if cpu else " --models gpt2-large t5-large llama-2-7b --strategies full_shard"),
+def gpu_programs(processes: int, large: bool) -> dict[str, str]:
+    """The command of each section on GPUs by its title: what matters most comes first.
+
+    `large`: a GPU has 110 GB or more.
+    """
+    n = f" --processes {processes}"
+    size, model = ("7B", "llama-2-7b") if large else ("1.1B", "tinyllama-1.1b")
+    one = f"one_gpu.py --turns 1 --model {model}"
+    adapters = {"One GPU, 7B with LoRA": "one_gpu.py --turns 1 --lora-rank 16"}
+    first = {f"One GPU, {size}": one, f"One GPU, {size}, compiled": one + " --compile --loops ours"}
+    held = "estimate.py --strategies full_shard --recomputed --models "
+    beside = f"side_by_side.py --preset gpu{n} --peers "
+    commands = first | ({} if large else adapters) | {
+        "Estimate and measurement": held + model + n,
+        "Estimate and measurement, LoRA": held + "llama-2-7b --lora-rank 16" + n,
+        "Estimate and measurement, QLoRA": held + "llama-2-7b --lora-rank 16 --load-in-4bit" + n,
+        "Side by side with TRL": beside + "trl",
+        "Side by side with the Trainer": beside + "trainer",
+        "Saving": "saving.py --saves 3 --shapes gpt2-large" + n,
     }  # fmt: skip
-    if data:
-        articles = f"{'' if cpu else ' --model t5-base'} --dataset {data / 'xsum_200.jsonl'}"
-        columns = " --source-column document --target-column summary"
-        commands["Useful tokens of T5, news"] = "useful_tokens.py" + n + articles + columns
-    own = f" --articles {data / 'xsum_200.jsonl'}" if data else ""
-    commands["Side by side"] = f"side_by_side.py --preset {preset}" + n + tasks + own
-    if not cpu:
-        commands["Llama 2 7B on one GPU"] = "one_gpu.py"
+    wide = "gpt2-xl" if processes > 1 else "gpt2-large"
+    return commands | adapters | {
+        "Side by side with the Seq2SeqTrainer": beside + "seq2seq",
+        "Step time": "step_time.py --model gpt2-large --block-size 1024 --steps 30" + n,
+        "Strategies": "compare_strategies.py --block-size 1024 --memory-limit-gb 24"
+        f" --model {wide}" + n,
+        "Estimate and measurement of other models": "estimate.py --models gpt2-large t5-large"
+        " --strategies full_shard" + n,
+        "The loss in chunks": "chunked_loss.py --tokens 8192 --width 1600",
+        "Useful tokens of T5": "useful_tokens.py --model t5-base" + n,
+        "Useful tokens of Llama, packed and padded": "packing.py --max-seq-length 2048",
+        "Loading and export": "load_memory.py" + n,
+        "Loading and export, stored in 16 bits": "load_memory.py --stored-dtype bfloat16" + n,
+        "Saving, 1.5B": "saving.py --shapes gpt2-xl" + n,
+        "One GPU, three launches": f"one_gpu.py --model {model}",
+    }  # fmt: skip
+
+
+def cpu_programs(processes: int) -> dict[str, str]:
+    """The command of each section on a CPU by its title."""
+    n = f" --processes {processes}"
+    return {
+        "Step time": "step_time.py --steps 7" + n,
+        "Useful tokens of T5": "useful_tokens.py" + n,
+        "Useful tokens of Llama, packed and padded": "packing.py",
+        "Strategies": "compare_strategies.py --steps 9" + n,
+        "Loading and export": "load_memory.py" + n,
+        "Loading and export, stored in 16 bits": "load_memory.py --stored-dtype bfloat16" + n,
+        "Saving": "saving.py --saves 3" + n,
+        "The loss in chunks": "chunked_loss.py",
+        "Estimate and measurement": "estimate.py" + n,
+        "Side by side": "side_by_side.py --preset cpu" + n,
+    }
+
+
+def programs(preset: str, processes: int, data: Path | None, large: bool) -> dict[str, str]:
+    """The command of each section, by its title, in the order in which they run."""
+    commands = cpu_programs(processes) if preset == "cpu" else gpu_programs(processes, large)
+    if data is None:
+        return commands
+    for title, command in commands.items():
+        if command.startswith(("packing", "side_by_side")):
+            commands[title] += f" --tasks {data / 'seed_tasks.jsonl'}"
+        if command.startswith("side_by_side"):
+            commands[title] += f" --articles {data / 'xsum_200.jsonl'}"
+    news = f" --dataset {data / 'xsum_200.jsonl'} --source-column document --target-column summary"
+    commands["Useful tokens of T5, news"] = commands["Useful tokens of T5"] + news
     return commands
 
 
+def commit() -> str:
+    """The last one that changed anything but the results, and whether more has changed since."""
+
+    def git(command: str) -> subprocess.CompletedProcess:
+        command = f"git {command} -- :/ ':(exclude,top)benchmarks/RESULTS.md'"
+        return subprocess.run(command, shell=True, cwd=FOLDER, capture_output=True, text=True)
+
+    found = git("log -1 --format=%h").stdout.strip() or "unknown"
+    if git("diff --quiet HEAD").returncode == 1:
+        found += " with changes"
+    return found
+
+
 def about() -> str:
-    """Date, machine and versions."""
-    names = ("torch", "transformers", "accelerate")
-    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    """Machine, versions and commit."""
+    versions = []
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
     cores = len(os.sched_getaffinity(0))
     machine = f"{cores} {platform.machine()} cores"
     if torch.cuda.is_available():
         machine = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {machine}"
-    return f"{time.strftime('%Y-%m-%d')}; {machine}; {versions}."
+    return f"{machine}; {', '.join(versions)}; commit {commit()}."
+
+
+def parse(text: str, heading: str) -> tuple[str, dict[str, str]]:
+    """What stands before the first heading of a level, and the text below each, by its words."""
+    before, *parts = re.split(rf"^{heading} ", text, flags=re.MULTILINE)
+    return before, {part.split("\n", 1)[0]: part.split("\n", 1)[1] for part in parts}
 
 
 def with_section(text: str, preset: str, title: str, body: str) -> str:
     """The text of RESULTS.md with one section of a preset's part replaced, or added at its end."""
-    head, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
-    known = {part.split("\n", 1)[0]: part.split("\n", 1)[1] for part in parts}
-    intro, *sections = re.split(r"^### ", known.get(TITLES[preset], "\n"), flags=re.MULTILINE)
-    found = {section.split("\n", 1)[0]: section.split("\n", 1)[1] for section in sections}
+    head, known = parse(text, "##")
+    intro, found = parse(known.get(TITLES[preset], "\n"), "###")
     found[title] = f"\n{body.strip()}\n\n"
     known[TITLES[preset]] = intro + "".join(f"### {name}\n{x}" for name, x in found.items())
     titles = [name for name in TITLES.values() if name in known]
     return (head + "".join(f"## {name}\n{known[name]}" for name in titles)).rstrip() + "\n"
 
 
-def main() -> int:
-    """Run the programs; 1 if one of them failed."""
+def entries(text: str, preset: str, title: str) -> list[str]:
+    """What a section of RESULTS.md holds, each from a line with a date on: one entry, or a whole
+    one and one that was cut short later."""
+    _, known = parse(text, "##")
+    _, found = parse(known.get(TITLES[preset], ""), "###")
+    parts = re.split(r"^(?=\d{4}-\d\d-\d\d; )", found.get(title, ""), flags=re.MULTILINE)
+    return [part.strip() for part in parts if part.strip()]
+
+
+def is_whole(entry: str) -> bool:
+    """Whether a program came to its end."""
+    return not entry.splitlines()[-1].startswith(UNFINISHED)
+
+
+def shown(command: str) -> str:
+    """As it stands in RESULTS.md, without the directory of the data."""
+    command = re.sub(r"\S*/(\w+\.jsonl)", r"\1", command)
+    return f"`python benchmarks/{command}`"
+
+
+def left_to_do(
+    commands: dict[str, str], text: str, preset: str, machine: str
+) -> tuple[dict[str, str], list[str]]:
+    """The commands whose results are not in RESULTS.md, those that were tried in vain last; and the
+    titles of those that are."""
+    new, tried, done = {}, {}, []
+    for title, command in commands.items():
+        ours = [
+            entry
+            for entry in entries(text, preset, title)
+            if entry.partition("; ")[2].splitlines()[:2] == [machine, shown(command)]
+        ]
+        if any(map(is_whole, ours)):
+            done.append(title)
+        elif ours:
+            tried[title] = command
+        else:
+            new[title] = command
+    return new | tried, done
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of what a process has started, and of what these have."""
+    found = []
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def run(command: str, seconds: float | None) -> tuple[list[str], str]:
+    """What a program prints, and what is to be said of its end: nothing if all went well.
+
+    After `seconds` it is ended, with all its processes: torchrun's workers are in other groups.
+    """
+    words = [sys.executable, *shlex.split(f"{FOLDER}/{command}")]
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as output:
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # or what it had printed is lost
+        process = subprocess.Popen(words, stdout=output, env=environment)
+        said = ""
+        try:
+            if process.wait(seconds):
+                said = f"{UNFINISHED[0]} {process.returncode}."
+        except subprocess.TimeoutExpired:
+            for pid in [process.pid, *descendants(process.pid)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+            said = f"{UNFINISHED[1]} {time.monotonic() - start:.0f} s."
+        output.seek(0)
+        lines = output.read().splitlines()
+    return [line for line in lines if not line.startswith(("{", "  "))], said
+
+
+def measure(title: str, command: str, preset: str, machine: str, seconds: float | None) -> bool:
+    """Run a program and write its section. Returns whether it failed. A measurement of before stays
+    until there is another whole one."""
+    print(f"{title}: {command}", flush=True)
+    lines, said = run(command, seconds)
+    if said:
+        lines += ["", said]
+        print(f"{title}: {said}", file=sys.stderr, flush=True)
+    body = "\n".join([f"{time.strftime('%Y-%m-%d')}; {machine}", shown(command), "", *lines])
+    text = RESULTS.read_text()
+    if said:
+        whole = [entry for entry in entries(text, preset, title) if is_whole(entry)]
+        body = "\n\n".join([*whole, body])
+    RESULTS.write_text(with_section(text, preset, title, body))
+    return said.startswith(UNFINISHED[0])
+
+
+def parse_args() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,27 +258,45 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=0, help="ranks (0: 2, or all the GPUs)")
     parser.add_argument("--data", type=Path, help="directory with seed_tasks.jsonl, xsum_200.jsonl")
     parser.add_argument("--only", nargs="+", default=[""], help="words of titles")
+    parser.add_argument("--minutes", type=float, help="that all may take, to go on later with the "
+        "rest (default: no limit, all is measured anew)")  # fmt: skip
     args = parser.parse_args()
+    if args.minutes is not None and not 0 < args.minutes < math.inf:
+        parser.error(f"--minutes {args.minutes:g} must be more than 0")
     if args.preset == "gpu" and not torch.cuda.is_available():
         parser.error("--preset gpu needs a GPU")
-    processes = args.processes or (torch.cuda.device_count() if args.preset == "gpu" else 2)
-    path = FOLDER / "RESULTS.md"
+    return args
+
+
+def main() -> int:
+    """Run the programs; 1 if one of them failed."""
+    args = parse_args()
+    processes, large = args.processes or 2, False
+    if args.preset == "gpu":
+        processes = args.processes or torch.cuda.device_count()
+        large = torch.cuda.get_device_properties(0).total_memory >= LARGE_GPU
+    machine = about()
+    commands = {
+        title: command
+        for title, command in programs(args.preset, processes, args.data, large).items()
+        if any(word.lower() in title.lower() for word in args.only)
+    }
+    end = math.inf
+    if args.minutes:
+        seconds = 60 * args.minutes
+        end = START + seconds - min(KEPT_SECONDS, seconds / 10)
+        commands, done = left_to_do(commands, RESULTS.read_text(), args.preset, machine)
+        for title in done:
+            print(f"{title}: measured before", flush=True)
     failed = 0
-    for title, command in programs(args.preset, processes, args.data).items():
-        if not any(word.lower() in title.lower() for word in args.only):
-            continue
-        print(f"{title}: {command}", flush=True)
-        run = subprocess.run(
-            [sys.executable, *shlex.split(f"{FOLDER}/{command}")], stdout=subprocess.PIPE, text=True
-        )
-        lines = [line for line in run.stdout.splitlines() if not line.startswith(("{", "  "))]
-        if run.returncode:
-            failed += 1
-            lines += ["", f"It ended with exit code {run.returncode}."]
-            print(f"{title}: exit code {run.returncode}", file=sys.stderr)
-        shown = re.sub(r"\S*/(\w+\.jsonl)", r"\1", command)
-        body = "\n".join([about(), f"`python benchmarks/{shown}`", "", *lines])
-        path.write_text(with_section(path.read_text(), args.preset, title, body))
+    for number, (title, command) in enumerate(commands.items()):
+        left = end - time.monotonic()
+        if number > 0 and left < LEAST_SECONDS:
+            rest = ", ".join(list(commands)[number:])
+            print(f"the time is over: the same command goes on with {rest}", flush=True)
+            break
+        seconds = None if math.isinf(left) else max(0.0, left)
+        failed += measure(title, command, args.preset, machine, seconds)
     return failed > 0
 
 

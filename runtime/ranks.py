@@ -10,8 +10,9 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,9 +23,25 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 GRACE_SECONDS = 20  # that a rank leaves to another to say what went wrong
+JOIN_SECONDS = 300.0  # that ranks have to reach each other, once all have come
+APART = (
+    "all ranks have come, but after {:.0f} s they have not reached each other: set "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between the nodes (ip -br "
+    "address lists them), as a host name may stand for 127.0.1.1"
+)
+LOST = (  # what gloo, the store and NCCL say of a peer that is gone
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Broken pipe",
+    "ncclRemoteError",
+)
 
 _cpu_group: dist.ProcessGroup | None = None
-_failure_store: dist.Store | None = None  # of several processes; a connection of its own
+_join_store: dist.Store | None = None  # of several processes; a connection of its own
+_failure_store: dist.Store | None = None  # another one, which no call that waits holds up
+_joins = 0  # so many times all have come to `joining`
+_has_failed = False  # this rank, and it has told the others
 
 
 def accelerator() -> str | None:
@@ -180,21 +197,68 @@ def hide_bar() -> bool | None:
     return None  # shown, but only on a terminal
 
 
-def rendezvous(timeout: timedelta) -> dict[str, Any]:
+def connect(timeout: timedelta) -> dict[str, Any]:
     """Store, rank and world size for `init_process_group`: torchrun's, or those of one process."""
-    global _failure_store
+    global _join_store, _failure_store
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         # When torchrun restarts its workers, the addresses of those before are still in the store.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        _join_store = store.clone()
         _failure_store = store.clone()
         _failure_store.set_timeout(timedelta(seconds=5))
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
+@contextlib.contextmanager
+def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
+    """Around `init_process_group`, which takes the store, rank and world size that this yields.
+
+    Afterwards joins the group of `cpu_group`. Both have the limit of `joining`.
+    """
+    place = connect(timeout)
+    with joining(timeout):
+        yield place
+        join_cpu_group(timeout)
+
+
+@contextlib.contextmanager
+def joining(timeout: timedelta, limit: float = JOIN_SECONDS) -> Iterator[None]:
+    """Around the making of process groups: ends the process if they are not joined in `limit` s.
+
+    Both gloo and NCCL wait in silence for a rank that they cannot reach, gloo for the group's
+    time-out. A thread ends that wait with a sentence. `limit` counts from when all ranks have come,
+    which takes `timeout` at most: some may import slowly.
+    """
+    global _joins
+    if _join_store is not None:
+        _joins += 1
+        count, all_there = f"join/{_joins}", f"join/{_joins}/all"
+        if _join_store.add(count, 1) == int(os.environ["WORLD_SIZE"]):
+            _join_store.set(all_there, "")
+        _join_store.wait([all_there], timeout)
+    timer = threading.Timer(limit, _end_apart, [limit])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_apart(limit: float) -> NoReturn:
+    tell_failure()
+    if int(os.environ.get("RANK", 0)) != 0:
+        time.sleep(GRACE_SECONDS)  # rank 0's end ends this one too
+    say_error(APART.format(limit))
+    os._exit(1)
+
+
 def tell_failure() -> None:
     """Tell the other ranks that this one ends with an error: torchrun will ask them to stop."""
+    global _has_failed
+    _has_failed = True
     if _failure_store is not None:
         with contextlib.suppress(RuntimeError):  # torchrun is gone
             _failure_store.set("failure", "")
@@ -206,6 +270,11 @@ def failure_told() -> bool:
         with contextlib.suppress(RuntimeError):
             return _failure_store.check(["failure"])
     return False
+
+
+def another_failed() -> bool:
+    """Whether a rank has told its failure, but not this one. Any thread may call it."""
+    return not _has_failed and failure_told()
 
 
 def true_on_any(condition: bool) -> bool:
@@ -229,13 +298,17 @@ def exit_with(error: object) -> NoReturn:
         # Rank 0's end ends this rank too. If this rank alone is in trouble, it speaks in the end.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE_SECONDS)
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    _tell_torchrun(f"error: {error}")
+    say_error(error)
     raise SystemExit(1)
 
 
-def _tell_torchrun(text: str) -> None:
-    """Have torchrun's report of the failure, which is the last on the screen, end with `text`."""
+def say_error(error: object) -> None:
+    """Print one sentence, which also ends torchrun's report of the failure, the last on the screen.
+
+    Any rank and any thread may call it.
+    """
+    text = f"error: {error}"
+    print(text, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -244,8 +317,8 @@ def _tell_torchrun(text: str) -> None:
 
 
 def peer_is_lost(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    """Whether a collective failed because another rank is gone.
+
+    NCCL's other errors, such as of a full /dev/shm, have the same class: they are this rank's own.
+    """
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)

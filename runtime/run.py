@@ -193,7 +193,7 @@ class Run:
             self.stop.set_nothing_to_lose(False)
             return
         if ranks.peer_is_lost(error):
-            self._end_without_peer()
+            self._end_without_peer(error)
         ranks.tell_failure()
         if isinstance(error, OSError | ValueError):
             ranks.exit_with(error)
@@ -217,7 +217,7 @@ class Run:
 
     def _fail(self, error: BaseException) -> None:
         if ranks.peer_is_lost(error):
-            self._end_without_peer()
+            self._end_without_peer(error)
         ranks.tell_failure()
         if isinstance(error, SystemExit):  # of all ranks: the save under way is still good
             with contextlib.suppress(OSError):
@@ -226,7 +226,7 @@ class Run:
         if isinstance(error, SaveError):
             ranks.exit_with(error)
 
-    def _end_without_peer(self) -> NoReturn:
+    def _end_without_peer(self, error: BaseException) -> NoReturn:
         """End quietly, as another rank is gone: that one's error counts.
 
         torchrun asks this rank to stop when it sees the other's end. Where there is nothing to
@@ -238,7 +238,8 @@ class Run:
         if self.state is not None:
             self._write_status("failed")
         rank = dist.get_rank()
-        print(f"rank {rank} has lost another rank: see that one's error", file=sys.stderr)
+        text = f"rank {rank} has lost another rank: see that one's error"
+        print(text, f"({error})", file=sys.stderr, flush=True)
         if not (may_stop or self.stop.terminated):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(ranks.GRACE_SECONDS)
@@ -614,13 +615,18 @@ class Run:
 
 
 def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
-    """Run a script's main function, and leave with its exit code.
+    """Run a script's main function, and leave with its exit code, or 1 after an uncaught exception.
 
-    Under FSDP gloo's threads outlive its group, and now and then abort another exit.
+    Python's own exit can hang or abort: NCCL's communicators are aborted there while other ranks
+    may be gone, and under FSDP gloo's threads outlive their group.
     """
     try:
         code = main(args)
     except SystemExit as end:
         code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # torch's, which names the rank
+        code = 1
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
+from . import ranks
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT = os.getppid()  # torchrun, if there is one
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
@@ -30,10 +32,14 @@ class StopRequest:
     Python runs a signal's handler between bytecodes, so not in a rank that loads, compiles, or
     waits in a collective for another that is gone. A thread that reads the wakeup descriptor can:
     after SIGTERM in a step it ends the process, unless the step ends soon.
+
+    The thread also hears when another rank has told its failure, and ends this process `patience`
+    seconds later: the torchrun of another node may not ask it to stop.
     """
 
-    def __init__(self, end: Callable[[str], None]) -> None:
+    def __init__(self, end: Callable[[str], None], patience: float = 60.0) -> None:
         self.end = end
+        self.patience = patience
         self.name = ""  # of what asked this process to stop
         self.terminated = False  # by SIGTERM
         self.nothing_to_lose = True
@@ -41,6 +47,7 @@ class StopRequest:
         self._deadline = float("inf")  # of a step after SIGTERM
         self._began: float | None = None  # the step under way
         self._slowest = 0.0  # seconds of a step
+        self._heard: float | None = None  # when another rank had told its failure
 
     def __enter__(self) -> "StopRequest":
         reader, self._writer = os.pipe()
@@ -70,7 +77,17 @@ class StopRequest:
             with self._lock:
                 if time.monotonic() > self._deadline:
                     self.end(f"{self.name}: the step does not end, and is lost")
+            self._listen()
         os.close(reader)
+
+    def _listen(self) -> None:
+        """End the process if another rank failed a while ago."""
+        if self._heard is None and ranks.another_failed():
+            self._heard = time.monotonic()
+        if self._heard is not None and time.monotonic() - self._heard > self.patience:
+            why = f"another rank failed {self.patience:.0f} s ago: see that one's error"
+            ranks.say_error(why)
+            self.end(why)
 
     def _ask(self, name: str) -> None:
         with self._lock:

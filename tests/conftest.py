@@ -29,6 +29,15 @@ sys.path.insert(0, str(ROOT))
 CACHE = tempfile.TemporaryDirectory()  # of `datasets`, which reads the variable when imported
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
 
+WIDE = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
 
 def launch(
     processes: int, script: str | Path, *args: object, check: bool = True, **options: object
@@ -176,6 +185,18 @@ def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.generation_config.update(temperature=0.6, do_sample=True)
     model.save_pretrained(path, max_shard_size="60KB")
     assert len(list(path.glob("*.safetensors"))) > 1
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama whose widths are multiples of 64, in 16 bits."""
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer()
+    config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **WIDE)
+    path = tmp_path_factory.mktemp("wide")
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

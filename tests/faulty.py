@@ -1,11 +1,13 @@
 """A script with a fault: faulty.py SCRIPT FAULT RANK STEP FLAGS..., before that step on that rank.
 
-raise: an exception. memory: a GPU's is not enough. nan: the parameters become NaN. hang: the rank
-sleeps in its forward pass. full: no file can grow beyond 100 kB, as if the disk were full, until
-the step after; full for good: until the end. slow: saves take ten seconds. once: SIGKILL, but not
-after a restart by torchrun.
+raise: an error of NCCL's class. told: the rank tells its failure and hangs; another one ends two
+seconds later. memory: a GPU's is not enough. nan: the parameters become NaN. hang: the rank sleeps
+in its forward pass. full: no file can grow beyond 100 kB, as if the disk were full, until the step
+after; full for good: until the end. slow: saves take ten seconds. once: SIGKILL, but not after a
+restart by torchrun.
 """
 
+import functools
 import importlib
 import os
 import resource
@@ -17,8 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as dist
 
-from runtime import checkpoints
+from runtime import checkpoints, ranks, run
 
 
 def limit(size: int) -> None:
@@ -38,7 +41,11 @@ if __name__ == "__main__":
             limit(resource.RLIM_INFINITY)
         if here and state.step + 1 == step:
             if fault == "raise":
-                raise IndexError(f"the fault of rank {rank}")
+                raise dist.DistBackendError(f"NCCL error: the fault of rank {rank}")
+            if fault == "told":
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or torchrun waits for this rank
+                ranks.tell_failure()
+                time.sleep(100)
             if fault == "memory":
                 torch.empty(2**50, dtype=torch.uint8, device="cuda")
             if fault == "nan":
@@ -63,6 +70,6 @@ if __name__ == "__main__":
 
     if fault == "slow":
         checkpoints._write = slow_write
-    code = script.fsdp_main(script.parse_args(sys.argv[5:]))
-    sys.stdout.flush()
-    os._exit(code)
+    if fault == "told":
+        run.StopRequest = functools.partial(run.StopRequest, patience=2.0)
+    run.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import check_equal_weights, errors_said, launch, losses, metrics, weights
+from conftest import WIDE, check_equal_weights, errors_said, launch, losses, metrics, weights
 from safetensors.torch import save_file
 from ten_steps import COMPILED
 from test_llama import HYBRID, check_parity, plain_steps
@@ -35,14 +35,6 @@ import T5_training
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-WIDE = {
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 LORA = ["--lora-rank", "4", "--lora-alpha", "8"]
 NF4 = [*LORA, "--load-in-4bit"]
 NF4_CONFIG = BitsAndBytesConfig(
@@ -68,18 +60,6 @@ OTHER_RANKS = {  # number of ranks: samples of each, variants
     3: (4, {"lora": LORA, "nf4": NF4}),
     4: (2, {"lora": [*LORA, *HYBRID], "nf4": [*NF4, *HYBRID]}),
 }
-
-
-@pytest.fixture(scope="session")
-def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama whose widths are multiples of 64, in 16 bits."""
-    torch.manual_seed(0)
-    tokenizer = ByT5Tokenizer()
-    config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **WIDE)
-    path = tmp_path_factory.mktemp("wide")
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from conftest import ROOT
+
+import memory_estimator
 
 
 def run(command: str) -> str:
@@ -34,14 +38,21 @@ def test_a_section_of_the_results_is_replaced(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
+@pytest.fixture
+def run_all(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, which stands in no package."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("run_all")
+
+
+@pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("processes", [1, 8])
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
 def test_flags_of_the_presets_exist(
-    preset: str, processes: int, monkeypatch: pytest.MonkeyPatch
+    preset: str, processes: int, large: bool, run_all: ModuleType
 ) -> None:
-    """Of the program, or of the script whose flags it passes on."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    commands = importlib.import_module("run_all").programs(preset, processes, Path("data"))
+    """Of the program, or of the script whose flags it passes on; and so do models and shapes."""
+    commands = run_all.programs(preset, processes, Path("data"), large)
     assert commands
     for command in commands.values():
         name, *flags = command.split()
@@ -50,6 +61,102 @@ def test_flags_of_the_presets_exist(
             text += (ROOT / "summarization_dataset.py").read_text()
         missing = [x for x in flags if x.startswith("--") and f'"{x}"' not in text]
         assert not missing, command
+        if name in ("one_gpu.py", "estimate.py"):
+            models = [x for x in flags if "llama" in x or x.startswith(("gpt2", "t5"))]
+            assert set(models) <= memory_estimator.BUILT_IN.keys(), command
+
+
+def test_what_a_gpu_is_asked_first(run_all: ModuleType) -> None:
+    """Speed of a large model, then peaks, then the peers, then saves."""
+    for large, sizes in ((True, ["7B"]), (False, ["1.1B", "7B with LoRA"])):
+        titles = list(run_all.programs("gpu", 1, None, large))
+        first = [f"One GPU, {sizes[0]}", f"One GPU, {sizes[0]}, compiled"]
+        first += [f"One GPU, {size}" for size in sizes[1:]]
+        estimate = "Estimate and measurement"
+        first += [estimate, f"{estimate}, LoRA", f"{estimate}, QLoRA"]
+        first += ["Side by side with TRL", "Side by side with the Trainer", "Saving"]
+        assert titles[: len(first)] == first and len(titles) > len(first)
+
+
+HANGS = """
+import subprocess, sys
+print("| first |")
+child = "import time; time.sleep(100)"
+process = subprocess.Popen([sys.executable, "-c", child, "left over"], start_new_session=True)
+process.wait()
+"""
+
+
+@pytest.fixture
+def plan(
+    run_all: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[float], tuple[list[str], str]]:
+    """`run_all.py --preset cpu --minutes MINUTES` of four programs, which are soon done, fail, or
+    hang in a process of another session. Returns the titles of those that ran, and what is
+    written."""
+    for name, code in (
+        ("good.py", "import sys; print(sys.argv[1])"),
+        ("bad.py", "print('| some |'); raise SystemExit(3)"),
+        ("hangs.py", HANGS),
+    ):
+        (tmp_path / name).write_text(code)
+    results = tmp_path / "RESULTS.md"
+    results.write_text("# Measured\n\n## On a CPU\n\n### Hangs\n\n2020-01-01; old\n`x`\n\nwhole\n")
+    commands = {"Hangs": "hangs.py", "A": "good.py a", "Fails": "bad.py", "B": "good.py b"}
+    monkeypatch.setattr(run_all, "FOLDER", tmp_path)
+    monkeypatch.setattr(run_all, "RESULTS", results)
+    monkeypatch.setattr(run_all, "LEAST_SECONDS", 1)
+    monkeypatch.setattr(run_all, "programs", lambda *_: commands)
+    ran: list[str] = []
+    measure = run_all.measure
+    monkeypatch.setattr(
+        run_all, "measure", lambda title, *rest: ran.append(title) or measure(title, *rest)
+    )
+
+    def go(minutes: float) -> tuple[list[str], str]:
+        ran.clear()
+        words = ["run_all.py", "--preset", "cpu", "--minutes", str(minutes)]
+        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(run_all, "START", time.monotonic())
+        run_all.main()
+        return list(ran), results.read_text()
+
+    return go
+
+
+def test_a_plan_that_is_cut_short_goes_on(
+    plan: Callable[[float], tuple[list[str], str]], run_all: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With what was not tried yet, then what failed or was ended, which leaves its lines below what
+    was measured whole before; not with what was measured, unless another commit did."""
+    start = time.monotonic()
+    ran, text = plan(0.05)
+    assert ran == ["Hangs"] and time.monotonic() - start < 5
+    assert re.search(r"whole\n\n\d.*\n`python benchmarks/hangs.py`\n\n\| first \|\n\nIt was", text)
+    assert "left over" not in subprocess.check_output(["ps", "-eo", "args"], text=True)
+    ran, text = plan(0.1)
+    assert ran == ["A", "Fails", "B", "Hangs"]
+    assert "| some |\n\nIt ended with exit code 3.\n" in text
+    assert text.count("It was ended after") == text.count("whole") == 1
+    ran, text = plan(0.02)
+    assert ran[0] == "Hangs" and not {"A", "B"} & set(ran)
+    assert text.count("\na\n") == text.count("\nb\n") == 1
+    monkeypatch.setattr(run_all, "commit", lambda: "another")
+    ran, text = plan(0.02)
+    assert ran[0] == "Hangs" and text.count("It was ended after") == 1
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
+def test_minutes_out_of_range(
+    minutes: str, run_all: ModuleType, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """Are refused, and named."""
+    monkeypatch.setattr(sys, "argv", ["run_all.py", "--preset", "cpu", "--minutes", minutes])
+    with pytest.raises(SystemExit) as end:
+        run_all.main()
+    assert end.value.code == 2 and f"--minutes {minutes} must be more" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -105,10 +212,24 @@ def test_estimate() -> None:
 
 
 @pytest.mark.slow
-def test_one_gpu_runs_on_a_cpu() -> None:
-    """A tiny model, both loops."""
-    table = run("one_gpu.py --model tiny --length 64 --steps 1 --turns 1")
-    assert "| ours | sdpa |" in table and "| trainer | sdpa |" in table
+def test_estimate_of_adapters() -> None:
+    """The same of LoRA and QLoRA."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    for flags in ("", " --load-in-4bit"):
+        table = run(f"estimate.py --models tiny --strategies full_shard --lora-rank 4{flags}")
+        pairs = re.findall(r"([0-9.]+) / ([0-9.]+)", table)
+        assert len(pairs) == 3 and all(estimated == found for estimated, found in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", " --lora-rank 4"])
+def test_one_gpu_runs_on_a_cpu(flags: str) -> None:
+    """A tiny model, both loops; with adapters, too."""
+    if flags:
+        pytest.importorskip("peft")
+    table = run(f"one_gpu.py --model tiny --length 64 --steps 1 --turns 1{flags}")
+    assert "| ours | " in table and "| trainer | sdpa |" in table
 
 
 @pytest.mark.slow

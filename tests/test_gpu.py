@@ -1,4 +1,11 @@
-"""What only a GPU can show; on one GPU as one process, on more as two."""
+"""What only a GPU can show; on one GPU as one process, on more as two, on four or more as four.
+
+    python -m pytest -n 4 tests/test_gpu.py                  # on one GPU: ten minutes are the aim
+    python -m pytest -n 4 -m "not slow" tests/test_gpu.py
+
+A case launches a script twice or so, which is meant to take 20 seconds. Those that take longer are
+marked as slow: they compile, or train a model of 7B. Neither time was measured yet.
+"""
 
 import subprocess
 import sys
@@ -19,15 +26,27 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-RANKS = min(2, torch.cuda.device_count())
+GPUS = torch.cuda.device_count()
+RANKS = 4 if GPUS >= 4 else min(2, GPUS)
+four_gpus = pytest.mark.skipif(GPUS < 4, reason="fewer than four GPUs")
 
 
 def run(script: str, directory: Path, output: Path, data: list, *flags: str) -> None:
     """Forty steps of a small model, with a resume after the first twenty."""
-    common = ["--model-name", directory, *data, "--output-dir", output, "--lr", "3e-3",
-              "--log-every", "1", "--save-every", "20", "--track-memory"]  # fmt: skip
-    for steps in ("20", "40"):
-        launch(RANKS, script, *common, *flags, "--max-steps", steps)
+    command = begun(directory, output, data, *flags)
+    launch(RANKS, script, *command, "--max-steps", "20")
+    launch(RANKS, script, *command, "--max-steps", "40")
+    check_run(output)
+
+
+def begun(directory: Path, output: Path, data: list, *flags: str) -> list:
+    """The flags of a run that saves at every twentieth step."""
+    return ["--model-name", directory, *data, "--output-dir", output, "--lr", "3e-3", "--log-every",
+            "1", "--save-every", "20", "--track-memory", *flags]  # fmt: skip
+
+
+def check_run(output: Path) -> None:
+    """Forty steps, each once, by which the loss has fallen; weights that are numbers."""
     found = losses(output)
     assert list(found) == list(range(1, 41))
     assert found[40] < 0.9 * found[1]
@@ -45,19 +64,27 @@ FLAGS = [
     ["--precision", "bf16", "--fsdp", "2"],
     ["--precision", "fp16", "--fsdp", "2"],
     ["--precision", "bf16", "--fsdp", "2", "--cpu-offload"],
+    ["--precision", "bf16", "--fsdp", "2", "--activation-checkpointing"],
+    ["--precision", "bf16", "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
 ]
 if RANKS > 1:
     FLAGS += [["--precision", "bf16", "--cpu-offload"], ["--precision", "fp16", "--cpu-offload"]]
+HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2", "--precision", "bf16"]
+CASES = [pytest.param(flags, id=" ".join(flags)) for flags in FLAGS]
+CASES += [
+    pytest.param(flags, id=" ".join(flags), marks=four_gpus)
+    for flags in (HYBRID, [*HYBRID, "--fsdp", "2"])
+]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+@pytest.mark.parametrize("flags", CASES)
 def test_t5(flags: list[str], t5_directory: Path, pairs: Path, tmp_path: Path) -> None:
     """Mixed precision, scaler, offload, generation and export on CUDA."""
     data = ["--dataset", pairs, "--num-train-samples", "0", "--rouge-samples", "3"]
     run("T5_training.py", t5_directory, tmp_path, [*data, "--target-length", "16"], *flags)
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+@pytest.mark.parametrize("flags", CASES)
 def test_gpt2(flags: list[str], gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
     """The same, with model FLOP/s; and MFU on a GPU whose peak is known."""
     data = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", "32"]
@@ -80,7 +107,7 @@ def test_auto_is_bf16_where_the_gpu_has_it(
     assert metrics(tmp_path, "start")[0]["arguments"]["precision"] == "bf16"
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=" ".join)
+@pytest.mark.parametrize("flags", CASES)
 def test_llama(flags: list[str], llama_directory: Path, chats: Path, tmp_path: Path) -> None:
     """The same, with whichever attention runs."""
     data = ["--dataset", chats, "--max-seq-length", "128", "--batch-size", "2"]
@@ -88,25 +115,71 @@ def test_llama(flags: list[str], llama_directory: Path, chats: Path, tmp_path: P
     assert metrics(tmp_path, "train")[-1]["tflops_per_gpu"] > 0
 
 
+LLAMA_DATA = ["--max-seq-length", "128", "--batch-size", "2", "--precision", "bf16"]
+
+
+@pytest.mark.parametrize("merged", [[], ["--merge"]], ids=["adapters", "merged"])
+@pytest.mark.parametrize("in_4bit", [[], ["--load-in-4bit"]], ids=["lora", "qlora"])
+def test_adapters(
+    in_4bit: list[str], merged: list[str], wide_llama: Path, chats: Path, tmp_path: Path
+) -> None:
+    """LoRA and QLoRA, which end with adapters or with a whole model."""
+    pytest.importorskip("peft")
+    if in_4bit:
+        pytest.importorskip("bitsandbytes")
+    data = ["--dataset", chats, *LLAMA_DATA, "--lr-schedule", "constant"]
+    run("llama_fsdp.py", wide_llama, tmp_path, data, "--lora-rank", "8", *in_4bit, *merged)
+    names = weights(tmp_path / "final")
+    if merged:
+        assert names.keys() == weights(wide_llama).keys()
+    else:
+        assert all(".lora_" in name for name in names)
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
+def test_paged_optimizer(strategy: str, gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
+    """bitsandbytes' own kernels step, and go on from a checkpoint."""
+    pytest.importorskip("bitsandbytes")
+    data = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", "32"]
+    flags = ["--optimizer", "paged_adamw_32bit", "--strategy", strategy, "--precision", "bf16"]
+    run("gpt2_fsdp.py", gpt2_directory, tmp_path, data, *flags)
+
+
+@pytest.mark.parametrize("fsdp", ["1", "2"])
+def test_async_saves_and_a_kill(
+    fsdp: str, gpt2_directory: Path, texts: tuple, tmp_path: Path
+) -> None:
+    """SIGKILL soon after a save has begun: the run goes on from one that is whole."""
+    data = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", "32"]
+    flags = ["--async-save", "--save-every", "4", "--fsdp", fsdp, "--precision", "bf16"]
+    command = [*begun(gpt2_directory, tmp_path, data, *flags), "--max-steps", "40"]
+    assert launch(RANKS, "tests/killed.py", "gpt2_fsdp", 0, 26, *command, check=False).returncode
+    launch(RANKS, "gpt2_fsdp.py", *command)
+    assert metrics(tmp_path, "start")[-1]["step"] in (16, 20, 24)
+    check_run(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["1", "2"])
+@pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
 def test_compiled(
-    t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
-    chats: Path, tmp_path: Path,
+    script: str, fsdp: str, t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple,
+    llama_directory: Path, chats: Path, tmp_path: Path,
 ) -> None:  # fmt: skip
     """Losses are near those of the blocks as they are; T5's batches are of several lengths."""
-    for script, *flags in (
-        ["T5_training.py", "--model-name", t5_directory, "--dataset", pairs],
-        ["gpt2_fsdp.py", "--model-name", gpt2_directory, "--train-file", texts[0],
-         "--val-file", texts[1], "--block-size", "32"],
-        ["llama_fsdp.py", "--model-name", llama_directory, "--dataset", chats,
-         "--max-seq-length", "128", "--attention", "sdpa"],
-    ):  # fmt: skip
-        found = []
-        for flag in ("--no-compile", "--compile"):
-            output = tmp_path / f"{script}{flag}"
-            command = [*flags, "--max-steps", "5", "--log-every", "1", "--precision", "bf16", flag]
-            launch(RANKS, script, *command, "--output-dir", output)
-            found.append(list(losses(output).values()))
-        assert found[0] == pytest.approx(found[1], abs=0.05)
+    flags = {
+        "T5_training.py": ["--model-name", t5_directory, "--dataset", pairs],
+        "gpt2_fsdp.py": ["--model-name", gpt2_directory, "--train-file", texts[0],
+                         "--val-file", texts[1], "--block-size", "32"],
+        "llama_fsdp.py": ["--model-name", llama_directory, "--dataset", chats,
+                          "--max-seq-length", "128", "--attention", "sdpa"],
+    }[script]  # fmt: skip
+    common = ["--max-steps", "5", "--log-every", "1", "--precision", "bf16", "--fsdp", fsdp]
+    found = []
+    for flag in ("--no-compile", "--compile"):
+        launch(RANKS, script, *flags, *common, flag, "--output-dir", tmp_path / flag)
+        found.append(list(losses(tmp_path / flag).values()))
+    assert found[0] == pytest.approx(found[1], abs=0.05)
 
 
 @pytest.mark.parametrize("attention", ["flash", "varlen"])
@@ -154,6 +227,7 @@ def test_what_fills_the_memory_is_written(
     assert (tmp_path / "memory-rank-0.pickle").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_llama_of_7b_shape(tmp_path: Path) -> None:
     """Random weights of Llama 2 7B, as a script's user would load them; its loss falls, in bf16.
     The run ends by a kill before it saves anything, or it would need 150 GB of disk."""

@@ -47,7 +47,10 @@ def test_cuda_is_named_where_something_is_its_own() -> None:
         ),
         ("attention.py", "major, _ = torch.cuda.get_device_capability()"),
         ("profiling.py", 'if device.type == "cuda":'),
-        ("profiling.py", "torch.cuda.memory._record_memory_history(max_entries=100_000)"),
+        (
+            "profiling.py",
+            'torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)',
+        ),
         ("profiling.py", "torch.cuda.memory._dump_snapshot(str(path))"),
     }
 

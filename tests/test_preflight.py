@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,15 @@ TINY = ("--model-name", "tiny", "--output-dir")
 PLACES = [Place(f"host{rank // 2}", rank // 2, rank % 2, 2, 2, "H100") for rank in range(4)]
 
 
-def begin(processes: int, *flags: object, torchrun: tuple = ("--standalone",)) -> subprocess.Popen:
+def begin(
+    processes: int,
+    *flags: object,
+    torchrun: tuple = ("--standalone",),
+    script: str = "preflight.py",
+) -> subprocess.Popen:
     """A launch that goes on in the background."""
     start = [sys.executable, "-m", "torch.distributed.run", *torchrun]
-    start += ["--nproc-per-node", str(processes), str(ROOT / "preflight.py")]
+    start += ["--nproc-per-node", str(processes), str(ROOT / script)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*start, *map(str, flags)], cwd=ROOT, **pipes)
 
@@ -101,7 +107,8 @@ def test_nobody_is_named_in_health(processes: int, tmp_path: Path) -> None:
 def test_a_stopped_rank_is_named(rank: int, comes: bool, tmp_path: Path) -> None:
     """One that never comes, and one that stops in the middle; in one sentence, within the time-out
     and that of the roll call. Rank 1 speaks for rank 0, after the grace for that one."""
-    process = begin(2, *TINY, tmp_path, "--timeout-seconds", 5)
+    flags = (15, -1, 0, *TINY, tmp_path, "--timeout-seconds", 5)
+    process = begin(2, *flags, script="tests/late.py")
     pid = worker(process, 2, rank)
     if comes:
         begun(tmp_path)
@@ -116,6 +123,52 @@ def test_a_stopped_rank_is_named(rank: int, comes: bool, tmp_path: Path) -> None
     (sentence,) = errors_said(error)
     assert sentence.startswith(f"error: no answer from rank {rank} on {HOST}, ")
     assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.slow
+def test_a_late_rank_is_waited_for(tmp_path: Path) -> None:
+    """It starts later than --timeout-seconds after the other, which says so and goes on."""
+    command = (100, 1, 25, *TINY, tmp_path, "--json", "--timeout-seconds", 15)
+    result = launch(2, "tests/late.py", *command)
+    assert json.loads(result.stdout)["wrong"] == []
+    said = [line for line in result.stderr.splitlines() if line.startswith("waiting for")]
+    assert said == [f"waiting for rank 1 on {HOST} in: start"]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_the_start_has_a_limit_of_its_own(
+    comes: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """A rank that starts later than a step may last is awaited, and named in a line; one that does
+    not come is named as silent."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(preflight, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    store = dist.HashStore()
+
+    def start(rank: int) -> tuple[preflight.Watch, Future]:
+        watch = preflight.Watch(store, rank, 2, limit=0.6, start_limit=3.0)
+
+        def work() -> list[str]:
+            preflight.introduce(store, rank, 2)
+            watch.begin("what follows")
+            time.sleep(0.3)
+            return []
+
+        return watch, ThreadPoolExecutor(1).submit(work)
+
+    watch, work = start(0)
+    timer = threading.Timer(1.5, start, [1])
+    if comes:
+        timer.start()
+    speaker, sentence = watch.follow(work)
+    assert speaker == 0
+    assert capfd.readouterr().err == f"waiting for rank 1 on {HOST} in: start\n"
+    if comes:
+        assert not sentence
+    else:
+        assert sentence == f"no answer from rank 1 on {HOST}, for which others wait in: start"
+        start(1)  # or its thread would be waited for
 
 
 @pytest.mark.slow
@@ -377,7 +430,7 @@ def test_rows_have_speeds_and_groups_take_their_slowest_rank(
     ]
     monkeypatch.setattr(preflight.ranks, "on_every_rank", lambda function: shares)
     probe = preflight.Probe("all-gather", "GB/s", 24.0, (0, 1), list)
-    watch = preflight.Watch(dist.HashStore(), 0, 1, limit=9)
+    watch = preflight.Watch(dist.HashStore(), 0, 1, limit=9, start_limit=9)
     seconds = preflight.measure([probe], torch.device("cpu"), watch)["all-gather"]
     assert seconds == {(0, 1): [2.0, 4.0], (2, 3): [8.0, 8.0]}
     row = preflight.describe_row(probe, seconds, PLACES)

@@ -18,6 +18,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 import memory_estimator
 import summarization_dataset
 import T5_training
+from runtime import ranks
 
 README = (ROOT / "README.md").read_text()
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
@@ -130,6 +131,12 @@ def test_flags_in_the_readme_exist(
     here = "".join(row.split("|")[4] for row in table.splitlines() if row.startswith("|"))
     named = set(re.findall(r"--[a-z][a-z-]+", here))
     assert named and named <= known
+
+
+def test_what_to_set_where_ranks_are_apart() -> None:
+    """The error names the same variables as the troubleshooting."""
+    names = re.findall(r"\w+_SOCKET_IFNAME", ranks.APART)
+    assert len(names) == 2 and all(f"`{name}`" in README for name in names)
 
 
 def test_every_command_is_marked_or_run_by_a_test() -> None:

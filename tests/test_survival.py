@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 from chaos import workers
-from conftest import ROOT, check_equal_weights, launch, logged, losses, metrics, status
+from conftest import (
+    ROOT,
+    check_equal_weights,
+    errors_said,
+    launch,
+    logged,
+    losses,
+    metrics,
+    status,
+)
 from slurm_cluster import wait_until
 
 import gpt2_fsdp
@@ -153,13 +162,29 @@ def test_a_killed_rank_ends_the_job_at_once(flags: list[str], tmp_path: Path) ->
 
 
 def test_an_error_on_one_rank(flags: list[str], tmp_path: Path, patient: None) -> None:
-    """Its traceback alone is shown; the other ends soon."""
+    """Its traceback alone is shown, and again in torchrun's report, even if it is of the class that
+    NCCL's have; the other ends soon, with one line that has its own error's text."""
     start = time.monotonic()
     command = ["gpt2_fsdp", "raise", 1, 3, *flags, "--output-dir", tmp_path]
     error = launch(2, "tests/faulty.py", *command, check=False).stderr
     assert time.monotonic() - start < 90
-    assert "IndexError: the fault of rank 1" in error and "Connection closed" not in error
+    shown, report = error.split("tests/faulty.py FAILED")
+    fault = "DistBackendError: NCCL error: the fault of rank 1"
+    assert shown.count("]: Traceback (most") == shown.count("[rank1]: Traceback") == 1
+    assert shown.count(fault) == 1 and fault in report.split("Root Cause")[1]
+    (lost,) = [line for line in shown.splitlines() if "lost another rank" in line]
+    assert lost.startswith("rank 0 has lost") and "Connection " in lost
     assert status(tmp_path) == "failed"
+
+
+def test_a_failure_of_which_nobody_sends_a_signal(flags: list[str], tmp_path: Path) -> None:
+    """As from another node's torchrun: the rank that waits for the failed one ends itself."""
+    start = time.monotonic()
+    command = ["gpt2_fsdp", "told", 1, 3, *flags, "--output-dir", tmp_path]
+    error = launch(2, "tests/faulty.py", *command, check=False).stderr
+    assert time.monotonic() - start < 90
+    assert errors_said(error) == ["error: another rank failed 2 s ago: see that one's error"]
+    assert status(tmp_path) == "failed" and not list(tmp_path.glob("lock*"))
 
 
 def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""Ranks of which the last cannot be reached: ranks_worker.py FAULT, where 3 seconds are enough.
+
+default group: it comes five seconds late, and never joins. mesh: it joins late, but not the groups
+of a device mesh.
+"""
+
+import functools
+import os
+import sys
+import time
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+import gpt2_fsdp
+import policies
+from runtime import ranks
+
+if __name__ == "__main__":
+    ranks.joining = functools.partial(ranks.joining, limit=3.0)
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+        time.sleep(5)  # slow imports
+        if sys.argv[1] == "mesh":
+            policies.init_device_mesh = lambda *_, **options: time.sleep(100)
+        else:
+            dist.init_process_group = lambda *_, **options: time.sleep(100)
+    args = Namespace(timeout_minutes=7.0, seed=0, strategy="hybrid_shard", shard_group_size=2)
+    device = gpt2_fsdp.setup(args)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == timedelta(minutes=7)
+    print("joined", flush=True)
+    policies.device_mesh(args, device)
