@@ -33,8 +33,8 @@ from transformers import PreTrainedTokenizerBase
 
 from . import json_rows
 
-KINDS = {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json")
+KINDS = {".csv": "csv", ".tsv": "csv"}
+KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | {".parquet": "parquet"}
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 LARGE = 50_000  # rows worth several processes
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}

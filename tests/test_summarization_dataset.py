@@ -511,7 +511,7 @@ def test_missing_file(tmp_path, monkeypatch, name):
 def test_unknown_kind_of_file(tmp_path):
     (tmp_path / "x.txt").write_text("text")
     message = refusal(dataset=str(tmp_path / "x.txt"))
-    assert "x.txt" in message and ".csv, .tsv, .jsonl, .json, .parquet" in message
+    assert "x.txt" in message and ".csv, .tsv, .jsonl, .ndjson, .json, .parquet" in message
 
 
 FILES = {  # name: (content, words of the answer)
@@ -742,7 +742,7 @@ def test_an_edited_module_does_not_reuse_what_the_old_one_made(tmp_path, monkeyp
 
     def edited(*change):
         module, data_set_changed = copied(sd, "copied", change)
-        module.readers, readers_changed = copied(readers, "copied_readers", change)
+        module.readers, readers_changed = copied(readers, "runtime.copied", change)
         assert data_set_changed + readers_changed == (change[0] != change[1])
         return sorted(sum(load(module, dataset="docstrings"), []))
 

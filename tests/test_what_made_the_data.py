@@ -196,7 +196,7 @@ def test_nodes_with_other_data_do_not_train_together(
         processes.append(subprocess.Popen([*command, *flags], cwd=folder, **pipes))
     ended = [process.communicate(timeout=120)[1] for process in processes]
     assert all(process.returncode for process in processes)
-    (said,) = set(errors_said(ended[0] + ended[1]))
+    said = errors_said(ended[0])[0]
     assert "training on train.txt: the nodes have different data (node 0 (" in said
     assert ", node 1 (" in said and f"empty {folders[0] / 'cache'} on each" in said
     assert not (tmp_path / "run/metrics.jsonl").exists()
