@@ -340,7 +340,7 @@ def prepare(
 
 def model_inputs(batch: Batch) -> Batch:
     """What the model is given of a batch besides the targets."""
-    names = ("input_ids", "position_ids", "cu_seq_lens", "target_positions")
+    names = ("input_ids", "position_ids", "cu_seq_lens", "longest_document", "target_positions")
     return {name: batch[name] for name in names}
 
 

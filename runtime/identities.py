@@ -19,7 +19,9 @@ from torch.utils.data import DataLoader
 from . import adapters, arguments
 
 GROUPING = "grouping by length"
-IRRELEVANT = {"attention", "num_beams", "rouge_samples", "eval_split"}  # to model and data
+IRRELEVANT = {  # to model and data
+    "attention", "attention_kernel", "num_beams", "rouge_samples", "eval_split",
+}  # fmt: skip
 BEFORE = {"clean": True}  # what versions did that had no such flag
 PROBES = 256  # samples at most of each data set that tell it from another
 
