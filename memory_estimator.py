@@ -17,7 +17,7 @@ PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is less. Not counted on the 
 themselves, and files in the page cache. Saves are sharded ones: for --checkpoint-type full rank 0
 holds 12 bytes per parameter of the model twice, and --async-save holds the copies once more. With
 --accumulate-no-sync every GPU holds the whole gradient besides, in the compute dtype under FSDP1,
-in that of the reduction under FSDP2: 2 bytes per parameter of the model, or 4.
+in that of the reduction under FSDP2, in fp32 under DDP: 2 bytes per parameter of the model, or 4.
 
 DDP is shown with the activations of FSDP; autocast keeps 5% (GPT-2, T5) to 22% (Llama) more, as
 residuals and norms stay in fp32.
@@ -651,7 +651,7 @@ def fsdp1_peak(
     are the root, from its forward to its backward pass, the unit at work, and the one prefetched;
     under SHARD_GRAD_OP all units, from forward to backward. The gradients are whole of the root,
     of the unit at work, and of the one being reduced. One GPU alone shards nothing, but casts a
-    unit at a time. DDP has a bucket for each gradient, in fp32, and what autocast has cast.
+    unit at a time. DDP has what autocast has cast; its gradients lie in buckets, which stay.
 
     The peak is in the loss, which has all activations and no gradients yet, or in the blocks, where
     the logits are gone: activations go while gradients come, so it has the larger of the two, and
@@ -667,14 +667,14 @@ def fsdp1_peak(
         whole_parameters = root + sum(others)
     whole = itemsize * (whole_parameters + at_work)
     if strategy == "ddp":
-        whole = root * (4 + itemsize % 4)
+        whole = root * (itemsize % 4)
     logits = loss_bytes(model, itemsize)
     in_loss = kept + logits
     in_block = kept + states[1] + block
-    if args.gradient_accumulation_steps == 1:
-        in_block -= min(states[1], kept)
-    else:
+    if args.gradient_accumulation_steps > 1 or strategy == "ddp":
         in_loss += states[1]
+    else:
+        in_block -= min(states[1], kept)
     return whole, logits, states[0] + states[2] + whole + max(in_loss, in_block)
 
 

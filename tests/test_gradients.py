@@ -1,0 +1,56 @@
+"""Gradients as they are clipped under FSDP1, and as they lie in DDP's buckets: on four ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import launch
+from gradients_worker import BAD, CLIPPED, IN_BUCKETS
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path) -> list[dict]:
+    """What gradients_worker.py found, by rank."""
+    path = tmp_path_factory.mktemp("gradients")
+    launch(4, "tests/gradients_worker.py", path / "found.pt", gpt2_directory, path / "run")
+    return torch.load(path / "found.pt")
+
+
+@pytest.mark.parametrize("name", CLIPPED)
+def test_clipping_is_that_of_fsdp(name: str, ranks: list[dict]) -> None:
+    """To 1e-6, whether it clips or not, with an infinite gradient on one rank; and its operations
+    do not grow with the number of parameters."""
+    for found in ranks:
+        found = found[f"clipped, {name}"]
+        for largest in (0.01, 1e3):
+            norm, gradients, operations = found["ours", largest]
+            expected, theirs, more = found["FSDP", largest]
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0, equal_nan=True)
+            assert norm.isfinite() == (name not in BAD)
+            assert name in BAD or 0.01 < norm < 1e3
+            for one, other in zip(gradients, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+            assert operations < 12
+            if name != "no_shard":  # whose own is torch.nn.utils', too
+                assert more > 2 * len(gradients) > 0
+
+
+def test_a_rank_without_gradients(ranks: list[dict]) -> None:
+    """It has the norm of the others."""
+    assert [found["one parameter"]["has"] for found in ranks] == [True, False, False, False]
+    assert {found["one parameter"]["norm"].item() for found in ranks} == {1.0}
+
+
+@pytest.mark.parametrize("name", IN_BUCKETS)
+def test_gradients_lie_in_the_buckets(name: str, ranks: list[dict]) -> None:
+    """Of DDP: losses, norms and weights are those of gradients beside them, to the last bit."""
+    for found in ranks:
+        found = found[f"in buckets, {name}"]
+        for one, other in zip(found["ours"], found["plain"], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        storages, size = found["ours, storages"]
+        alone, same_size = found["plain, storages"]
+        parameters = found["ours"][2]
+        assert alone == len(parameters)
+        assert storages <= 2
+        assert size == same_size == 4 * sum(p.numel() for p in parameters)
