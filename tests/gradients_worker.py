@@ -2,8 +2,11 @@
 
     gradients_worker.py RESULT.pt MODEL_DIRECTORY OUTPUT_DIR
 
-Writes what `clipped` and `in_buckets` returned, of all ranks.
+Writes what `clipped` and `in_buckets` returned, of all ranks. With SIMULATED=1 on the simulated
+device, with the variants of OFFLOADED alone.
 """
+
+# ruff: noqa: E402 (what is imported is translated for the simulated device)
 
 import copy
 import os
@@ -11,7 +14,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+SIMULATED = "SIMULATED" in os.environ
+if SIMULATED:
+    from simdev.run import install
+
+    install(str(ROOT))
 
 import torch
 import torch.distributed as dist
@@ -23,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt2_fsdp
 import policies
+from runtime import ranks
 
 CLIPPED = {
     "full_shard": [],
@@ -38,6 +48,12 @@ CLIPPED = {
 }
 IN_BUCKETS = {name: CLIPPED[name] for name in ("full_shard", *CLIPPED) if "accumulated" in name}
 IN_BUCKETS |= {"one micro-batch": []}
+OFFLOADED = {
+    "full_shard": [],
+    "offload": ["--cpu-offload"],
+    "offload, fp16": ["--cpu-offload", "--precision", "fp16"],
+    "infinite": ["--cpu-offload", "--strategy", "shard_grad_op"],
+}
 BAD = {"infinite": torch.inf, "not a number": torch.nan}
 
 
@@ -56,11 +72,13 @@ class Operations(TorchDispatchMode):
 def backward(args: Namespace, model: nn.Module, step: int) -> float:
     """Add the gradients of the micro-batches of a step; returns the sum of their losses."""
     total = 0.0
+    device = policies.unwrapped(model).device
     for number in range(args.gradient_accumulation_steps):
         seed = 100 * step + 10 * number + dist.get_rank()
         ids = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
+        ids = ids.to(device)
         last = number == args.gradient_accumulation_steps - 1
-        with policies.gradient_sync(args, model, last), policies.autocast(args, CPU):
+        with policies.gradient_sync(args, model, last), policies.autocast(args, device):
             loss = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).mean()
         loss.backward()
         total += loss.item()
@@ -74,7 +92,7 @@ def clipped(name: str, args: Namespace, model: nn.Module, norms: list[float]) ->
         for block in model.transformer.h[:2]:
             block.requires_grad_(False)
         model.transformer.wte.requires_grad_(False)  # it is the head's, too
-    model = gpt2_fsdp.wrap_model(args, CPU, model, None)
+    model = gpt2_fsdp.wrap_model(args, ranks.local_device(), model, None)
     backward(args, model, 0)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if name in BAD and dist.get_rank() == 1:
@@ -88,7 +106,8 @@ def clipped(name: str, args: Namespace, model: nn.Module, norms: list[float]) ->
             with Operations() as operations:
                 norm = clip(model, largest)
             after = [gradient.clone() for gradient in gradients]
-            found[who, largest] = norm, after, operations.count
+            after = [gradient.cpu() for gradient in after]
+            found[who, largest] = norm.cpu(), after, operations.count
     return found
 
 
@@ -98,7 +117,10 @@ def in_buckets(args: Namespace, model: nn.Module) -> dict:
     policies.fuse_gelu(model)  # as the script does
     plain = DDP(copy.deepcopy(model))
     found = {}
-    for who, wrapped in (("ours", gpt2_fsdp.wrap_model(args, CPU, model, None)), ("plain", plain)):
+    for who, wrapped in (
+        ("ours", gpt2_fsdp.wrap_model(args, ranks.local_device(), model, None)),
+        ("plain", plain),
+    ):
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
         losses, norms = [], []
         for step in range(3):
@@ -116,7 +138,8 @@ def in_buckets(args: Namespace, model: nn.Module) -> dict:
 def one_parameter() -> dict:
     """Of which only rank 0 has a part: its norm, and whether each rank has a gradient."""
     torch.manual_seed(0)
-    model = FSDP(nn.Linear(1, 1, bias=False), use_orig_params=True, device_id=CPU)
+    cpu = torch.device("cpu")
+    model = FSDP(nn.Linear(1, 1, bias=False), use_orig_params=True, device_id=cpu)
     model(torch.ones(1, 1)).sum().backward()
     return {
         "norm": policies.clip_gradients(model, 9.0),
@@ -130,21 +153,21 @@ def main() -> None:
     common = ["--model-name", directory, "--output-dir", output, "--precision", "fp32"]
     gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
     made = gpt2_fsdp.MODEL.from_pretrained(directory, dtype=torch.float32)
-    found: dict = {"one parameter": one_parameter()}
-    for name, flags in CLIPPED.items():
+    found: dict = {}
+    for name, flags in (OFFLOADED if SIMULATED else CLIPPED).items():
         args = gpt2_fsdp.parse_args([*common, *flags])
         found[f"clipped, {name}"] = clipped(name, args, copy.deepcopy(made), [0.01, 1e3])
-    for name, flags in IN_BUCKETS.items():
-        args = gpt2_fsdp.parse_args([*common, *flags, "--strategy", "ddp"])
-        found[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(made))
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
+    if not SIMULATED:
+        found["one parameter"] = one_parameter()
+        for name, flags in IN_BUCKETS.items():
+            args = gpt2_fsdp.parse_args([*common, *flags, "--strategy", "ddp"])
+            found[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(made))
+    everyone = ranks.on_every_rank(lambda: found)
     if dist.get_rank() == 0:
         torch.save(everyone, result)
     gpt2_fsdp.cleanup()
 
 
-CPU = torch.device("cpu")
 if __name__ == "__main__":
     main()
     os._exit(0)  # as the scripts do, and why
