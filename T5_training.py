@@ -329,7 +329,7 @@ def run_without_training(args: Namespace, device: torch.device, run: Run) -> Non
     else:
         model, tokenizer, identity = setup_model(args, device, pretrained=run.checkpoint is None)
         _, val_loaders = setup_data(args, tokenizer, policies.unwrapped(model).config)
-        run.load_evaluated(model, identity)
+        run.load_evaluated(model, identity, val_loaders)
         results = validation(args, model, val_loaders, run)
         triples = summarize(args, model, tokenizer, val_loaders, run)
         run.write_evaluation(val_loaders, results | summarization_dataset.rouge(triples), triples)

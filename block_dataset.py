@@ -121,17 +121,20 @@ def load_blocks(
     if "input_ids" in rows.column_names:
         limits = {"input_ids": ("--block-size", args.block_size + 1)}
         name = f"the {split} set"
-        tokens.check_origin(name, rows, limits, args, ["block_size"], tokenizer)
+        rules = readers.token_rules(tokenizer)
+        tokens.check_origin(name, rows, limits, args, ["block_size"], rules)
         cut = tokens.check(name, rows, limits, tokenizer)
     else:
-        cut = cut_texts(args, tokenizer, split, rows)
+        cut = cut_texts(args, tokenizer, split, rows, verbose)
     number = min(number or len(cut), len(cut))
     if verbose:
         print(f"{split}: {number:,} of {len(cut):,} blocks used", flush=True)
     return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
 
 
-def cut_texts(args: Namespace, tokenizer: Tokenizer, split: str, rows: Dataset) -> Dataset:
+def cut_texts(
+    args: Namespace, tokenizer: Tokenizer, split: str, rows: Dataset, verbose: bool
+) -> Dataset:
     """The blocks of all texts of a split; raises ValueError if there is none."""
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -143,8 +146,11 @@ def cut_texts(args: Namespace, tokenizer: Tokenizer, split: str, rows: Dataset) 
         return {"input_ids": [x + eos * end for x, end in zip(ids, ends, strict=True)]}
 
     features = {"input_ids": List(Value("int32"))}
-    identity = readers.tokenizer_identity(tokenizer)
-    rows = readers.cached_map(rows, encode, features, *identity)
+    rows = readers.cached_map(rows, encode, features, readers.token_rules(tokenizer))
+    chunks = rows.data.column("input_ids").chunks
+    empty = sum(int((chunk.value_lengths().to_numpy() == 0).sum()) for chunk in chunks)
+    if verbose and empty:
+        print(f"{split}: {empty:,} of {len(rows):,} texts are empty")
     if next(blocks(rows, args.block_size), None) is None:
         raise ValueError(f"the {split} texts give no block: they have fewer than two tokens")
     return Dataset.from_generator(

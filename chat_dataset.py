@@ -4,19 +4,22 @@ Copy this file along with llama_fsdp.py and the folder runtime/.
 """
 
 import hashlib
+import json
 import random
+import re
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
+from datetime import date
 from functools import partial
 
 import numpy as np
 import torch
-from datasets import Dataset, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, bad_rows, chat_formats, readers, tokens
+from runtime import arguments, bad_rows, chat_formats, json_rows, readers, tokens
 
 # Spaces stand before turns, not after: the text of a longer chat begins with that of a shorter one.
 TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
@@ -65,22 +68,48 @@ def check_arguments(args: Namespace) -> list[str]:
     return problems
 
 
+def asks_for_date(tokenizer: Tokenizer) -> bool:
+    """Tell whether the chat template writes the date, as Llama 3.2's does."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def with_date(template: str, began: str) -> str:
+    """Return a chat template that writes the day `began`, such as 2026-11-23, in place of today, so
+    that every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
+
+    def as_literal(call: re.Match) -> str:
+        return json.dumps(date.fromisoformat(began).strftime(call[2]))
+
+    dated = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", as_literal, template)
+    if re.search(r"strftime_now\s*\(", dated):
+        raise ValueError("the chat template asks for the date in another way than by strftime_now "
+                         "and a format in quotes")  # fmt: skip
+    return dated
+
+
 def encode(
-    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool
-) -> list[tuple[list, list]]:
+    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool,
+    began: str = "",
+) -> list[tuple[list, list]]:  # fmt: skip
     """The documents of a chat: token ids, and labels, the id of a target, else -100; never the
     first token.
 
     Targets are the assistant's turns, from after the header through the end marker: each in one
     document, as the model sees it when it writes it. `train_on_prompt` makes targets of all tokens
-    of the chat as it is rendered whole. An answer at a document's end without EOS gets it. Raises
-    ValueError or TemplateError if the template cannot render the chat.
+    of the chat as it is rendered whole. An answer at a document's end without EOS gets it. The
+    template's date is the day that the run `began` on. Raises ValueError, with the number of the
+    turn, if it cannot render the chat.
     """
     template = None if tokenizer.chat_template else TEMPLATE
-    chat_formats.check_template(tokenizer.get_chat_template(template, tools), chat, tools)
+    template = tokenizer.get_chat_template(template, tools)
+    chat_formats.check_template(template, chat, tools)
+    template = with_date(template, began)
     options = {"tools": tools, "tokenize": False, "chat_template": template}
     render = partial(tokenizer.apply_chat_template, **options)
-    whole = render(chat).rstrip()  # a line break after the end marker is nobody's
+    try:
+        whole = render(chat).rstrip()  # a line break after the end marker is nobody's
+    except TemplateError as error:
+        raise ValueError(f"{failing_turn(chat, render)}: {error}") from error
     found = []
     for text, beginnings in [(whole, [])] if train_on_prompt else split(chat, whole, render):
         texts = list(dict.fromkeys([text, *beginnings]))  # the last answer often ends the text
@@ -112,12 +141,15 @@ def split(chat: list[dict], whole: str, render: abc.Callable) -> list[tuple[str,
     for i, turn in enumerate(chat):
         if turn["role"] != "assistant":
             continue
-        start = render(chat[:i], add_generation_prompt=True) if i else ""
-        end = render(chat[: i + 1]).rstrip()
+        try:
+            start = render(chat[:i], add_generation_prompt=True) if i else ""
+            end = render(chat[: i + 1]).rstrip()
+        except TemplateError as error:
+            raise ValueError(f"{turn_name(chat, i)}: {error}") from error
         if not end.startswith(start):
             raise ValueError(
-                "the chat template renders an answer otherwise than it asks for one, so the model "
-                "would learn what it will not be asked"
+                f"{turn_name(chat, i)}: the chat template renders an answer otherwise than it asks "
+                "for one, so the model would learn what it will not be asked"
             )
         if texts and end.startswith(texts[-1]):
             texts[-1] = end
@@ -129,6 +161,24 @@ def split(chat: list[dict], whole: str, render: abc.Callable) -> list[tuple[str,
     if whole.startswith(texts[-1]):
         texts[-1] = whole  # with the turns after the last answer
     return list(zip(texts, beginnings, strict=True))
+
+
+def failing_turn(chat: list[dict], render: abc.Callable) -> str:
+    """Name the first turn with which the chat template raises."""
+    for i in range(len(chat)):
+        try:
+            render(chat[: i + 1])
+        except TemplateError:
+            return turn_name(chat, i)
+    return turn_name(chat, len(chat) - 1)
+
+
+def turn_name(chat: list[dict], i: int) -> str:
+    """Name a turn by its number, from 1, its speaker and the one before."""
+    name = f"turn {i + 1}, the {chat[i]['role']}'s"
+    if i:
+        name += f" after the {chat[i - 1]['role']}'s"
+    return name
 
 
 def common_length(ids: list[int], other: list[int]) -> int:
@@ -149,20 +199,26 @@ def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
     return ids, [-100, *ids[1:]]
 
 
-def encoder(name: str, kind: str, tokenizer: Tokenizer, args: Namespace) -> abc.Callable:
-    """The function from rows of data set `name` and their indices to FEATURES and bad_rows.ORIGIN:
-    documents of --max-seq-length + 1 tokens, how many are `cut`, and a `key` from all before the
-    first answer. A row is one document or several; a bad one an empty one, or a ValueError."""
+def encoder(
+    name: str, kind: str, features: Features, tokenizer: Tokenizer, args: Namespace
+) -> abc.Callable:
+    """The function from rows of data set `name`, of `features`, and their indices to FEATURES and
+    bad_rows.ORIGIN: documents of --max-seq-length + 1 tokens, how many are `cut`, and a `key` from
+    all before the first answer. A row is one document or several; a bad one an empty one, or a
+    ValueError."""
     length = args.max_seq_length + 1
 
     def encode_row(row: dict) -> list[tuple]:
+        if row.get(json_rows.BROKEN):
+            raise ValueError(row[json_rows.BROKEN])
+        row = {name: json_rows.as_in_file(value, features[name]) for name, value in row.items()}
         if kind == "text":
             before = row[args.text_column]
             found = [encode_text(before, tokenizer)]
         else:
             chat, tools = chat_formats.read(row, kind)
             before = chat[: [turn["role"] for turn in chat].index("assistant")] or chat
-            found = encode(chat, tools, tokenizer, args.train_on_prompt)
+            found = encode(chat, tools, tokenizer, args.train_on_prompt, args.began)
         key = int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
         return [(ids[:length], labels[:length], len(ids[length:]), key) for ids, labels in found]
 
@@ -210,6 +266,8 @@ def load_sets(
     for number, (name, rows) in enumerate(zip(args.dataset, train_sets, strict=True)):
         limit = args.num_train_samples
         train_sets[number] = choose(rows, limit, f"{name}, training", verbose)
+    if verbose and asks_for_date(tokenizer):
+        print(f"the chat template asks for the date: {args.began}, on which this run began")
     if verbose:
         say_shares(args, train_sets)
         print(f"an example, «learned»: {readers.marked(train_sets[0][0], tokenizer)}", flush=True)
@@ -256,7 +314,7 @@ def encode_rows(
     name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace, verbose: bool
 ) -> Dataset:
     """The documents in the rows of data set `name`, from the cache if they are there."""
-    columns = rows.column_names
+    columns = [column for column in rows.column_names if column != json_rows.BROKEN]
     kind = chat_formats.find_kind(name, columns, args.text_column)
     if verbose:
         used = chat_formats.used_columns(kind, columns, args.text_column)
@@ -264,14 +322,15 @@ def encode_rows(
         unused = f"; not used: {others}" if others else ""
         print(f"{name}: rows of kind {kind} ({', '.join(used)}{unused})")
     if kind == "tokens":
-        return token_documents(name, rows, tokenizer, args)
+        return token_documents(name, rows, tokenizer, args, verbose)
     # --bad-rows is no part of it: fail and skip make the same of good rows, and where rows are bad
     # only skip has a result, at which good_rows looks again.
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
-    identity += (tokenizer.chat_template, *readers.tokenizer_identity(tokenizer))
+    identity += (tokenizer.chat_template, readers.token_rules(tokenizer))
+    identity += (asks_for_date(tokenizer) and args.began,)
     identity += (readers.fingerprint(chat_formats.read),)  # what is in its file counts, too
     features = FEATURES | bad_rows.ORIGIN
-    encode_batch = encoder(name, kind, tokenizer, args)
+    encode_batch = encoder(name, kind, rows.features, tokenizer, args)
     found = readers.cached_map(rows, encode_batch, features, *identity, with_indices=True)
     _, counts = np.unique(found.with_format("numpy")["row"][:], return_counts=True)
     several = counts[counts > 1]
@@ -283,10 +342,15 @@ def encode_rows(
     return bad_rows.good_rows(name, found, args.bad_rows, verbose)
 
 
-def token_documents(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> Dataset:
+def token_documents(
+    name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace, verbose: bool
+) -> Dataset:
     """Documents of tokens made beforehand; without labels, all tokens but the first are targets."""
     shaping = ("max_seq_length", "train_on_prompt")
-    tokens.check_origin(name, rows, FEATURES, args, shaping, tokenizer)
+    rules = readers.token_rules(tokenizer) | {tokens.TEMPLATE: tokenizer.chat_template}
+    made_from = tokens.check_origin(name, rows, FEATURES, args, shaping, rules)
+    if verbose and made_from and asks_for_date(tokenizer):
+        print(f"{name}: the date in its chats is {made_from['arguments']['began']}")
     longest = "--max-seq-length", args.max_seq_length + 1
     columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
     checked = tokens.check(name, rows, dict.fromkeys(columns, longest), tokenizer, hidden=True)

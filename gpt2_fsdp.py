@@ -395,7 +395,7 @@ def run_without_training(args: Namespace, device: torch.device, run: Run) -> Non
     else:
         model, tokenizer, identity = setup_model(args, device, pretrained=run.checkpoint is None)
         _, val_loaders = setup_data(args, tokenizer)
-        run.load_evaluated(model, identity)
+        run.load_evaluated(model, identity, val_loaders)
         check_loss(args, device, model)
         run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
 

@@ -27,7 +27,7 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from runtime import arguments, bad_rows, ranks, readers, tokens
+from runtime import arguments, bad_rows, json_rows, ranks, readers, tokens
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 EMPTY = "with an empty field"
@@ -186,8 +186,11 @@ def split_rows(
         return load_tokens(source, args, tokenizer)
     rows = prepare(source)
     if args.dataset not in BUILT_IN:
-        reason = "its text or its summary is empty"
-        bad = {i: reason for i, place in enumerate(rows["place"], start=1) if place == EMPTY}
+        broken = json_rows.broken_rows(source.rows)
+        bad = {}
+        for i, place in enumerate(rows["place"], start=1):
+            if place == EMPTY:
+                bad[i] = broken.get(i, "its text or its summary is empty")
         bad_rows.leave_out(source.name, bad, len(rows), args.bad_rows, verbose)
     places = assign(source, rows, partial(print, flush=True) if verbose else lambda line: None)
     found = {}
@@ -256,7 +259,8 @@ def load_tokens(
     limits = {"input_ids": ("--source-length", args.source_length)}
     limits["labels"] = ("--target-length", args.target_length)
     shaping = ("source_length", "target_length", "source_prefix")
-    tokens.check_origin(source.name, source.rows, FEATURES, args, shaping, tokenizer)
+    rules = readers.token_rules(tokenizer)
+    tokens.check_origin(source.name, source.rows, FEATURES, args, shaping, rules)
     parts = [tokens.check(source.name, source.rows, limits, tokenizer)]
     if set(FEATURES) <= set(source.rows.column_names):  # as --prepare-only leaves them
         return {split: source.rows.select_columns(list(FEATURES)) for split in source.percent}
@@ -281,7 +285,7 @@ def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
         raise ValueError(f"{name} has columns {found}; {needed} among them")
     for column in columns:
         kind = rows.features[column]
-        if getattr(kind, "dtype", None) not in ("string", "large_string", "null"):
+        if not readers.is_text(kind):
             raise ValueError(f"Column {column} of {name} does not hold text but {kind}")
 
 
@@ -390,7 +394,7 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
         targets = [closed(ids, lengths[1]) for ids in labels["input_ids"]]
         return {"input_ids": sources, "labels": targets, "length": [len(ids) for ids in sources]}
 
-    identity = (prefix, lengths, *readers.tokenizer_identity(tokenizer))
+    identity = (prefix, lengths, readers.token_rules(tokenizer))
     return readers.cached_map(rows, encode_batch, FEATURES, *identity)
 
 

@@ -42,7 +42,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of every script; `set_defaults` changes a default."""
+    """Declare the flags of every script; `set_defaults` changes a default. `began`, which is no
+    flag, is the day on which the run began, such as 2026-11-23, once `Run` knows it."""
+    parser.set_defaults(began=None)
     _add_run(parser)
     _add_optimization(parser)
     _add_sharding(parser)

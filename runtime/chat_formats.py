@@ -46,25 +46,20 @@ def read(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
     """The turns of the chat in a row, and its tools if it has some; raises ValueError.
 
     A turn has a role and a content; tool_calls, the name and the id of a call, and thoughts if
-    they are there. Other keys are left out.
+    they are there. Other keys are left out, and those that are None, but for the arguments of a
+    call and for tools, which stay as they are.
     """
-    row = without_none(row)
+    row = present(row)
     turns = [checked(turn) for turn in READERS[kind](row)]
     if all(turn["role"] != "assistant" for turn in turns):
         raise ValueError("no turn is the assistant's, so there is nothing to learn")
     return turns, read_tools(row.get("tools"))
 
 
-def without_none(value: Any) -> Any:
-    """`value` without the keys whose value is None, at any depth.
-
-    Arrow gives all rows the same keys. A template would take None for something that is there.
-    """
-    if isinstance(value, dict):
-        return {key: without_none(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list):
-        return [without_none(part) for part in value]
-    return value
+def present(value: dict) -> dict:
+    """Return a dict without the keys whose value is None: a template would take it for something
+    that is there."""
+    return {key: part for key, part in value.items() if part is not None}
 
 
 def read_messages(row: dict) -> list[dict]:
@@ -130,6 +125,7 @@ def listed(value: Any, problem: str) -> list[dict]:
 
 def checked(turn: dict) -> dict:
     """A turn with the keys that templates know, in which content is text; raises ValueError."""
+    turn = present(turn)
     role = turn.get("role")
     if role not in ROLES:
         raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
@@ -157,7 +153,7 @@ def joined(content: Any, role: str) -> Any:
         return content
     texts = []
     for part in listed(content, f"the {role}'s turn is empty or not text"):
-        kind = part.get("type", "text")
+        kind = present(part).get("type", "text")
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"the {role}'s turn has a part of type {kind}, which is not text")
         texts.append(part["text"])
@@ -168,17 +164,17 @@ def checked_call(call: dict) -> dict:
     """A tool call whose arguments are a dict; raises ValueError.
 
     JSON is parsed, because most templates write arguments by `tojson`, which would quote a text.
-    It is read after `without_none`, so that a null in it stays.
     """
+    call = present(call)
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call has no name")
-    if "arguments" not in function:
-        return call
-    arguments = from_json(function["arguments"] or {})
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of a call of {function['name']} are no JSON object")
-    function = function | {"arguments": arguments}
+    function = present(function)
+    if "arguments" in function:
+        arguments = from_json(function["arguments"] or {})
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of a call of {function['name']} are no JSON object")
+        function["arguments"] = arguments
     return call | {"function": function} if "function" in call else function
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import warnings
 import zlib
@@ -43,6 +44,7 @@ from . import adapters, hf_weights, identities
 from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
 
 FULL = "full.pt"  # --checkpoint-type full
+STEP, BEST, DAMAGED = r"step-\d{8,}", r"best-\d{8,}", r"damaged-step-\d{8,}"  # names of ours
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")
 
 
@@ -243,20 +245,69 @@ def best_path(output: Path, state: TrainState) -> Path:
     return output / "checkpoints" / f"best-{state.best_step:08d}"
 
 
+def named(directory: Path, pattern: str) -> list[Path]:
+    """Return the directories whose whole name fits `pattern`, by their steps; rank 0 alone.
+
+    What has another name is the user's: nobody looks at it, or deletes it.
+    """
+    found = [x for x in directory.glob("*-*") if re.fullmatch(pattern, x.name) and x.is_dir()]
+    return sorted(found, key=step_of)
+
+
+def find(directory: Path) -> tuple[list[Path], list[Path]]:
+    """Return the checkpoints in `directory`, the oldest first, and those that hold another step
+    than their name says; rank 0 alone."""
+    checkpoints, misnamed = [], []
+    for path in named(directory, STEP):
+        (checkpoints if held_step(path) in (None, step_of(path)) else misnamed).append(path)
+    return checkpoints, misnamed
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint, or of best weights."""
+    return int(path.name.rpartition("-")[2])
+
+
+def held_step(path: Path) -> int | None:
+    """Return the step that a checkpoint holds; None if it is damaged there."""
+    try:
+        return _read_description(path)["step"]
+    except (OSError, ValueError):
+        return None
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Return what train_state.json of a checkpoint holds; ValueError if it is not as it was saved,
+    OSError if it is not there."""
+    saved = json.loads((path / "train_state.json").read_text())
+    if not isinstance(saved, dict) or saved.pop("crc", None) != json_sum(saved):
+        raise ValueError("its checksum differs")
+    return saved
+
+
+def right_name(path: Path, step: int) -> str:
+    """Return a sentence's end, on a checkpoint or best weights that hold `step`, not the one in
+    their name."""
+    right = path.with_name(f"{path.name.rpartition('-')[0]}-{step:08d}")
+    if right.exists():
+        return f"holds step {step}, as {right.name} does"
+    return f"holds step {step}: `mv {path} {right}` gives it its name"
+
+
 def _prune(directory: Path, keep: int, best: Path) -> None:
     """Delete all but the newest `keep` checkpoints, and one that is damaged; rank 0 alone.
 
     Pruning keeps `best`, and each best-N that a kept checkpoint names: a run continued from that
-    checkpoint finds the weights, whatever was trained and lost after it.
+    checkpoint finds the weights, whatever was trained and lost after it. It keeps what the user has
+    given another name.
     """
-    checkpoints = sorted(directory.glob("step-*"))
+    checkpoints, misnamed = find(directory)
     wanted = {best}
-    for path in checkpoints[-keep:]:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # damaged
-            number = json.loads((path / "train_state.json").read_text())["best_step"]
-            wanted.add(directory / f"best-{number:08d}")
-    unwanted = set(directory.glob("best-*")) - wanted
-    damaged = sorted(directory.glob("damaged-*"))[:-1]
+    for path in checkpoints[-keep:] + misnamed:
+        with contextlib.suppress(OSError, ValueError):  # damaged
+            wanted.add(directory / f"best-{_read_description(path)['best_step']:08d}")
+    unwanted = set(named(directory, BEST)) - wanted
+    damaged = named(directory, DAMAGED)[:-1]
     for path in (*checkpoints[:-keep], *unwanted, *damaged):
         shutil.rmtree(path, ignore_errors=True)  # in use on NFS: then the next time
 
@@ -302,6 +353,9 @@ def _write(
             json.dump(saved | {"crc": json_sum(saved)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        held = held_step(path)
+        if held not in (None, saved["step"]):  # somebody's, under the name that this one has
+            path.rename(path.with_name(f"{path.name}-holds-{held}"))
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
         when_done()
@@ -377,11 +431,11 @@ def check_files(path: Path) -> None:
     Raises ValueError that names the first one that is not as it was.
     """
     try:
-        saved = json.loads((path / "train_state.json").read_text())
-        if saved.pop("crc") != json_sum(saved):
-            raise ValueError("its checksum differs")
-    except (FileNotFoundError, ValueError, KeyError) as error:
+        saved = _read_description(path)
+    except (FileNotFoundError, ValueError) as error:
         raise ValueError(f"{path / 'train_state.json'} is damaged ({error})") from None
+    if saved["step"] != step_of(path):
+        raise ValueError(f"{path} {right_name(path, saved['step'])}")
     for name in sorted(saved["files"])[dist.get_rank() :: dist.get_world_size()]:
         try:
             there = file_sum(path / name)

@@ -652,11 +652,17 @@ def _link_weights(source: str, path: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory for rank 0 to write to, which takes the place of `path` on leaving; all ranks."""
+    """A directory for rank 0 to write to, which takes the place of `path` on leaving; all ranks.
+    After an error nothing of it is left."""
     temporary = path.with_name(f"tmp-{path.name}")
     if dist.get_rank() == 0:
         temporary.mkdir(parents=True)
-    yield temporary
+    try:
+        yield temporary
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     if dist.get_rank() == 0:
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)

@@ -3,27 +3,42 @@
 A checkpoint holds it as a dict, what it is by what it is called.
 """
 
-import contextlib
 import json
 import math
+import os
+import socket
 import zlib
 from argparse import ArgumentParser, Namespace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch.distributed as dist
-from torch import nn
+from datasets import Dataset
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import adapters, arguments
+from . import adapters, arguments, events, ranks, readers
 
 GROUPING = "grouping by length"
 IRRELEVANT = {  # to model and data
     "attention", "attention_kernel", "num_beams", "rouge_samples", "eval_split",
 }  # fmt: skip
-BEFORE = {"clean": True}  # what versions did that had no such flag
-PROBES = 256  # samples at most of each data set that tell it from another
+PROBES = 256  # samples at most of each data set that are looked at as they are
+
+
+def began(checkpoint: Path | None, finished: Path | None) -> str:
+    """Return the day, such as 2026-11-23, on which the run began that goes on from `checkpoint`, or
+    that is `finished` in that directory; any other begins today. Rank 0 alone: nodes may have two
+    days."""
+    saved = {}
+    if checkpoint is not None:
+        saved = json.loads((checkpoint / "train_state.json").read_text())
+    elif finished is not None:
+        saved = events.last_start(finished)
+    return saved.get("identity", {}).get("began", date.today().isoformat())
 
 
 def of_model(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
@@ -41,32 +56,78 @@ def of_model(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
 
 
 def of_data(
-    args: Namespace, loader: DataLoader, val_loaders: dict[str, DataLoader]
+    args: Namespace, loader: DataLoader | None, val_loaders: dict[str, DataLoader]
 ) -> dict[str, Any]:
-    """What tells data, global batch and seed from others."""
-    contents = []
-    samples = []
-    for dataset in (loader.dataset, *(other.dataset for other in val_loaders.values())):
-        contents.append(len(dataset))
-        stride = len(dataset) // PROBES + 1
-        samples += [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
+    """Return what tells data, global batch and seed from others; all ranks.
+
+    Raises ValueError, on all ranks, if some have other data. `loader` is None in an evaluation.
+    """
+    sets = {f"validation on {name}": other.dataset for name, other in val_loaders.items()}
+    if loader is not None:
+        sets[f"training on {_names(args)}"] = loader.dataset
+    sums = {name: sum_of(dataset, name) for name, dataset in sets.items()}
+    _compare_ranks(sums)
+    if loader is None:
+        return {}
     found = {
-        "data": checksum(contents + samples),
+        "data": checksum([sums[name] for name in sets]),
         "global batch": loader.batch_sampler.global_batch,
         "seed": args.seed,
+        "began": args.began,
     }
     if loader.batch_sampler.lengths is not None:
         found[GROUPING] = "of halves of an epoch"
     return found
 
 
+def _names(args: Namespace) -> str:
+    """Name the training data as the flags do."""
+    given = getattr(args, "train_file", None) or args.dataset
+    return given if isinstance(given, str) else ", ".join(given)
+
+
+def sum_of(dataset: Any, name: str) -> list[Any]:
+    """Return what tells a data set from others: its length, and a checksum of up to PROBES samples
+    and, where it has a `datasets.Dataset`, of all rows of that. Rank 0 says if it has not."""
+    stride = len(dataset) // PROBES + 1
+    samples = [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
+    crc = zlib.crc32(repr(samples).encode())
+    rows = getattr(dataset, "dataset", None)
+    if isinstance(rows, Dataset):
+        crc = readers.content_sum(rows, crc)
+    elif stride > 1 and dist.get_rank() == 0:
+        print(
+            f"{name}: known by {len(samples)} of {len(dataset):,} samples; a change between them "
+            "is not seen when the run goes on"
+        )
+    return [len(dataset), crc]
+
+
+def _compare_ranks(sums: dict[str, list[Any]]) -> None:
+    """Raise ValueError, on all ranks, that names the nodes, if some have other `sums`."""
+    node = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
+    everyone = ranks.on_every_rank(lambda: (node, sums))
+    _, first = everyone[0]
+    for name in first:
+        found = {node: there.get(name, [0]) for node, there in everyone}
+        if any(there.get(name) != first[name] for _, there in everyone):
+            counts = ", ".join(f"{node}: {total:,} samples" for node, (total, *_) in found.items())
+            raise ValueError(
+                f"{name}: the nodes have different data ({counts}): give all of them the same "
+                "files; if those are the same, a cache is of another age: empty "
+                f"{datasets.config.HF_DATASETS_CACHE} on each, or name a new HF_DATASETS_CACHE"
+            )
+
+
 def as_lists(sample: Any) -> Any:
     """A sample with lists in place of arrays."""
     if isinstance(sample, dict):
         return {name: as_lists(value) for name, value in sample.items()}
-    if isinstance(sample, list):
+    if isinstance(sample, list | tuple):
         return [as_lists(value) for value in sample]
-    return sample.tolist() if isinstance(sample, np.ndarray) else sample
+    if isinstance(sample, np.ndarray | Tensor):  # which print only some of their numbers
+        return sample.tolist()
+    return sample
 
 
 def checksum(items: list[Any]) -> str:
@@ -77,6 +138,14 @@ def checksum(items: list[Any]) -> str:
 def check(path: Path, here: dict[str, Any], args: Namespace) -> None:
     """Raise ValueError with all that differs between the run that wrote `path` and this one."""
     saved = json.loads((path / "train_state.json").read_text())["identity"]
+    compare(f"{path} was saved by a run", saved, here, path.parent.parent, args)
+
+
+def compare(
+    who: str, saved: dict[str, Any], here: dict[str, Any], directory: Path, args: Namespace
+) -> None:
+    """Raise ValueError with all that differs between the identity that `who`, the run in
+    `directory`, had, and the one `here`."""
     differing = [name for name in here if here[name] != saved.get(name)]
     if not differing:
         return
@@ -84,7 +153,7 @@ def check(path: Path, here: dict[str, Any], args: Namespace) -> None:
         differing = ["script"]  # from which all else follows
     what = ", ".join(f"{name} ({saved.get(name)} there, {here[name]} here)" for name in differing)
     remedy = "give what it had, or another --output-dir"
-    flags = _changed_flags(path.parent.parent, args)
+    flags = _changed_flags(directory, args)
     if "data" not in differing:
         flags = [flag for flag in flags if flag.startswith("--model-name ")]
     if flags and {"model", "data"} & set(differing):
@@ -97,7 +166,7 @@ def check(path: Path, here: dict[str, Any], args: Namespace) -> None:
         remedy = f"--batch-size {batch} --gradient-accumulation-steps {per_rank // batch} keeps it"
         if rest:
             remedy = f"use a number of processes that divides {saved['global batch']}"
-    raise ValueError(f"{path} was saved by a run that differs in {what}: {remedy}")
+    raise ValueError(f"{who} that differs in {what}: {remedy}")
 
 
 def _changed_flags(directory: Path, args: Namespace) -> list[str]:
@@ -106,22 +175,9 @@ def _changed_flags(directory: Path, args: Namespace) -> list[str]:
     parser = ArgumentParser()
     arguments.add_common(parser)
     common = vars(parser.parse_args([])).keys()
-    before = BEFORE | last_start(directory)["arguments"]
+    before = events.last_start(directory)["arguments"]
     found = []
     for name, value in vars(args).items():
         if name not in common | IRRELEVANT and before.get(name, value) != value:
             found.append(f"--{name.replace('_', '-')} ({before[name]} there, {value} here)")
-    return found
-
-
-def last_start(directory: Path) -> dict[str, Any]:
-    """The last event "start" in metrics.jsonl of the run in OUTPUT_DIR `directory`, with its
-    `arguments`; they are {} if there was none."""
-    found = {"arguments": {}}
-    with contextlib.suppress(FileNotFoundError):
-        for line in (directory / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError):  # torn
-                event = json.loads(line)
-                if "arguments" in event:
-                    found = event
     return found

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import checkpoints, identities, ranks
+from . import checkpoints, ranks
+from .events import last_start, read_events
 
 LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
 
@@ -76,20 +78,25 @@ class Lock:
 
     def _holder(self) -> tuple[dict[str, Any], tuple[str, int]]:
         """Who holds the lock, and the file's text and time, which change with each heartbeat."""
-        text = self.path.read_text()
-        holder = {}
-        with contextlib.suppress(ValueError):  # torn
+        text = self.path.read_text(errors="replace")
+        holder = None
+        with contextlib.suppress(ValueError):  # torn, or not ours
             holder = json.loads(text)
+        if not isinstance(holder, dict):
+            holder = {}
         return holder, (text, self.path.stat().st_mtime_ns)
 
     def _is_gone(self, holder: dict[str, Any]) -> bool:
         pids = holder.get("pids", self.mine["pids"])
         if (holder.get("host"), pids) != (self.mine["host"], self.mine["pids"]):
             return self.job is not None and holder.get("job") == self.job
-        return holder["pid"] == self.mine["pid"] or not Path(f"/proc/{holder['pid']}").exists()
+        pid = holder.get("pid")
+        return pid == self.mine["pid"] or not Path(f"/proc/{pid}").exists()
 
     def _acquire(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a directory, where a run has its lock: remove it")
         deadline = time.monotonic() + LOCK_SECONDS
         first_seen = None
         while not self._create():
@@ -141,9 +148,9 @@ class Lock:
 def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None, str]:
     """Clear what an interrupted save left in the output directory; all ranks.
 
-    Returns the checkpoint that --resume means (auto: the newest whole one) and the last status.
-    Damaged ones are set aside. Raises ValueError, on all ranks, where going on would mix two runs
-    or lose one, OSError where nothing can be written.
+    Returns the checkpoint that --resume means (auto: the newest whole one) and the last status: it
+    is "finished" without a checkpoint only if final/ is there. Damaged checkpoints are set aside.
+    Raises ValueError, on all ranks, where going on would mix two runs or lose one.
     """
     candidates, status = ranks.on_rank_zero(_prepare_directory, directory, resume, script)
     given = Path(resume).resolve()
@@ -156,10 +163,10 @@ def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None,
             if path == given:
                 raise
             if dist.get_rank() == 0:
-                _set_aside(path, error)
+                _set_aside(path, error, is_last=path == candidates[-1])
 
     def any_damaged() -> bool:
-        return any(directory.glob("checkpoints/damaged-*"))
+        return bool(checkpoints.named(directory / "checkpoints", checkpoints.DAMAGED))
 
     if candidates or ranks.on_rank_zero(any_damaged):
         raise ValueError(f"no checkpoint in {directory} is whole: give another --output-dir")
@@ -169,24 +176,56 @@ def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None,
 def _prepare_directory(directory: Path, resume: str, script: str) -> tuple[list[Path], str]:
     """Check whose directory it is and clear it; rank 0 alone. Returns the checkpoints that may be
     meant, the best guess first, and the last status."""
-    status = directory / "status"
-    if not status.exists() and ((directory / "final").exists() or (directory / "best").exists()):
-        raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else")
+    exports = [directory / "final", directory / "best"]
+    for path in exports:
+        if path.is_symlink() or path.is_file():
+            raise ValueError(f"{path} is a link or a file, where the run writes a directory: "
+                             "move it away, or give another --output-dir")  # fmt: skip
     (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-    status.open("a").close()
-    with (directory / "metrics.jsonl").open("a+") as file:
-        file.seek(0)
-        owner = script
-        with contextlib.suppress(ValueError):  # torn, or not yet there
-            owner = json.loads(file.readline()).get("script", script)
-    if owner != script:
-        raise ValueError(f"--output-dir {directory} holds a run of {owner}, not of {script}")
+    found = _find_checkpoints(directory)
+    status = _read_status(directory)
+    if not (status or found) and any(path.exists() for path in exports):
+        raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else")
+    owners = [event["script"] for _, event in read_events(directory)[0] if "script" in event]
+    if owners and owners[0] != script:
+        raise ValueError(f"--output-dir {directory} holds a run of {owners[0]}, not of {script}")
+    ours = r"tmp-(shards-)?(step|best)-\d{8,}"
     rubbish = [directory / "tmp-final", directory / "tmp-best"]
-    for path in (*rubbish, *directory.glob("checkpoints/tmp-*")):
+    for path in (*rubbish, *checkpoints.named(directory / "checkpoints", ours)):
         shutil.rmtree(path, ignore_errors=True)
-    found = sorted(directory.glob("checkpoints/step-*"), reverse=True)
-    word, *_ = [*status.read_text().split(), ""]
+    word, *_ = [*status.split(), ""]
+    if word == "finished" and not found:
+        if exports[0].is_dir():
+            return [], word
+        word = ""
     return _choose_checkpoints(directory, resume, found), word
+
+
+def _read_status(directory: Path) -> str:
+    """Return the text of the file status; "" if there is none. What is unreadable in it is lost."""
+    path = directory / "status"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def saved_step(directory: Path) -> int:
+    """Return the step of the last save that the file status knows of; 0 if it knows none."""
+    found = re.search(r"^saved step (\d+)$", _read_status(directory), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _find_checkpoints(directory: Path) -> list[Path]:
+    """Return the run's own checkpoints, the newest first; rank 0 alone.
+
+    Names those that hold another step than their name says, which are left alone. Raises ValueError
+    if there are no others.
+    """
+    found, misnamed = checkpoints.find(directory / "checkpoints")
+    for path in misnamed:
+        text = f"{path} {checkpoints.right_name(path, checkpoints.held_step(path))}"
+        if not found:
+            raise ValueError(f"there is no checkpoint but {text}")
+        print(f"left alone: {text}", flush=True)
+    return found[::-1]
 
 
 def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list[Path]:
@@ -199,7 +238,7 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
     path = Path(resume).resolve()
     elsewhere = newest and path.parent != newest.parent.resolve()
     is_older = newest and path.name < newest.name
-    last = identities.last_start(directory)["arguments"].get("resume")
+    last = last_start(directory)["arguments"].get("resume")
     if elsewhere or (is_older and last == resume):  # as a requeued job has it again
         print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
         return found
@@ -211,7 +250,7 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
 
 def _given_checkpoint(resume: str) -> Path:
     path = Path(resume).resolve()
-    if not (path.name.startswith("step-") and path.is_dir()):
+    if not (re.fullmatch(checkpoints.STEP, path.name) and path.is_dir()):
         raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
     return path
 
@@ -221,9 +260,10 @@ def _check_visible(path: Path) -> None:
         raise OSError(f"rank {dist.get_rank()} does not see {path}: do all nodes share it?")
 
 
-def _set_aside(path: Path, error: ValueError) -> None:
+def _set_aside(path: Path, error: ValueError, is_last: bool) -> None:
     aside = path.with_name(f"damaged-{path.name}")
-    print(f"{error}: it is set aside as {aside.name}, and the one before is used")
+    before = "" if is_last else ", and the one before is used"
+    print(f"{error}: it is set aside as {aside.name}{before}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
 
@@ -247,25 +287,14 @@ def _choose_evaluated(directory: Path, resume: str, model_name: str) -> Path | N
         return None
     if resume != "auto":
         return _given_checkpoint(resume)
-    newest = _newest_checkpoint(directory)
+    newest = next(iter(_find_checkpoints(directory)), None)
     if newest is None or not Path(model_name).is_dir():
         return newest
-    start = identities.last_start(directory)
+    start = last_start(directory)
     if "model_name" not in start["arguments"]:
         raise ValueError(f"--evaluate-only: say --resume {newest}, or --resume none for the model")
     began_with = Path(start.get("directory", ""), start["arguments"]["model_name"])
     return newest if began_with.resolve() == Path(model_name).resolve() else None
-
-
-def _newest_checkpoint(directory: Path) -> Path | None:
-    return max(directory.glob("checkpoints/step-*"), default=None)
-
-
-def step_of(checkpoint: Path | None) -> int:
-    """The step that a checkpoint was saved at; 0 if there is none."""
-    if checkpoint is None:
-        return 0
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def write_status(directory: Path, word: str, began: int) -> None:
@@ -275,30 +304,32 @@ def write_status(directory: Path, word: str, began: int) -> None:
     restarts, the step that this start `began` at, and that of the newest checkpoint. launch.slurm
     reads all of it.
     """
-    newest = _newest_checkpoint(directory)
+    found, _ = checkpoints.find(directory / "checkpoints")
     job = os.environ.get("SLURM_JOB_ID", "none")
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
-    saved = max(began, step_of(newest))
+    saved = max([began, *map(checkpoints.step_of, found)])
     text = f"{word}\njob {job}.{restart}\nbegan at step {began}\nsaved step {saved}\n"
-    with (directory / "status").open("r+") as file:  # not cut first: the disk may be full
+    path = directory / "status"
+    path.touch()
+    with path.open("r+") as file:  # not cut first: the disk may be full
         file.write(text)
         file.truncate()
 
 
-def truncate_metrics(path: Path, step: int, without_val: bool = False) -> None:
-    """Drop the lines after `step` (0: all lines), and torn ones; rank 0 alone.
+def truncate_metrics(directory: Path, step: int, without_val: bool = False) -> None:
+    """Drop the lines of metrics.jsonl after `step` (0: all), and what is no event; rank 0 alone.
 
     `without_val` drops the validation of that step too, which is made again.
     """
+    events, others = read_events(directory)
+    if step and others:
+        print(f"{directory / 'metrics.jsonl'}: {others} lines that are no events are left out")
     kept = []
-    if step and path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            with contextlib.suppress(ValueError):
-                values = json.loads(line)
-                is_again = without_val and (values["event"], values["step"]) == ("val", step)
-                if line.endswith("\n") and values["step"] <= step and not is_again:
-                    kept.append(line)
-    replace_text(path, "".join(kept))
+    for line, values in events:
+        is_again = without_val and (values["event"], values["step"]) == ("val", step)
+        if step and values["step"] <= step and not is_again:
+            kept.append(line)
+    replace_text(directory / "metrics.jsonl", "".join(kept))
 
 
 def write_evaluation(

@@ -38,6 +38,7 @@ from . import (
     tokens,
 )
 from .checkpoints import SaveError, Saver, TrainState
+from .events import last_start
 from .optimization import HostCopy, StepCheck
 from .stops import Stopped, StopRequest, kill_forked
 from .trackers import Trackers
@@ -133,6 +134,7 @@ class Run:
         self.directory = Path(args.output_dir)
         self.exit_code = 0
         self.checkpoint: Path | None = None
+        self._status = ""  # that an earlier start left
         self.state: TrainState | None = None  # once the training has begun
         self.stop = StopRequest(self._end_at_once)
         self._lock = output.Lock(self.directory)
@@ -165,8 +167,11 @@ class Run:
         args = self.args
         if args.evaluate_only:
             self.checkpoint = output.find_evaluated(self.directory, args.resume, args.model_name)
-            return
-        self.checkpoint, self._status = output.open_output(self.directory, args.resume, self.script)
+        else:
+            found = output.open_output(self.directory, args.resume, self.script)
+            self.checkpoint, self._status = found
+        finished = self.directory if self._status == "finished" else None
+        args.began = ranks.on_rank_zero(identities.began, self.checkpoint, finished)
 
     def __exit__(
         self,
@@ -263,9 +268,7 @@ class Run:
 
     def begin(self, state: TrainState, loader: DataLoader) -> bool:
         """Start training `state`. Returns False if the run was finished, and no steps are left."""
-        finished = self._status == "finished"
-        if finished and state.step >= state.total_steps:
-            self.say(f"{self.directory} is finished, raise --max-steps or --epochs to train on")
+        if self._status == "finished" and self._is_done(state):
             return False
         if not self.args.ignore_free_space:
             free_space.check(state, self.args)
@@ -281,6 +284,27 @@ class Run:
         self._log_memory("load")
         if self.args.track_memory:
             self._first_forward = state.model.register_forward_hook(self._after_first_forward)
+        return True
+
+    def _is_done(self, state: TrainState) -> bool:
+        """Say that a finished run has no steps left, if so. Raises ValueError if it has some, but
+        no checkpoint to train them from."""
+        if self.checkpoint is not None:
+            is_done = state.step >= state.total_steps
+            if is_done:
+                self.say(f"{self.directory} is finished, raise --max-steps or --epochs to train on")
+            return is_done
+        lost = f"{self.directory} is finished, and its checkpoints are gone"
+        start = ranks.on_rank_zero(last_start, self.directory)
+        had = start.get("identity", state.identity)
+        identities.compare(f"{lost}: it is a run", had, state.identity, self.directory, self.args)
+        step = ranks.on_rank_zero(output.saved_step, self.directory)
+        if state.total_steps > step:
+            raise ValueError(
+                f"{lost}: it cannot go on from step {step} to {state.total_steps}; another "
+                "--output-dir begins anew"
+            )
+        self.say(f"{lost}: another --output-dir begins anew")
         return True
 
     def new_saver(self, state: TrainState) -> Saver:
@@ -465,8 +489,12 @@ class Run:
         export_model(model, tokenizer, self.directory / "final", self.args)
         self.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")
 
-    def load_evaluated(self, model: nn.Module, identity: dict[str, Any]) -> None:
-        """Give the model the weights that --evaluate-only means, if they are a checkpoint's."""
+    def load_evaluated(
+        self, model: nn.Module, identity: dict[str, Any], val_loaders: dict[str, DataLoader]
+    ) -> None:
+        """Give the model the weights that --evaluate-only means, if they are a checkpoint's; raises
+        ValueError if not all ranks have the same data."""
+        identities.of_data(self.args, None, val_loaders)
         if self.checkpoint:
             self._load_checkpoint(model, identity)
         self._watchdog.phase(None)
@@ -489,7 +517,7 @@ class Run:
         """
         found = {
             "evaluated": str(self.checkpoint or self.args.model_name),
-            "step": self.checkpoint and output.step_of(self.checkpoint),
+            "step": self.checkpoint and checkpoints.step_of(self.checkpoint),
             **results,
             "samples": {name: len(loader.dataset) for name, loader in loaders.items()},
             "script": self.script,
@@ -537,7 +565,8 @@ class Run:
         if dist.get_rank() != 0 or not is_training:  # the status is that of a training
             return
         try:
-            output.write_status(self.directory, word, output.step_of(self.checkpoint))
+            began = checkpoints.step_of(self.checkpoint) if self.checkpoint else 0
+            output.write_status(self.directory, word, began)
         except OSError as error:
             self.say(f"status could not become {word} ({error.strerror})")
 
@@ -548,8 +577,7 @@ class Run:
             return
         args = self.args
         state = self.state
-        metrics = self.directory / "metrics.jsonl"
-        output.truncate_metrics(metrics, state.step, without_val=state.validation_due)
+        output.truncate_metrics(self.directory, state.step, without_val=state.validation_due)
         trackers = Trackers(args, self.directory, self.script, state.step)
         self._trackers = self._stack.enter_context(trackers)
         device = ranks.device_name(self.device)

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import shutil
-import zlib
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,14 +20,9 @@ from transformers import PreTrainedTokenizerBase
 from . import readers
 
 PREPARED = "prepared"  # the directory in OUTPUT_DIR
+TEMPLATE = "chat template"
 BATCH = 10_000  # rows looked at together
 HIDDEN = -100  # a label that is no target
-
-
-def tokenizer_sum(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Tells the vocabulary and the rules of a tokenizer from others, wherever its files are."""
-    _, rules = readers.tokenizer_identity(tokenizer)
-    return f"{zlib.crc32(repr(rules).encode()):08x}"
 
 
 def save(
@@ -37,13 +31,14 @@ def save(
 ) -> None:  # fmt: skip
     """Write the splits train and validation as the directory `path`, complete or not at all.
 
-    What they are `made_from` stands as JSON in their description, and the tokenizer's sum. Raises
-    ValueError if they are read from there.
+    What they are `made_from` stands as JSON in their description, with what makes tokens of texts.
+    Raises ValueError if they are read from there.
     """
     files = [Path(file["filename"]) for rows in (train, val) for file in rows.cache_files]
     if any(path.resolve() in file.resolve().parents for file in files):
         raise ValueError(f"--prepare-only would replace {path}: give another --output-dir")
-    text = json.dumps(made_from | {"tokenizer": tokenizer_sum(tokenizer)})
+    rules = readers.token_rules(tokenizer) | {TEMPLATE: tokenizer.chat_template}
+    text = json.dumps(made_from | {"rules": rules})
     parts = {}
     for name, rows in ("train", train), ("validation", val):
         parts[name] = rows.select(range(len(rows)))  # whose description nobody else has
@@ -57,19 +52,29 @@ def save(
 
 def check_origin(
     name: str, rows: Dataset, columns: Iterable[str], args: Namespace, flags: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
-    """Raise ValueError if --prepare-only has made the rows for another script, whose `columns` are
-    others, with another tokenizer, or with other values of the `flags` that shape them."""
+    rules: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Return what --prepare-only has noted of the rows; {} if they are somebody's own.
+
+    Raises ValueError if it made them for another script, whose `columns` are others, by other
+    `rules` of making tokens, with other values of the `flags` that shape them, or noted too little.
+    """
     made_from = None
     with contextlib.suppress(ValueError):  # somebody's words
         made_from = json.loads(rows.info.description)
-    if not isinstance(made_from, dict) or "tokenizer" not in made_from:
-        return
+    if not isinstance(made_from, dict) or "script" not in made_from:
+        return {}
     if set(columns) != set(rows.column_names):
         raise ValueError(f"{name} was made for another script, {made_from['script']}")
-    if made_from["tokenizer"] != tokenizer_sum(tokenizer):
-        raise ValueError(f"{name} was made with another tokenizer than the model's: make it again")
+    there = made_from.get("rules")
+    if there is None:
+        raise ValueError(f"{name} does not say what made its tokens: make it again")
+    differing = [words for rule in rules for words in _difference(rule, there.get(rule), rules)]
+    if differing:
+        raise ValueError(
+            f"{name} was made with another {', '.join(differing)} than the model's tokenizer has: "
+            "make it again with --prepare-only, or train the model that it was made for"
+        )
     for flag in flags:
         there, here = made_from["arguments"][flag], getattr(args, flag)
         if there != here:
@@ -77,6 +82,18 @@ def check_origin(
                 f"{name} was made with --{flag.replace('_', '-')} {there}, not {here}: give the "
                 "same, or make it again"
             )
+    return made_from
+
+
+def _difference(rule: str, there: Any, rules: dict[str, Any]) -> list[str]:
+    """Name what differs between a rule as it was and as it is in `rules`."""
+    here = rules[rule]
+    if there == here:
+        return []
+    if not isinstance(here, dict) or not isinstance(there, dict):
+        return [rule]
+    roles = [role for role in here | there if here.get(role) != there.get(role)]
+    return [f"{role} ({there.get(role)} there, {here.get(role)} here)" for role in roles]
 
 
 def check(

@@ -43,6 +43,14 @@ ASKED = (
     "the chat template renders an answer otherwise than it asks for one, so the model would learn "
     "what it will not be asked"
 )
+TWICE = "the assistant's after the assistant's"
+# Only a question can be answered.
+USER_IS_LAST = (
+    "{% if add_generation_prompt and messages[-1].role != 'user' %}"
+    "{{ raise_exception('a question is missing') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{{ 'assistant: ' if add_generation_prompt else '' }}"
+)
 REWRITTEN = [USER, ASSISTANT | {"content": "x</think>y"}, USER, ASSISTANT]
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -85,7 +93,7 @@ def arguments(**changes: object) -> Namespace:
     """The defaults of the flags, a seed, and `changes`."""
     parser = ArgumentParser()
     chat_dataset.add_arguments(parser)
-    return Namespace(**vars(parser.parse_args([])) | {"seed": 0} | changes)
+    return Namespace(**vars(parser.parse_args([])) | {"seed": 0, "began": "2026-11-23"} | changes)
 
 
 def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
@@ -150,7 +158,9 @@ def documents(rows: list[dict], args: Namespace, tokenizer: object = None) -> Da
     """Rows through `encoder`, as a script maps them."""
     kind = chat_formats.find_kind("rows.jsonl", list(rows[0]), args.text_column)
     rows = Dataset.from_list(rows)
-    function = chat_dataset.encoder("rows.jsonl", kind, tokenizer or ByT5Tokenizer(), args)
+    function = chat_dataset.encoder(
+        "rows.jsonl", kind, rows.features, tokenizer or ByT5Tokenizer(), args
+    )
     features = Features(chat_dataset.FEATURES | bad_rows.ORIGIN)
     options = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
     rows = rows.map(function, features=features, **options)
@@ -620,7 +630,9 @@ def test_columns() -> None:
 def test_bad_rows_are_named(row: dict, sentence: str) -> None:
     """By the data set and the number of the row, the first being 1; a batch may start anywhere."""
     kind = chat_formats.find_kind("my.jsonl", list(row), "content")
-    function = chat_dataset.encoder("my.jsonl", kind, ByT5Tokenizer(), arguments())
+    function = chat_dataset.encoder(
+        "my.jsonl", kind, dict.fromkeys(row), ByT5Tokenizer(), arguments()
+    )
     said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     good = {"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b", "content": "c"}
     good |= {"conversations": said, "instruction": "a", "output": "b"}
@@ -721,9 +733,22 @@ def test_documents_of_one_chat_stay_together(
 @pytest.mark.parametrize(
     "template, chat, sentence",
     [
-        (LLAMA_2, [USER, USER, ASSISTANT], "roles must alternate"),
-        (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], ASKED),
-        (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], ASKED),
+        (
+            LLAMA_2,
+            [USER, USER, ASSISTANT],
+            "turn 2, the user's after the user's: roles must alternate",
+        ),
+        (USER_IS_LAST, [USER, ASSISTANT, ASSISTANT], f"turn 3, {TWICE}: a question is missing"),
+        (
+            ASKS_FOR_THOUGHTS,
+            [USER, ASSISTANT],
+            f"turn 2, the assistant's after the user's: {ASKED}",
+        ),
+        (
+            FORGETS_THE_SYSTEM,
+            [SYSTEM, USER, ASSISTANT],
+            f"turn 3, the assistant's after the user's: {ASKED}",
+        ),
         (LLAMA_2, [USER, CALLING, RESULT, ASSISTANT], UNKNOWN.format("tool_calls")),
         (CHATML, [USER, ASSISTANT, RESULT], UNKNOWN.format("the role tool")),
         (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], UNKNOWN.format("thinking")),
@@ -732,7 +757,9 @@ def test_documents_of_one_chat_stay_together(
 )
 def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str) -> None:
     tokenizer = with_template(bpe(bos_token="<s>", eos_token="</s>"), template)
-    function = chat_dataset.encoder("my.jsonl", "messages", tokenizer, arguments())
+    function = chat_dataset.encoder(
+        "my.jsonl", "messages", {"messages": None}, tokenizer, arguments()
+    )
     with pytest.raises(ValueError) as error:
         function({"messages": [chat]}, [0])
     assert str(error.value) == f"my.jsonl, row 1: {sentence} ({bad_rows.ADVICE})"

@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, GPT2Tokenizer
 import gpt2_fsdp
 import llama_fsdp
 import T5_training
-from runtime import tokens
+from runtime import readers, tokens
 
 SCRIPTS = {
     "T5": (T5_training, ["--source-length", "64", "--target-length", "16", "--rouge-samples", "0"]),
@@ -111,12 +111,16 @@ def test_what_was_made_for_something_else(tmp_path: Path) -> None:
 
     def check(columns: tuple, source_length: int, tokenizer: object) -> None:
         args = Namespace(source_length=source_length)
-        tokens.check_origin("x", made, columns, args, ["source_length"], tokenizer)
+        rules = readers.token_rules(tokenizer)
+        tokens.check_origin("x", made, columns, args, ["source_length"], rules)
 
     own = ("input_ids", "labels")
     check(own, 9, ByT5Tokenizer())
     for wrong, said in (
-        ((own, 9, GPT2Tokenizer({"a": 0}, [])), "x was made with another tokenizer"),
+        (
+            (own, 9, GPT2Tokenizer({"a": 0}, [])),
+            "x was made with another vocabulary, or rules of splitting, ",
+        ),
         (((*own, "cut"), 9, ByT5Tokenizer()), "x was made for another script, my_t5"),
         ((own, 8, ByT5Tokenizer()), "x was made with --source-length 9, not 8: give the same"),
     ):

@@ -1,0 +1,214 @@
+"""Tokens and their makers: templates, special tokens, the date; and data that differ by node."""
+
+import json
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import ROOT, errors_said, losses, metrics
+from transformers import AutoTokenizer
+
+import gpt2_fsdp
+import llama_fsdp
+from runtime import identities, ranks
+
+DATED = (
+    "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>"
+    "{% endfor %}{{ '<assistant>' if add_generation_prompt else '' }}"
+)
+UNDATED = DATED.replace("{{ strftime_now('%d %b %Y') }}", "")
+SMALL = ["--max-steps", "2", "--log-every", "1", "--num-val-samples", "4"]
+
+
+def start(script: ModuleType, *flags: object) -> int:
+    """Return the exit code of the script, run in this process."""
+    try:
+        return script.fsdp_main(script.parse_args([*SMALL, *map(str, flags)]))
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.fixture
+def model_with(llama_directory: Path, tmp_path: Path) -> Callable:
+    """Copies of a model whose tokenizer has other attributes."""
+
+    def make(name: str, **changes: object) -> Path:
+        path = Path(shutil.copytree(llama_directory, tmp_path / name))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        for attribute, value in changes.items():
+            setattr(tokenizer, attribute, value)
+        tokenizer.save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def today(monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Sets the day."""
+
+    def set_day(number: int) -> None:
+        class Day(date):
+            @classmethod
+            def today(cls) -> date:
+                return date(2026, 11, number)
+
+        monkeypatch.setattr(identities, "date", Day)
+
+    return set_day
+
+
+def test_prepared_chats_of_another_template(
+    model_with: Callable, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """Or of another EOS: refused, with what differs. A set that says nothing is made again."""
+    made = tmp_path / "made"
+    first = model_with("first", chat_template=UNDATED)
+    flags = ["--max-seq-length", 64, "--output-dir"]
+    command = [*flags, made, "--dataset", chats, "--model-name", first, "--prepare-only"]
+    assert start(llama_fsdp, *command) == 0
+    prepared = made / "prepared"
+    for name, changes, words in (
+        ("second", {"chat_template": UNDATED.replace("<", "[")}, "another chat template than"),
+        (
+            "third",
+            {"chat_template": UNDATED, "eos_token": "<pad>"},
+            "another eos_token (</s> there, <pad> here)",
+        ),
+    ):
+        other = model_with(name, **changes)
+        command = [*flags, tmp_path / "run", "--dataset", prepared, "--model-name", other]
+        assert start(llama_fsdp, *command) == 1
+        assert words in capfd.readouterr().err
+    again = [*flags, tmp_path / "run", "--dataset", prepared, "--model-name"]
+    assert start(llama_fsdp, *again, model_with("fourth", chat_template=UNDATED)) == 0
+    for info in prepared.glob("*/dataset_info.json"):
+        text = json.loads(info.read_text())
+        described = json.loads(text["description"])
+        del described["rules"]
+        info.write_text(json.dumps(text | {"description": json.dumps(described)}))
+    assert start(llama_fsdp, *again, first) == 1
+    assert "does not say what made its tokens: make it again" in capfd.readouterr().err
+
+
+def test_prepared_text_of_another_eos(
+    gpt2_directory: Path, texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """The same of GPT-2; a chat template does not matter there."""
+    other = {}
+    for name, changes in (("a", {"eos_token": "<pad>"}), ("b", {"chat_template": "x"})):
+        other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
+        tokenizer = AutoTokenizer.from_pretrained(gpt2_directory)
+        for attribute, value in changes.items():
+            setattr(tokenizer, attribute, value)
+        tokenizer.save_pretrained(other[name])
+    flags = ["--block-size", 32, "--output-dir"]
+    files = ["--train-file", texts[0], "--val-file", texts[1]]
+    made = [*flags, tmp_path / "made", *files, "--model-name", gpt2_directory, "--prepare-only"]
+    assert start(gpt2_fsdp, *made) == 0
+    again = [*flags, tmp_path / "run", "--dataset", tmp_path / "made/prepared", "--model-name"]
+    assert start(gpt2_fsdp, *again, other["a"]) == 1
+    assert "eos_token (</s> there, <pad> here)" in capfd.readouterr().err
+    assert start(gpt2_fsdp, *again, other["b"]) == 0
+
+
+def test_the_date_is_that_on_which_the_run_began(
+    model_with: Callable,
+    chats: Path,
+    today: Callable,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    """Goes on the next day, with the same cache; prepared tokens train on any day."""
+    model = model_with("dated", chat_template=DATED)
+    flags = ["--max-seq-length", 64, "--dataset", chats, "--model-name", model, "--output-dir"]
+    today(1)
+    assert start(llama_fsdp, *flags, tmp_path / "run") == 0
+    said = capfd.readouterr().out
+    assert "the chat template asks for the date: 2026-11-01, on which this run began" in said
+    assert "01 Nov 2026" in said  # in the example
+    assert start(llama_fsdp, *flags, tmp_path / "made", "--prepare-only") == 0
+    today(2)
+    capfd.readouterr()
+    assert start(llama_fsdp, *flags, tmp_path / "run", "--max-steps", 4) == 0
+    assert "2026-11-01, on which this run began" in capfd.readouterr().out
+    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
+    assert start(llama_fsdp, *flags, tmp_path / "run", "--evaluate-only") == 0
+    found = json.loads((tmp_path / "run/evaluation.json").read_text())
+    assert found["losses"][str(chats)] == metrics(tmp_path / "run", "val")[-1]["loss"]
+    flags[3] = tmp_path / "made/prepared"
+    capfd.readouterr()
+    assert start(llama_fsdp, *flags, tmp_path / "prepared") == 0
+    assert "the date in its chats is 2026-11-01" in capfd.readouterr().out
+    first = losses(tmp_path / "prepared")[1]
+    assert first == losses(tmp_path / "run")[1]
+    flags[3] = chats
+    assert start(llama_fsdp, *flags, tmp_path / "next") == 0  # another cache
+    assert losses(tmp_path / "next")[1] != first
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    assert start(llama_fsdp, *flags, tmp_path / "run") == 0  # finished all the same
+
+
+def test_a_template_without_a_date(model_with: Callable, chats: Path, today: Callable) -> None:
+    """Nothing of it depends on the day."""
+    path = model_with("undated", chat_template=UNDATED)
+    found = []
+    for day in 1, 2:
+        today(day)
+        output = path.parent / f"run {day}"
+        flags = ["--max-seq-length", 64, "--dataset", chats, "--model-name", path]
+        assert start(llama_fsdp, *flags, "--output-dir", output) == 0
+        found.append(metrics(output, "start")[0]["identity"])
+    assert found[0]["data"] == found[1]["data"] and found[0]["began"] != found[1]["began"]
+
+
+def test_nodes_with_other_data_do_not_train_together(
+    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two torchruns with their own caches and files; in the second's another word, or fewer."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        shutil.copy(texts[0], folder / "train.txt")
+        shutil.copy(texts[1], folder / "val.txt")
+    text = texts[0].read_text()
+    (folders[1] / "train.txt").write_text(text.replace("sine", "sign", 1))
+    files = ["--train-file", "train.txt", "--val-file", "val.txt", "--block-size", "32"]
+    flags = [*SMALL, *files, "--model-name", "tiny", "--output-dir", str(tmp_path / "run")]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29411", "--rdzv-id", "d"]
+    processes = []
+    for rank, folder in enumerate(folders):
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *rendezvous]
+        command += ["--node-rank", str(rank), "--nproc-per-node", "1", ROOT / "gpt2_fsdp.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen([*command, *flags], cwd=folder, **pipes))
+    ended = [process.communicate(timeout=120)[1] for process in processes]
+    assert all(process.returncode for process in processes)
+    (said,) = set(errors_said(ended[0] + ended[1]))
+    assert "training on train.txt: the nodes have different data (node 0 (" in said
+    assert ", node 1 (" in said and f"empty {folders[0] / 'cache'} on each" in said
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_what_is_compared(
+    alone: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """The lengths too, and what an evaluation reads. A list is known by some of its samples."""
+    loader = Namespace(dataset=[{"input_ids": [i]} for i in range(600)])
+    args = Namespace(dataset="x")
+    assert identities.of_data(args, None, {"mine": loader}) == {}
+    assert "known by 200 of 600 samples" in capfd.readouterr().out
+    mine = identities.sum_of(loader.dataset, "mine")
+    monkeypatch.setattr(
+        ranks, "on_every_rank", lambda f: [f(), ("node 1 (b)", {"validation on mine": [450, 0]})]
+    )
+    with pytest.raises(ValueError, match=r"600 samples, node 1 \(b\): 450 samples\): give all"):
+        identities.of_data(args, None, {"mine": loader})
+    assert mine[0] == 600
