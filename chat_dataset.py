@@ -474,9 +474,10 @@ def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
 
     int64 [batch, length]: `input_ids`; `labels`, which follow them, or -100; `position_ids`, from 0
     in each document, 0 in padding. int32 `cu_seq_lens`: 0 and the ends, in the flattened batch, of
-    the documents and of each row's padding. The ints `targets` and `tokens` count the labels that
-    are not -100, and the positions that are not padding. int64 `target_positions` are those of the
-    labels in the flattened batch; one is there even if there is no label, for a head needs some.
+    the documents and of each row's padding; the int `longest_document` is the longest of these. The
+    ints `targets` and `tokens` count the labels that are not -100, and the positions that are not
+    padding. int64 `target_positions` are those of the labels in the flattened batch; one is there
+    even if there is no label, for a head needs some.
     """
     rows = samples or [[]]
     used = [sum(len(document["labels"]) - 1 for document in row) for row in rows]
@@ -508,6 +509,7 @@ def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
         "target_positions": torch.from_numpy(target_positions),
         "position_ids": torch.from_numpy(positions),
         "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
+        "longest_document": int(np.diff(bounds).max()),
         "targets": targets,
         "tokens": sum(used),
     }

@@ -204,7 +204,7 @@ def wrap_model(
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         hf_weights.materialize(model, init)
-        model = DDP(model.to(device), device_ids=None if device.type == "cpu" else [device])
+        model = DDP(model.to(device), gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         model = policies.fully_shard_units(args, device, model, policy)
         hf_weights.materialize(model, init)

@@ -261,7 +261,7 @@ def wrap_model(
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
         hf_weights.materialize(model, init)
-        model = DDP(model.to(device), device_ids=None if device.type == "cpu" else [device])
+        model = DDP(model.to(device), gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         model = policies.fully_shard_units(args, device, model, policy)
         hf_weights.materialize(model, init)
@@ -340,7 +340,7 @@ def prepare(
 
 def model_inputs(batch: Batch) -> Batch:
     """What the model is given of a batch besides the targets."""
-    names = ("input_ids", "position_ids", "cu_seq_lens", "target_positions")
+    names = ("input_ids", "position_ids", "cu_seq_lens", "longest_document", "target_positions")
     return {name: batch[name] for name in names}
 
 

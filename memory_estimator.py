@@ -15,9 +15,10 @@ what kernels use while they run, and what the allocator reserves beyond what is 
 can be far more: 32.14 GiB were reserved where 23.58 were active (torchtitan's issue 165); with
 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is less. Not counted on the CPU: the processes
 themselves, and files in the page cache. Saves are sharded ones: for --checkpoint-type full rank 0
-holds 12 bytes per parameter of the model twice, and --async-save holds the copies once more. With
---accumulate-no-sync every GPU holds the whole gradient besides, in the compute dtype under FSDP1,
-in that of the reduction under FSDP2: 2 bytes per parameter of the model, or 4.
+holds 12 bytes per parameter of the model twice. "async save" is the CPU's memory with --async-save:
+pinned copies under FSDP2 and DDP, from the first save on. With --accumulate-no-sync every GPU holds
+the whole gradient besides, in the compute dtype under FSDP1, in that of the reduction under FSDP2,
+in fp32 under DDP: 2 bytes per parameter of the model, or 4.
 
 DDP is shown with the activations of FSDP; autocast keeps 5% (GPT-2, T5) to 22% (Llama) more, as
 residuals and norms stay in fp32.
@@ -114,6 +115,7 @@ TABLES = {  # title: columns, and the key of an estimate that each shows
         "load whole": "load_cpu_bytes_per_node_whole",
         "training": "cpu_bytes_per_node",
         "save": "save_cpu_bytes_per_node",
+        "async save": "async_save_cpu_bytes_per_node",
         "resume": "resume_cpu_bytes_per_node",
     },
     "GB sent in a step": {"by a GPU": "sent_bytes_per_gpu", "by a node": "sent_bytes_per_node"},
@@ -581,6 +583,7 @@ def memory(
     moments = states[2] + cpu
     unit = 4 * max(unit.trained for unit in units)
     save, resume, copies = state_dicts(args.fsdp, strategy, offload, states, moments, unit)
+    in_background = copies or async_copies(model, shards, offload, sum(OPTIMIZERS[optimizer]))
     load = 4 * model.largest  # a tensor at a time
     if offload:
         cpu = pinned_bytes(model, args, units, shards) + moments
@@ -604,6 +607,7 @@ def memory(
         "fits": peak <= (args.gpu_memory_gb - args.reserve_gb) * 1e9,
         "cpu_bytes_per_node": args.gpus_per_node * cpu,
         "save_cpu_bytes_per_node": args.gpus_per_node * (cpu + copies),
+        "async_save_cpu_bytes_per_node": args.gpus_per_node * (cpu + in_background),
         "resume_cpu_bytes_per_node": args.gpus_per_node * (cpu + min(copies, moments)),
         "load_cpu_bytes_per_node": load,
         "load_cpu_bytes_per_node_whole": args.gpus_per_node * 4 * model.parameters,
@@ -625,6 +629,21 @@ def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) 
     for piece in pieces:
         total += power_of_two(piece.held) + power_of_two(4 * piece.trained // shards)
     return total
+
+
+def async_copies(model: Model, shards: int, offload: bool, moments: float) -> int:
+    """Bytes that a GPU's copies take on the CPU with --async-save, under FSDP2 and DDP.
+
+    They are those of what is trained, in fp32, and of its moments, of so many bytes per parameter.
+    What comes from the GPU has a copy in pinned memory, each tensor for itself, which is kept.
+    FSDP1 has no copies but those that `state_dicts` counts, which go when they are written.
+    """
+    total = 0
+    for weight in itertools.chain.from_iterable(model.units):
+        if weight.trained:
+            mine = 4 * -(-weight.shape[0] // shards) * weight.shape[1:].numel()
+            total += mine if offload else power_of_two(mine)
+    return round(total * (4 + moments) / 4)
 
 
 def loss_bytes(model: Model, itemsize: int) -> int:
@@ -653,7 +672,7 @@ def fsdp1_peak(
     are the root, from its forward to its backward pass, the unit at work, and the one prefetched;
     under SHARD_GRAD_OP all units, from forward to backward. The gradients are whole of the root,
     of the unit at work, and of the one being reduced. One GPU alone shards nothing, but casts a
-    unit at a time. DDP has a bucket for each gradient, in fp32, and what autocast has cast.
+    unit at a time. DDP has what autocast has cast; its gradients lie in buckets, which stay.
 
     The peak is in the loss, which has all activations and no gradients yet, or in the blocks, where
     the logits are gone: activations go while gradients come, so it has the larger of the two, and
@@ -669,14 +688,14 @@ def fsdp1_peak(
         whole_parameters = root + sum(others)
     whole = itemsize * (whole_parameters + at_work)
     if strategy == "ddp":
-        whole = root * (4 + itemsize % 4)
+        whole = root * (itemsize % 4)
     logits = loss_bytes(model, itemsize)
     in_loss = kept + logits
     in_block = kept + states[1] + block
-    if args.gradient_accumulation_steps == 1:
-        in_block -= min(states[1], kept)
-    else:
+    if args.gradient_accumulation_steps > 1 or strategy == "ddp":
         in_loss += states[1]
+    else:
+        in_block -= min(states[1], kept)
     return whole, logits, states[0] + states[2] + whole + max(in_loss, in_block)
 
 

@@ -35,7 +35,7 @@ TERMS = {
     "parameter": "parameters",
     "gradient": "gradients",
     "optimizer": "optimizer state",
-    "unsharded": "unsharded units; under ddp its buckets and casts",
+    "unsharded": "unsharded units; under ddp its casts",
     "activation": "activations",
     "logit": "logits",
 }

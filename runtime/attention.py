@@ -9,6 +9,8 @@ import importlib
 import inspect
 from argparse import Namespace
 from collections.abc import Callable
+from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from . import ranks
 
 CHOICES = ["auto", "flash", "varlen", "sdpa", "eager"]
+FLASH_OPTIONS = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
+                 "causal"}  # fmt: skip
 HELP = "flash-attn's kernel, torch's own, or one with a mask; auto: the first that runs"
 
 
@@ -27,7 +31,8 @@ def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
 
     It takes queries, keys and values [positions, heads, head size] in bf16 or fp16 (on a CPU also
     fp32) with fewer heads in the latter two (GQA), cumulative document lengths (int32), the largest
-    of the lengths and the scale. Raises ValueError with the reason if it cannot run here.
+    of the lengths and the scale. Its `origin` says whose it is, and of which version. Raises
+    ValueError with the reason if it cannot run here.
     """
     if name == "varlen" and ranks.accelerator() is None:
         return per_document
@@ -53,22 +58,10 @@ def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
             limits = (ends, ends, longest, longest)
             return varlen_attn(q, k, v, *limits, scale=scale, window_size=(-1, 0), **options)
 
+        varlen.origin = f"{varlen_attn.__module__} {torch.__version__}"
         return varlen
-    major, _ = torch.cuda.get_device_capability()
-    for module, runs in (
-        ("flash_attn_interface", major == 9),  # version 3
-        ("flash_attn.cute", major >= 9),  # version 4
-        ("flash_attn", True),  # version 2
-    ):
-        if not runs:
-            continue
-        try:
-            function = importlib.import_module(module).flash_attn_varlen_func
-            break
-        except (ImportError, AttributeError):
-            continue
-    else:
-        raise ValueError("--attention flash needs a package flash-attn that runs on this GPU")
+    module = flash_module()
+    function = module.flash_attn_varlen_func
 
     def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float):
         limits = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
@@ -76,7 +69,48 @@ def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
         output = function(q, k, v, **limits, softmax_scale=scale, causal=True)
         return output[0] if isinstance(output, tuple) else output
 
+    flash.origin = f"{module.__name__} {version_of(module)}"
     return flash
+
+
+def flash_module() -> ModuleType:
+    """The newest module of flash-attn whose function for packed documents can be called here.
+
+    Raises ValueError, with what each of those tried says, if there is none.
+    """
+    major, _ = torch.cuda.get_device_capability()
+    said = []
+    for name, runs in (
+        ("flash_attn_interface", major == 9),  # version 3
+        ("flash_attn.cute", major >= 9),  # version 4
+        ("flash_attn", True),  # version 2
+    ):
+        if not runs:
+            continue
+        try:
+            module = importlib.import_module(name)
+            known = inspect.signature(module.flash_attn_varlen_func).parameters
+        except Exception as error:  # any, of a package built for another torch or driver
+            reason, *_ = str(error).splitlines() or [type(error).__name__]
+            said.append(f"{name}: {reason}")
+            continue
+        # The unfinished version 4 that comes with 2.8 takes no longest length, and has no backward.
+        lacking = FLASH_OPTIONS - known.keys()
+        if not lacking:
+            return module
+        said.append(f"{name}: it does not take {', '.join(sorted(lacking))}")
+    raise ValueError(
+        f"--attention flash needs a package flash-attn that runs on this GPU ({'; '.join(said)})"
+    )
+
+
+def version_of(module: ModuleType) -> str:
+    """A module's version: what it says itself, or else what pip knows of it."""
+    if hasattr(module, "__version__"):
+        return module.__version__
+    package = module.__name__.partition(".")[0]
+    distributions = metadata.packages_distributions().get(package, ())
+    return ", ".join(metadata.version(name) for name in distributions) or "of unknown version"
 
 
 def per_document(
@@ -92,6 +126,9 @@ def per_document(
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+per_document.origin = "scaled_dot_product_attention, a document at a time"
 
 
 def check_arguments(args: Namespace, precision: str) -> list[str]:
@@ -124,15 +161,16 @@ def automatic(args: Namespace, config: PretrainedConfig) -> str:
 def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
     """Give Transformers an attention called "packed", with no mask: `cu_seq_lens` says it all.
 
-    The cumulative lengths are made once a batch, by `collate`, and reach every layer as a keyword.
+    The cumulative lengths, and the longest of the lengths, are made once a batch, by `collate`, and
+    reach every layer as keywords.
     A layer that asks for what the kernel does not compute raises ValueError: a mask or bias, a soft
     cap, sinks, dropout, or a window shorter than the sequences, which have up to `longest` tokens.
     """
 
     def packed(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float,
-        cu_seq_lens: Tensor, sliding_window: int | None = None, is_causal: bool | None = None,
-        **options: Any,
+        cu_seq_lens: Tensor, longest_document: int, sliding_window: int | None = None,
+        is_causal: bool | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """From [batch, heads, length, head size] to [batch, length, heads, head size]."""
         batch, _, length, _ = query.shape
@@ -152,7 +190,8 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
             )
         # Under autocast the rotary embedding leaves queries and keys in fp32.
         parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
-        return kernel(*parts, cu_seq_lens, length, scaling).unflatten(0, (batch, length)), None
+        output = kernel(*parts, cu_seq_lens, longest_document, scaling)
+        return output.unflatten(0, (batch, length)), None
 
     AttentionInterface.register("packed", packed)
     AttentionMaskInterface.register("packed", lambda **_: None)
@@ -161,16 +200,19 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
 def choose(args: Namespace, config: PretrainedConfig) -> None:
     """Have the model of `config` use --attention; raises ValueError if it cannot.
 
-    `args.attention` is not auto then, so that the run's record names what runs.
+    `args.attention` is not auto then, and `args.attention_kernel` says whose kernel it is: the
+    run's record names what runs.
     """
     if args.prepare_only:
         return  # nothing is computed
     if args.attention == "auto":
         args.attention = automatic(args, config)
-    name = args.attention
+    name = args.attention_kernel = args.attention
     config._attn_implementation = name
     if name in ("flash", "varlen"):
         if config.attention_dropout:
             raise ValueError(f"--attention {name} has no dropout: use sdpa for this model")
-        register(varlen_kernel(name, args.precision), args.max_seq_length)
+        kernel = varlen_kernel(name, args.precision)
+        args.attention_kernel = f"{name} ({kernel.origin})"
+        register(kernel, args.max_seq_length)
         config._attn_implementation = "packed"

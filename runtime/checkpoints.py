@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from tqdm import tqdm
 
 from . import adapters, hf_weights, identities
@@ -117,6 +117,7 @@ class Saver:
         self.saved_step = saved_step
         self.failures = 0  # in a row
         self.under_way: Future | None = None
+        self.copies = _HostCopies(state)
 
     def save(self) -> bool:
         """Save all of the state as step-N. Returns whether there was anything to save, and it went
@@ -142,12 +143,12 @@ class Saver:
         if self.group is None:
             self._attempt(_write, path, tensors, _describe(state), self.full, None, prune)
             return self.failures == 0
-        copy = _copied_to_host(state, tensors)
+        copies = self.copies.make(tensors)
         thread = ThreadPoolExecutor(max_workers=1)
         if state.device.type != "cpu":  # or every rank's thread would open a context on GPU 0
             thread.submit(torch.accelerator.set_device_index, state.device.index)
         self.under_way = thread.submit(
-            _write, path, copy, _describe(state), self.full, self.group, prune
+            _write, path, copies, _describe(state), self.full, self.group, prune
         )
         thread.shutdown(wait=False)
         return True
@@ -196,21 +197,40 @@ class Saver:
                 tqdm.write(f"{error}: the next save tries again")
 
 
-def _copied_to_host(state: TrainState, tensors: dict[str, Any]) -> dict[str, Any]:
-    """The tensors in host memory, none of which the training changes. FSDP1's state dicts are
-    copies already: another would double what a save takes of the host's memory and time."""
-    moments = [x for values in state.optimizer.state.values() for x in values.values()]
-    live = {_storage(x) for x in (*state.model.parameters(), *state.model.buffers(), *moments)}
-    stager = BlockingAsyncStager()
+class _HostCopies:
+    """Copies of `state` in host memory, which training does not change.
 
-    def copied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.device.type == "cpu" and _storage(value) not in live:
-            return value
-        return stager.stage({"": value})[""]
+    What is on a device goes into pinned memory, which takes it at the full speed of the bus. It is
+    kept for the next save, which may begin once the last one has ended. What is on the host, on a
+    CPU or with --cpu-offload, is copied anew each time. FSDP1's state dicts are on the host already
+    (`_options`): FSDP moves each shard there as it makes it, into memory of its own that is not
+    pinned. Another copy would double what a save takes of the host's memory and time.
+    """
 
-    return tree_map(copied, tensors)
+    def __init__(self, state: TrainState):
+        self.state = state
+        self.stager: BlockingAsyncStager | None = None  # holds the copies
+        self.names: set[str] = set()  # of what is copied
+
+    def make(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return `tensors` with a copy of each that training would change."""
+        state = self.state
+        moments = [x for values in state.optimizer.state.values() for x in values.values()]
+        live = {_storage(x) for x in (*state.model.parameters(), *state.model.buffers(), *moments)}
+
+        def changes(value: Any) -> bool:
+            is_tensor = isinstance(value, torch.Tensor)
+            return is_tensor and (value.device.type != "cpu" or _storage(value) in live)
+
+        leaves, structure = tree_flatten_with_path(tensors)
+        named = [(keystr(path), value) for path, value in leaves]
+        changing = {name: value for name, value in named if changes(value)}
+        if changing.keys() != self.names:  # the first save; or a parameter has moments since then
+            place = state.optimizer.param_groups[0]["params"][0].device
+            self.stager = BlockingAsyncStager(cache_staged_state_dict=place.type != "cpu")
+            self.names = set(changing)
+        copies = self.stager.stage(changing) if changing else {}
+        return tree_unflatten([copies.get(name, value) for name, value in named], structure)
 
 
 def _storage(value: Any) -> int:

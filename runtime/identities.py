@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader
 from . import adapters, arguments, events, ranks, readers
 
 GROUPING = "grouping by length"
-IRRELEVANT = {"attention", "num_beams", "rouge_samples", "eval_split"}  # to model and data
+IRRELEVANT = {  # to model and data
+    "attention", "attention_kernel", "num_beams", "rouge_samples", "eval_split",
+}  # fmt: skip
 OF_FILES = {  # in a configuration: what it says of its files
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from . import adapters
+from .batches import to_device
 from .ranks import true_on_any
 
 
@@ -45,7 +46,10 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
 
 @torch.no_grad()
 def check_head(
-    model: nn.Module, inputs: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype
+    model: nn.Module,
+    inputs: dict[str, torch.Tensor | int],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     """Raise ValueError, on all ranks, if the loss is not computed from the model's own logits.
 
@@ -54,7 +58,7 @@ def check_head(
     its own, [batch, length, vocabulary], as `logits`. Both are computed in `dtype`. The model, in
     evaluation mode, runs without torch.compile. The random states stay as they are.
     """
-    inputs = {key: value.to(device) for key, value in inputs.items()}
+    inputs = to_device(inputs, device)
     devices = [] if device.type == "cpu" else [device.index]
     with (
         torch.compiler.set_stance("force_eager"),

@@ -606,7 +606,10 @@ class Run:
         how = args.strategy
         if args.fsdp == 2:
             how += " (FSDP2)"
-        self.say(f"{dist.get_world_size()} x {device}, {how}, {args.precision}")
+        how += f", {args.precision}"
+        if hasattr(args, "attention_kernel"):
+            how += f", attention {args.attention_kernel}"
+        self.say(f"{dist.get_world_size()} x {device}, {how}")
         self.say(
             f"{len(loader.dataset):,} training samples, {state.identity['global batch']:,} in a "
             f"step (global batch): {loader.batch_sampler.steps_per_epoch:,} steps in an epoch, "

@@ -43,6 +43,7 @@ def step(script: object, args: object, device: torch.device) -> dict[str, float]
     inputs = {"decoder_input_ids": ids} if script.__name__ == "T5_training" else {}
     if hasattr(script, "attention"):  # which is that of packed documents
         inputs["cu_seq_lens"] = torch.tensor([0, 8, 16], dtype=torch.int32)
+        inputs["longest_document"] = 8
     SENT["bytes"] = 0.0
     with policies.autocast(args, device):
         logits = model(input_ids=ids, use_cache=False, **inputs).logits

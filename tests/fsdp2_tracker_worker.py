@@ -108,11 +108,13 @@ def main() -> None:
             "decoder_input_ids": target,
             "position_ids": ids,
             "cu_seq_lens": ids,
+            "longest_document": length,
             "labels": target,
             "target_positions": torch.arange(length),  # the most there can be
         }
         tracker = FSDPMemTracker(model)
-        tracker.track_inputs(tuple(batch.values()))
+        tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+        tracker.track_inputs(tuple(tensors))
         with tracker:
             script.summed_loss(model, batch).backward()
         (now,) = tracker.get_tracker_snapshot("current").values()

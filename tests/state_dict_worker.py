@@ -4,7 +4,8 @@
 
 Rank 0 writes, in bytes: `shard`, a rank's parameters in fp32; `unit`, the largest FSDP unit in
 fp32; and the peak and the rest of a save and of a resume above what lived before, on the host and,
-with SIMULATED=1 on the simulated device, on the device. And the momentum, saved and resumed.
+with SIMULATED=1 on the simulated device, on the device and in pinned memory. And the momentum,
+saved and resumed. With --async-save it is what `in_background` returns.
 """
 
 # ruff: noqa: E402 (what is imported is translated for the simulated device)
@@ -13,6 +14,7 @@ import gc
 import json
 import os
 import sys
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 from ten_steps import local
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.utils.data import DataLoader
 
 import gpt2_fsdp
 from runtime import checkpoints
@@ -49,9 +52,12 @@ def peaks(function: Callable[[], object]) -> dict[str, int]:
         sim = torch.sim
         sim.reset_peak_memory_stats()
         sim.host_reset_peak()
-        device, host = sim.memory_allocated(), sim.host_memory()
+        sim.pinned_reset_peak()
+        device, host, pinned = sim.memory_allocated(), sim.host_memory(), sim.pinned_memory()
         function()
         return {
+            "pinned": sim.pinned_peak() - pinned,
+            "pinned_after": sim.pinned_memory() - pinned,
             "device": sim.max_memory_allocated() - device,
             "device_after": sim.memory_allocated() - device,
             "host": sim.host_peak() - host,
@@ -63,13 +69,19 @@ def peaks(function: Callable[[], object]) -> dict[str, int]:
     return {"host": resident("VmHWM") - host, "host_after": resident("VmRSS") - host}
 
 
-def prepared(args: Namespace, device: torch.device, steps: int) -> checkpoints.TrainState:
-    """A state after so many steps."""
+def train(args: Namespace, state: checkpoints.TrainState, loader: DataLoader) -> None:
+    """Make a step, on the first batch."""
+    gpt2_fsdp.train_step(args, state, [next(iter(loader))], [0], Run(args, state.device, ""))
+
+
+def prepared(
+    args: Namespace, device: torch.device, steps: int
+) -> tuple[checkpoints.TrainState, DataLoader]:
+    """A state after so many steps, and its data."""
     state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
-    batches = iter(loader)
     for _ in range(steps):
-        gpt2_fsdp.train_step(args, state, [next(batches)], [0], Run(args, device, ""))
-    return state
+        train(args, state, loader)
+    return state, loader
 
 
 def momentum(state: checkpoints.TrainState) -> float:
@@ -78,18 +90,54 @@ def momentum(state: checkpoints.TrainState) -> float:
     return sum(tensor.double().abs().sum().item() for tensor in moments)
 
 
+def in_background(args: Namespace, device: torch.device) -> dict:
+    """Three saves that go on while the state is trained: what each takes before it goes on; and of
+    the checkpoints whether they are of the weights as they were when their saves were asked for."""
+    state, loader = prepared(args, device, 2)
+    saver = Run(args, device, "").new_saver(state)
+    write, asked = checkpoints._write, []
+
+    def slowly(*arguments: object) -> None:
+        time.sleep(2)  # the next save is asked for in the meantime
+        write(*arguments)
+
+    checkpoints._write = slowly
+    saver.saved_step, saver.keep = 0, 3
+    found = {"shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters())}
+    for name in ("first", "second", "third"):
+        found[name] = peaks(saver.save)
+        asked.append([local(p).detach().cpu().clone() for p in state.model.parameters()])
+        train(args, state, loader)
+    saver.finish()
+    found["exact"] = []
+    for step, expected in zip((2, 3, 4), asked, strict=True):
+        path = Path(args.output_dir) / f"checkpoints/step-{step:08d}"
+        checkpoints.load_weights(path, state.model)
+        there = [local(p).detach().cpu() for p in state.model.parameters()]
+        found["exact"].append(all(map(torch.equal, there, expected)))
+    return found
+
+
 def main() -> None:
-    """Save twice, the first time to import what a save needs, then resume a fresh state."""
+    """Write what was found."""
     result, model, text, output, *flags = sys.argv[1:]
     common = ["--model-name", model, "--train-file", text, "--val-file", text, "--block-size", "32",
               "--batch-size", "1", "--output-dir", output]  # fmt: skip
     args = gpt2_fsdp.parse_args([*common, *flags])
-    directory = Path(output)
     device = gpt2_fsdp.setup(args)
-    open_output(directory, "auto", "gpt2_fsdp")
-    full = args.checkpoint_type == "full"
+    open_output(Path(output), "auto", "gpt2_fsdp")
+    measure = in_background if args.async_save else saved_and_resumed
+    found = measure(args, device)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(found))
+    gpt2_fsdp.cleanup()
 
-    state = prepared(args, device, 2)
+
+def saved_and_resumed(args: Namespace, device: torch.device) -> dict:
+    """Save twice, the first time to import what a save needs, then resume a fresh state."""
+    directory = Path(args.output_dir)
+    full = args.checkpoint_type == "full"
+    state, _ = prepared(args, device, 2)
     checkpoints.Saver(directory, state, 2, full).save()
     units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
@@ -101,16 +149,14 @@ def main() -> None:
     }
     del state, units
 
-    state = prepared(args, device, 0)
+    state, _ = prepared(args, device, 0)
     if not SIMULATED:  # as the forward pass of a start leaves it with --cpu-offload
         first = next(p for p in state.model.parameters() if local(p).numel())
         first.grad = torch.zeros_like(first)
     path = directory / "checkpoints" / "step-00000002"
     found["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, args))
     found["momentum_resumed"] = momentum(state)
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
-    gpt2_fsdp.cleanup()
+    return found
 
 
 if __name__ == "__main__":

@@ -500,6 +500,7 @@ def test_collate() -> None:
     batch = chat_dataset.collate(rows)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     assert (batch["targets"], batch["tokens"]) == (13, 15)
+    assert batch["longest_document"] == 8
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
         "input_ids": [[3, 4, 5, 7, 8, 9, 10, 0], [20, 21, 22, 23, 24, 25, 26, 27]],
         "labels": [[4, 5, 6, -100, -100, 10, 11, -100], [21, 22, 23, 24, 25, 26, 27, 28]],
@@ -516,6 +517,7 @@ def test_collate_rounds_the_width_up() -> None:
     batch = chat_dataset.collate([[document(*range(3, 13))], [document(3, 4)]])
     assert batch["input_ids"].shape == batch["labels"].shape == (2, 16)
     assert batch["cu_seq_lens"].tolist() == [0, 9, 16, 17, 32]
+    assert batch["longest_document"] == 15  # the padding: a kernel must compute that, too
     assert batch["position_ids"][1].tolist() == [0] * 16
     assert int((batch["labels"] != -100).sum()) == batch["tokens"] == 10
 

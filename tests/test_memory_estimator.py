@@ -24,7 +24,7 @@ STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard")
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 KEYS = {"strategy", "activation_checkpointing", "optimizer", "cpu_offload", "activation_bytes",
         "logit_bytes", "total_bytes", "save_bytes", "resume_bytes", "save_cpu_bytes_per_node",
-        "resume_cpu_bytes_per_node", "fits", *STATES}  # fmt: skip
+        "resume_cpu_bytes_per_node", "async_save_cpu_bytes_per_node", "fits", *STATES}  # fmt: skip
 
 
 def estimates(*flags: object) -> list[dict]:
@@ -326,6 +326,39 @@ def test_saves_and_resumes_count() -> None:
     ddp = row(rows, "ddp", **recomputed)
     assert ddp["save_bytes"] == sum(ddp[name] for name in STATES)
     assert ddp["save_cpu_bytes_per_node"] == 0
+
+
+def test_saves_in_the_background_count() -> None:
+    """Copies of FSDP2's and DDP's are pinned, in powers of two; a simulated device has counted them
+    in test_state_dicts.py. With offload they are not pinned. FSDP1 has those of any save."""
+
+    def copies(of: dict) -> float:
+        """In bytes per parameter that is trained on a GPU, of a node of four."""
+        more = of["async_save_cpu_bytes_per_node"] - of["cpu_bytes_per_node"]
+        return more / 4 / (row(rows, of["strategy"])["optimizer_bytes"] / 8)
+
+    for fsdp in ("1", "2"):
+        rows = estimates("--model-name", "llama-2-7b", "--gpus-per-node", 4, "--fsdp", fsdp)
+        offload = row(rows, "full_shard", cpu_offload=True)
+        assert copies(offload) == pytest.approx(12, rel=1e-3)
+        # Of an MLP's weights, 11008 x 4096, a share of 0.64 of all, 0.49 is added.
+        expected = 12 if fsdp == "1" else 12 * (1 + 0.49 * 0.64)
+        assert copies(row(rows, "full_shard")) == pytest.approx(expected, rel=0.01)
+        assert copies(row(rows, "ddp")) == pytest.approx(12 * (1 + 0.49 * 0.64), rel=0.01)
+    rows = estimates("--model-name", "llama-2-7b", "--lora-rank", 16, "--gpus-per-node", 4)
+    assert 12 <= copies(row(rows, "full_shard")) < 24
+
+
+def test_buckets_are_the_gradients_under_ddp() -> None:
+    """In fp32 nothing is beside the states but what the pass keeps; the gradients are there all the
+    time, also where the loss is computed."""
+    flags = ["--model-name", "gpt2", "--precision", "fp32"]
+    ddp = row(estimates(*flags), "ddp")
+    assert ddp["unsharded_bytes"] == 0
+    beside = ddp["activation_bytes"] + ddp["logit_bytes"]
+    assert ddp["total_bytes"] == sum(ddp[name] for name in STATES) + beside
+    in_bf16 = row(estimates(*flags[:2]), "ddp")
+    assert in_bf16["unsharded_bytes"] == in_bf16["parameter_bytes"] / 2
 
 
 def test_pinned_memory_is_a_power_of_two() -> None:

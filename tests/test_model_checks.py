@@ -195,7 +195,7 @@ def attend(**options: object) -> torch.Tensor:
     query = torch.randn(1, 2, 16, 8)
     ends = torch.tensor([0, 8, 16], dtype=torch.int32)
     module = SimpleNamespace()
-    inputs = {"mask": None, "scaling": 1.0, "cu_seq_lens": ends} | options
+    inputs = {"mask": None, "scaling": 1.0, "cu_seq_lens": ends, "longest_document": 8} | options
     module.is_causal = inputs.pop("module_is_causal", True)
     return ALL_ATTENTION_FUNCTIONS["packed"](module, query, query, query, **inputs)[0]
 

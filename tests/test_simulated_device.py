@@ -25,7 +25,7 @@ DATA = {
 CHAIN = [
     ["--precision", "bf16"],
     ["--precision", "bf16", "--cpu-offload", "--async-save"],
-    ["--precision", "bf16", "--strategy", "ddp", "--checkpoint-type", "full"],
+    ["--precision", "bf16", "--strategy", "ddp", "--checkpoint-type", "full", "--async-save"],
     ["--precision", "fp16", "--track-memory"],
     ["--precision", "fp16", "--strategy", "shard_grad_op", "--checkpoint-type", "full",
      "--async-save"],
@@ -33,7 +33,7 @@ CHAIN = [
     ["--precision", "fp16", "--strategy", "ddp"],
     ["--precision", "fp32", "--strategy", "no_shard"],
     ["--fsdp", "2", "--precision", "bf16", "--cpu-offload", "--async-save"],
-    ["--fsdp", "2", "--precision", "fp16", "--strategy", "shard_grad_op"],
+    ["--fsdp", "2", "--precision", "fp16", "--strategy", "shard_grad_op", "--async-save"],
 ]  # fmt: skip
 
 

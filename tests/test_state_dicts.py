@@ -5,11 +5,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, launch
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
+
+from runtime.checkpoints import _HostCopies
 
 SIMULATOR = ROOT.parent / "shared/simdev"
 
@@ -51,6 +54,38 @@ def test_on_the_cpu(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
     assert found["momentum_saved"] > 0
 
 
+def test_copies_are_pinned_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where parameters are on a device: the next save writes to the copies of the last, and pins
+    what is new. What is no tensor is as it is now, and what nothing changes is not copied."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    model = torch.nn.Linear(3, 2)
+    on_device = SimpleNamespace(device=torch.device("cuda"))
+    optimizer = SimpleNamespace(state={}, param_groups=[{"params": [on_device]}])
+    copies = _HostCopies(SimpleNamespace(model=model, optimizer=optimizer))
+    drawn = torch.get_rng_state()
+
+    def save(lr: float) -> dict:
+        tensors = dict(model.named_parameters()), {"lr": lr, "betas": (0.9, 0.99)}
+        found = copies.make({"model": tensors[0], "optimizer": tensors[1], "rng": drawn})
+        assert found["rng"] is drawn
+        assert found["optimizer"] == {"lr": lr, "betas": (0.9, 0.99)}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(found["model"][name], parameter)
+            assert found["model"][name].data_ptr() != parameter.data_ptr()
+        return found["model"]
+
+    first = save(0.5)
+    assert len(pinned) == 2
+    torch.nn.init.ones_(model.weight)
+    assert not torch.equal(first["weight"], model.weight)
+    second = save(0.25)
+    assert second["weight"] is first["weight"] and second["bias"] is first["bias"]
+    assert len(pinned) == 2
+    model.register_parameter("late", torch.nn.Parameter(torch.zeros(4)))
+    assert save(0.1).keys() == {"weight", "bias", "late"}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_under_fsdp2(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
@@ -86,3 +121,29 @@ def test_on_a_simulated_device(
     assert save["device_after"] < 1000
     # The check of the loss had left the root whole.
     assert abs(resume["device_after"] - moments) < unit
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
+@pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
+@pytest.mark.parametrize("flags", [
+    ["--fsdp", "2"], ["--strategy", "ddp"], ["--fsdp", "2", "--cpu-offload"], [],
+], ids=" ".join)  # fmt: skip
+def test_a_save_in_the_background(
+    flags: list[str], deep_gpt2: Path, texts: tuple, tmp_path: Path
+) -> None:
+    """Under FSDP2 and DDP the first one pins its copies, which the others write to; FSDP1's state
+    dicts, and what is offloaded, are copied anew. None is written over while a save reads it."""
+    simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
+    found = measured(deep_gpt2, texts[0], tmp_path, *flags, "--async-save", **simulated)
+    parameter = found["shard"] / 4
+    assert found["exact"] == [True] * 3
+    saves = [found[name] for name in ("first", "second", "third")]
+    assert all(save["device"] < parameter for save in saves)
+    is_pinned = flags in (["--fsdp", "2"], ["--strategy", "ddp"])
+    kind, other = ("pinned", "host") if is_pinned else ("host", "pinned")
+    assert saves[0][kind] == pytest.approx(12 * parameter, rel=0.02)
+    assert saves[0][other] < parameter
+    for save in saves[1:]:
+        assert save["pinned"] == 0
+        assert save["host"] < parameter  # above the copy before, which goes first

@@ -1,0 +1,173 @@
+"""Run under torchrun by test_gradients.py: gradients of a small model, clipped and in buckets.
+
+    gradients_worker.py RESULT.pt MODEL_DIRECTORY OUTPUT_DIR
+
+Writes what `clipped` and `in_buckets` returned, of all ranks. With SIMULATED=1 on the simulated
+device, with the variants of OFFLOADED alone.
+"""
+
+# ruff: noqa: E402 (what is imported is translated for the simulated device)
+
+import copy
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+SIMULATED = "SIMULATED" in os.environ
+if SIMULATED:
+    from simdev.run import install
+
+    install(str(ROOT))
+
+import torch
+import torch.distributed as dist
+from ten_steps import held
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpt2_fsdp
+import policies
+from runtime import ranks
+
+CLIPPED = {
+    "full_shard": [],
+    "shard_grad_op": ["--strategy", "shard_grad_op"],
+    "hybrid_shard": ["--strategy", "hybrid_shard", "--shard-group-size", "2"],
+    "no_shard": ["--strategy", "no_shard"],
+    "accumulated": ["--gradient-accumulation-steps", "2"],
+    "accumulated without sync": ["--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
+    "frozen": [],
+    "infinite": [],
+    "not a number": [],
+    "fp16": ["--precision", "fp16"],
+}
+IN_BUCKETS = {name: CLIPPED[name] for name in ("full_shard", *CLIPPED) if "accumulated" in name}
+IN_BUCKETS |= {"one micro-batch": []}
+OFFLOADED = {
+    "full_shard": [],
+    "offload": ["--cpu-offload"],
+    "offload, fp16": ["--cpu-offload", "--precision", "fp16"],
+    "infinite": ["--cpu-offload", "--strategy", "shard_grad_op"],
+}
+BAD = {"infinite": torch.inf, "not a number": torch.nan}
+
+
+class Operations(TorchDispatchMode):
+    """Counts what a GPU would launch one or more kernels for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Count what is called, and call it."""
+        views = ("detach", "alias", "view", "unbind", "_to_copy")
+        self.count += function.namespace == "aten" and not function._opname.startswith(views)
+        return function(*args, **(kwargs or {}))
+
+
+def backward(args: Namespace, model: nn.Module, step: int) -> float:
+    """Add the gradients of the micro-batches of a step; returns the sum of their losses."""
+    total = 0.0
+    device = policies.unwrapped(model).device
+    for number in range(args.gradient_accumulation_steps):
+        seed = 100 * step + 10 * number + dist.get_rank()
+        ids = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
+        ids = ids.to(device)
+        last = number == args.gradient_accumulation_steps - 1
+        with policies.gradient_sync(args, model, last), policies.autocast(args, device):
+            loss = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).mean()
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def clipped(name: str, args: Namespace, model: nn.Module, norms: list[float]) -> dict:
+    """By the largest norm: the norm before, the gradients after, and the operations that it took,
+    as FSDP clips and as policies does."""
+    if name == "frozen":
+        for block in model.transformer.h[:2]:
+            block.requires_grad_(False)
+        model.transformer.wte.requires_grad_(False)  # it is the head's, too
+    model = gpt2_fsdp.wrap_model(args, ranks.local_device(), model, None)
+    backward(args, model, 0)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if name in BAD and dist.get_rank() == 1:
+        gradients[-1].flatten()[-1] = BAD[name]
+    before = [gradient.clone() for gradient in gradients]
+    found = {}
+    for largest in norms:
+        for who, clip in (("FSDP", FSDP.clip_grad_norm_), ("ours", policies.clip_gradients)):
+            for gradient, kept in zip(gradients, before, strict=True):
+                gradient.copy_(kept)
+            with Operations() as operations:
+                norm = clip(model, largest)
+            after = [gradient.clone() for gradient in gradients]
+            after = [gradient.cpu() for gradient in after]
+            found[who, largest] = norm.cpu(), after, operations.count
+    return found
+
+
+def in_buckets(args: Namespace, model: nn.Module) -> dict:
+    """Three steps under DDP as the script wraps, and with gradients of their own: losses, norms and
+    weights of both; and the storages behind the gradients."""
+    policies.fuse_gelu(model)  # as the script does
+    plain = DDP(copy.deepcopy(model))
+    found = {}
+    for who, wrapped in (
+        ("ours", gpt2_fsdp.wrap_model(args, ranks.local_device(), model, None)),
+        ("plain", plain),
+    ):
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
+        losses, norms = [], []
+        for step in range(3):
+            losses.append(backward(args, wrapped, step))
+            norms.append(policies.clip_gradients(wrapped, 0.5))
+            optimizer.step()
+            gradients = [p.grad for p in wrapped.parameters()]
+            storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+            optimizer.zero_grad()
+        found[who] = losses, norms, [p.detach() for p in wrapped.parameters()]
+        found[f"{who}, storages"] = len(storages), held(gradients)
+    return found
+
+
+def one_parameter() -> dict:
+    """Of which only rank 0 has a part: its norm, and whether each rank has a gradient."""
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    model = FSDP(nn.Linear(1, 1, bias=False), use_orig_params=True, device_id=cpu)
+    model(torch.ones(1, 1)).sum().backward()
+    return {
+        "norm": policies.clip_gradients(model, 9.0),
+        "has": model.module.weight.grad is not None,
+    }
+
+
+def main() -> None:
+    """Every variant in one process group."""
+    result, directory, output = sys.argv[1:]
+    common = ["--model-name", directory, "--output-dir", output, "--precision", "fp32"]
+    gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
+    made = gpt2_fsdp.MODEL.from_pretrained(directory, dtype=torch.float32)
+    found: dict = {}
+    for name, flags in (OFFLOADED if SIMULATED else CLIPPED).items():
+        args = gpt2_fsdp.parse_args([*common, *flags])
+        found[f"clipped, {name}"] = clipped(name, args, copy.deepcopy(made), [0.01, 1e3])
+    if not SIMULATED:
+        found["one parameter"] = one_parameter()
+        for name, flags in IN_BUCKETS.items():
+            args = gpt2_fsdp.parse_args([*common, *flags, "--strategy", "ddp"])
+            found[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(made))
+    everyone = ranks.on_every_rank(lambda: found)
+    if dist.get_rank() == 0:
+        torch.save(everyone, result)
+    gpt2_fsdp.cleanup()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # as the scripts do, and why

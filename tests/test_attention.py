@@ -1,0 +1,161 @@
+"""Which kernel computes the attention of packed documents, and what it is told."""
+
+import functools
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import metrics
+from torch._dynamo.utils import counters
+
+import chat_dataset
+import llama_fsdp
+import policies
+from runtime import attention
+
+FINISHED = (
+    "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False"
+)
+UNFINISHED = "cu_seqlens_q, cu_seqlens_k, seqused_q=None, softmax_scale=None, causal=False"
+FUNCTION = """
+calls = []
+def flash_attn_varlen_func(q, k, v, {}):
+    calls.append((q, k, v, max_seqlen_q, max_seqlen_k, softmax_scale, causal))
+    return q, None
+"""
+MODULES = {
+    "flash_attn_interface": FUNCTION.format(FINISHED),
+    "flash_attn": "__version__ = '2.8.3.post2'" + FUNCTION.format(FINISHED),
+    "flash_attn.cute": "__version__ = '0.1.0'" + FUNCTION.format(FINISHED),
+}
+
+
+@pytest.fixture
+def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a test installs its modules; there is a GPU then that computes bf16."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield tmp_path
+    for name in MODULES:
+        sys.modules.pop(name, None)
+
+
+def install(directory: Path, **changes: str) -> None:
+    """All of MODULES, those of `changes` with that text; version 3 is known to pip alone."""
+    for name, text in (MODULES | changes).items():
+        path = directory.joinpath(*name.split("."))
+        path.mkdir()
+        (path / "__init__.py").write_text(text)
+    metadata = directory / "flash_attn_3-3.0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flash-attn-3\nVersion: 3.0.1\n"
+    )
+    (metadata / "top_level.txt").write_text("flash_attn_interface\n")
+
+
+BROKEN = "raise RuntimeError('libcudart.so is of another version\\nand so on')"
+UNFIT = {"flash_attn.cute": "__version__ = '0.1.0'" + FUNCTION.format(UNFINISHED)}
+
+
+@pytest.mark.parametrize("capability, changes, origin", [
+    ((8, 0), {}, "flash_attn 2.8.3.post2"),
+    ((9, 0), {}, "flash_attn_interface 3.0.1"),
+    ((9, 0), {"flash_attn_interface": BROKEN}, "flash_attn.cute 0.1.0"),
+    ((9, 0), {"flash_attn_interface": BROKEN} | UNFIT, "flash_attn 2.8.3.post2"),
+    ((10, 0), {"flash_attn": MODULES["flash_attn"] + "\n1 / 0"}, None),
+    ((10, 0), UNFIT, "flash_attn 2.8.3.post2"),
+])  # fmt: skip
+def test_the_flash_attention_that_can_be_called(
+    capability: tuple[int, int], changes: dict[str, str], origin: str | None,
+    site_packages: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The newest whose import succeeds and whose function takes what is passed; where there is
+    none, the sentence says why not."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    install(site_packages, **changes)
+    if origin is None:
+        with pytest.raises(ValueError, match="flash_attn.cute: division by zero; flash_attn: div"):
+            attention.varlen_kernel("flash", "bf16")
+        return
+    kernel = attention.varlen_kernel("flash", "bf16")
+    assert kernel.origin == origin
+    tensors = [torch.randn(8, 2, 4) for _ in "qkv"]
+    ends = torch.tensor([0, 5, 8], dtype=torch.int32)
+    assert kernel(*tensors, ends, 5, 0.5) is tensors[0]
+    (call,) = importlib.import_module(origin.split()[0]).calls
+    assert call == (*tensors, 5, 5, 0.5, True)
+
+
+@torch.library.custom_op("tests::documents", mutates_args=())
+def documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """As a kernel on a GPU: torch.compile does not look inside. A document that is longer than it
+    was told is left out."""
+    assert isinstance(longest, int)
+    told.append((longest, ends.diff().max().item()))
+    return attention.per_document(q, k, v, ends, longest, scale)
+
+
+told: list[tuple[int, int]] = []  # the longest document, and what it is
+documents.register_fake(lambda q, k, v, ends, longest, scale: torch.empty_like(q))
+
+
+def graphs(monkeypatch: pytest.MonkeyPatch, batches: list[dict]) -> int:
+    """How often two compiled blocks of Llama are compiled for these batches."""
+    backend = functools.partialmethod(torch.nn.Module.compile, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", backend)
+    torch._dynamo.reset()
+    counters.clear()
+    shape = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = llama_fsdp.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    attention.register(documents)
+    model.config._attn_implementation = "packed"
+    policies.compile_blocks(model, llama_fsdp.BLOCKS)
+    with torch.no_grad():
+        for batch in batches:
+            assert llama_fsdp.summed_loss(model, batch).isfinite()
+    assert not counters["graph_break"]
+    return counters["stats"]["unique_graphs"]
+
+
+def packed(*rows: list[int]) -> dict[str, torch.Tensor | int]:
+    """A batch of documents of these lengths."""
+    document = {n: list(range(3, 4 + n)) for row in rows for n in row}
+    return chat_dataset.collate(
+        [[{"input_ids": document[n], "labels": document[n]} for n in row] for row in rows]
+    )
+
+
+def test_a_kernel_is_told_the_longest_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each batch, padding too, and not the width; for which nothing is compiled anew."""
+    told.clear()
+    two = [[40, 24], [20, 44], [30, 34], [50, 14], [63, 1], [61, 3], [33, 31]]
+    constant = [packed([40, 24], [24, 40])] * 2
+    at_first = graphs(monkeypatch, constant)
+    told.clear()
+    assert graphs(monkeypatch, [packed(row, row[::-1]) for row in two]) == at_first + 1
+    assert told == [(max(row),) * 2 for row in two for _ in range(2)]  # each block
+    told.clear()
+    several = [packed([64]), packed([9, 9]), packed([20, 30, 9], [4]), packed([]), packed([50, 14])]
+    assert graphs(monkeypatch, several) <= at_first + 4
+    assert [longest for longest, _ in told[::2]] == [64, 9, 60, 8, 50]
+
+
+def test_a_run_says_whose_kernel_it_is(
+    chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """In its first line, and in the event "start"."""
+    command = ["--model-name", "tiny", "--dataset", str(chats), "--output-dir", str(tmp_path),
+               "--max-steps", "1", "--max-seq-length", "64"]  # fmt: skip
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args(command))
+    kernel = "varlen (scaled_dot_product_attention, a document at a time)"
+    assert f"1 x cpu, full_shard, fp32, attention {kernel}\n" in capfd.readouterr().out
+    assert metrics(tmp_path, "start")[0]["arguments"]["attention_kernel"] == kernel
