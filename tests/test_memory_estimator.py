@@ -147,7 +147,7 @@ def test_activations_are_those_that_a_real_model_keeps(
     flags += ["--batch-size", 2, "--seq-length", 12, "--target-length", 12]
     ours = row(estimates(*flags), "ddp")["activation_bytes"]
     module = importlib.import_module(script)
-    model = module.MODEL.from_pretrained(
+    model = memory_estimator.model_class(module).from_pretrained(
         odd_models[script], attn_implementation="eager", dtype=torch.float32
     )
     policies.fuse_gelu(model)

@@ -254,7 +254,7 @@ def formula(config: transformers.PretrainedConfig, length: float) -> float:
 def test_flops_are_those_of_the_formula(name: str) -> None:
     """6 N + 12 L d T, exactly, with the tied head of GPT-2 and the grouped queries of 70B."""
     config = memory_estimator.load_config(name)
-    scripts = {"gpt2": gpt2_fsdp.GPT2LMHeadModel, "llama": llama_fsdp.LlamaForCausalLM}
+    scripts = {"gpt2": gpt2_fsdp.LossModel, "llama": llama_fsdp.LossModel}
     with torch.device("meta"):
         model = scripts[config.model_type](config)
     assert flops_per_token(model, 377.3) == pytest.approx(formula(config, 377.3), rel=ROTARY)

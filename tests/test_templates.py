@@ -28,7 +28,7 @@ import block_dataset
 import chat_dataset
 import summarization_dataset
 from runtime import hf_weights
-from runtime.optimization import parameter_groups
+from runtime.optimization import note_decay, parameter_groups
 
 # The changes: what stands in the script, and what takes its place.
 BART = [
@@ -64,11 +64,7 @@ OPT = [
         'TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}\n'
         'TINY |= {"ffn_dim": 512}',
     ),
-    (
-        "class GPT2LMHeadModel(transformers.GPT2LMHeadModel):",
-        "class OPTForCausalLM(transformers.OPTForCausalLM):",
-    ),
-    ("MODEL = GPT2LMHeadModel", "MODEL = OPTForCausalLM"),
+    ("transformers.GPT2LMHeadModel", "transformers.OPTForCausalLM"),
 ]
 GPT_NEOX = [
     (
@@ -81,11 +77,7 @@ GPT_NEOX = [
         'TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}\n'
         'TINY |= {"intermediate_size": 512}',
     ),
-    (
-        "class GPT2LMHeadModel(transformers.GPT2LMHeadModel):",
-        "class GPTNeoXForCausalLM(transformers.GPTNeoXForCausalLM):",
-    ),
-    ("MODEL = GPT2LMHeadModel", "MODEL = GPTNeoXForCausalLM"),
+    ("transformers.GPT2LMHeadModel", "transformers.GPTNeoXForCausalLM"),
 ]
 QWEN3 = [
     (
@@ -94,11 +86,7 @@ QWEN3 = [
     ),
     ("BLOCKS = (LlamaDecoderLayer,)", "BLOCKS = (Qwen3DecoderLayer,)"),
     ('    "num_key_value_heads": 2,\n', '    "num_key_value_heads": 2,\n    "head_dim": 32,\n'),
-    (
-        "class LlamaForCausalLM(transformers.LlamaForCausalLM):",
-        "class Qwen3ForCausalLM(transformers.Qwen3ForCausalLM):",
-    ),
-    ("MODEL = LlamaForCausalLM", "MODEL = Qwen3ForCausalLM"),
+    ("transformers.LlamaForCausalLM", "transformers.Qwen3ForCausalLM"),
 ]
 MISTRAL = [
     (
@@ -106,11 +94,7 @@ MISTRAL = [
         "from transformers.models.mistral.modeling_mistral import MistralDecoderLayer",
     ),
     ("BLOCKS = (LlamaDecoderLayer,)", "BLOCKS = (MistralDecoderLayer,)"),
-    (
-        "class LlamaForCausalLM(transformers.LlamaForCausalLM):",
-        "class MistralForCausalLM(transformers.MistralForCausalLM):",
-    ),
-    ("MODEL = LlamaForCausalLM", "MODEL = MistralForCausalLM"),
+    ("transformers.LlamaForCausalLM", "transformers.MistralForCausalLM"),
 ]
 QWEN2 = [
     (
@@ -118,11 +102,7 @@ QWEN2 = [
         "from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer",
     ),
     ("BLOCKS = (LlamaDecoderLayer,)", "BLOCKS = (Qwen2DecoderLayer,)"),
-    (
-        "class LlamaForCausalLM(transformers.LlamaForCausalLM):",
-        "class Qwen2ForCausalLM(transformers.Qwen2ForCausalLM):",
-    ),
-    ("MODEL = LlamaForCausalLM", "MODEL = Qwen2ForCausalLM"),
+    ("transformers.LlamaForCausalLM", "transformers.Qwen2ForCausalLM"),
 ]
 CASES = {  # the name of a copy: its script, its changes, and the class in Transformers
     "bart": ("T5_training", BART, transformers.BartForConditionalGeneration),
@@ -244,6 +224,7 @@ def test_changes(name: str, tmp_path: Path) -> None:
     assert model.config.eos_token_id == tokenizer.eos_token_id
     for block in copy.BLOCKS:
         assert any(isinstance(module, block) for module in model.modules())
+    note_decay(model)
     decayed, others = parameter_groups(model, weight_decay=0.1)
     assert all(parameter.dim() == 2 for parameter in decayed["params"])
     assert all(parameter.dim() == 1 for parameter in others["params"])
