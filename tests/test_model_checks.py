@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import launch
-from copied import copied, llama_as
+from copied import copied, llama_as, llama_changes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -24,17 +23,23 @@ import memory_estimator
 import policies
 from runtime.attention import per_document, register
 from runtime.checkpoints import TrainState
-from runtime.model_checks import check_head, flops_per_token
+from runtime.model_checks import check_logits, flops_per_token
 from runtime.run import peak_tflops, speed
 
-MODELS = {  # with what the tiny model's config has besides
-    "Llama": {},
-    "Mistral": {},
-    "Qwen3": {},
-    "Granite": {"logits_scaling": 8.0},
-    "Gemma2": {"initializer_range": 1.0},  # logits of 50, which it caps at 30
+FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+HEADS = {"head_dim": 32, "pad_token_id": 0}
+CONV = ["conv", "conv", "full_attention", "conv"]
+LLAMAS = {  # the architecture, its folder in Transformers, and what TINY has besides
+    "Llama": ("Llama", "", {}),
+    "Mistral": ("Mistral", "", {"sliding_window": 8}),  # shorter than the documents
+    "Granite": ("Granite", "", {"logits_scaling": 8.0}),
+    "Gemma2": ("Gemma2", "", {"initializer_range": 1.0}),  # logits of 50, which it caps at 30
+    "GptOss": ("GptOss", "gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
+    "scaled": ("Llama", "", {"logit_scale": 0.5}),  # to which Llama pays no heed
 }
-REFUSED = ("Granite", "Gemma2")
+DIFFER = "the logits behind the loss differ by"
+SEEN = "documents in a sequence see each other"
+REFUSED = {"GptOss": SEEN, "scaled": DIFFER}
 ATTENTIONS = {  # on one rank
     "sdpa": ["--strategy", "ddp"],
     "eager": ["--precision", "bf16"],
@@ -42,15 +47,38 @@ ATTENTIONS = {  # on one rank
 }
 TWO_RANKS = {
     "full_shard": ["--attention", "eager"],
+    "fsdp2": ["--attention", "eager", "--fsdp", "2"],
     "shard_grad_op bf16": ["--attention", "eager", "--strategy", "shard_grad_op",
                            "--precision", "bf16"],
     "ddp bf16": ["--attention", "eager", "--strategy", "ddp", "--precision", "bf16"],
 }  # fmt: skip
+T5GEMMA = {
+    "T5Block,": "T5GemmaEncoderLayer, T5GemmaDecoderLayer",
+    "import T5Block": "import T5GemmaDecoderLayer, T5GemmaEncoderLayer",
+    "models.t5.modeling_t5": "models.t5gemma.modeling_t5gemma",
+    "transformers.T5For": "transformers.T5GemmaFor",
+    '"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4': (
+        "name: dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32, "
+        "num_attention_heads=4, num_key_value_heads=2, vocab_size=384) "
+        "for name in ('encoder', 'decoder')"
+    ),
+}
+LEFT_OUT = '("labels", "targets", "tokens"'
+NO_MASK = {LEFT_OUT: LEFT_OUT + ', "decoder_attention_mask"'}
+PADDING_FIRST = {
+    "        check_decoder(": "        batch['decoder_input_ids'][:, 0] = 0\n        check_decoder("
+}
+SEQ2SEQ = {  # what T5_training.py is changed by, and whether it is refused
+    "T5": ({}, False),
+    "T5Gemma": (T5GEMMA, False),
+    "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, True),
+    "T5Gemma without a mask, too": (T5GEMMA | PADDING_FIRST | NO_MASK, True),
+}
 FLAGS = ["--model-name", "tiny", "--max-seq-length", "64"]
+LLAMA_DATA = ["--max-seq-length", "64", "--dataset"]
 # Before Transformers 5.23 the rotary embedding was a matrix product, too.
 BEFORE_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 ROTARY = 1e-2 if BEFORE_5_23 else 1e-12
-DIFFER = "the logits behind the loss differ by"
 
 
 @pytest.fixture
@@ -61,12 +89,20 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> dict:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path, pairs: Path) -> dict:
     """What two ranks were told, by model and variant."""
-    path = tmp_path_factory.mktemp("results") / "two.json"
-    models, variants = json.dumps(MODELS), json.dumps(TWO_RANKS)
-    launch(2, "tests/model_checks_worker.py", path, chats, models, variants)
-    return json.loads(path.read_text())
+    folder = tmp_path_factory.mktemp("results")
+    cases = {}
+    for variant, flags in TWO_RANKS.items():
+        for name, (architecture, place, config) in LLAMAS.items():
+            changes = llama_changes(architecture, place, **config)
+            cases[f"{name} {variant}"] = ["llama_fsdp", changes, [*LLAMA_DATA, str(chats), *flags]]
+        for name, (changes, _) in SEQ2SEQ.items():
+            flags = [flag for flag in flags if flag not in ("--attention", "eager")]
+            cases[f"{name} {variant}"] = ["T5_training", changes, ["--dataset", str(pairs), *flags]]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    launch(2, "tests/model_checks_worker.py", folder / "cases.json", folder / "said.json")
+    return json.loads((folder / "said.json").read_text())
 
 
 def prepare(
@@ -78,46 +114,122 @@ def prepare(
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
-@pytest.mark.parametrize("name", MODELS)
-def test_another_loss_is_refused_on_all_ranks(name: str, variant: str, two_ranks: dict) -> None:
-    """A model that scales or caps its logits ends at the start."""
-    for said in two_ranks[f"{name} {variant}"]:
-        assert said.startswith(DIFFER) if name in REFUSED else said == ""
+def test_all_ranks_are_told(variant: str, two_ranks: dict) -> None:
+    """Of another loss than the model's, or documents that see each other; other models pass."""
+    for name in LLAMAS:
+        for said in two_ranks[f"{name} {variant}"]:
+            assert said.startswith(REFUSED[name]) if name in REFUSED else said == "", name
+
+
+@pytest.mark.parametrize("variant", TWO_RANKS)
+def test_all_ranks_are_told_of_the_decoder(variant: str, two_ranks: dict) -> None:
+    """Where it begins otherwise than its model has it, or is not causal without a mask."""
+    for name, (_, is_refused) in SEQ2SEQ.items():
+        for said in two_ranks[f"{name} {variant}"]:
+            assert said.startswith("the decoder's logits differ by") == is_refused, name
+            assert is_refused or said == "", name
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LLAMAS)
 def test_whatever_the_attention(
     name: str, attention: str, chats: Path, device: torch.device
 ) -> None:
-    """Gemma 2 is refused by the kernel already, and sdpa by Transformers for it."""
-    script = llama_as(name, **MODELS[name])
+    """What a kernel lacks is said by name."""
+    architecture, place, config = LLAMAS[name]
+    script = llama_as(architecture, place, **config)
     flags = ["--attention", attention, *ATTENTIONS[attention]]
-    if name not in REFUSED:
+    expected = REFUSED.get(name)
+    if attention == "varlen":
+        lacks = {"Gemma2": "softcap", "GptOss": "s_aux", "Mistral": "sliding_window"}
+        expected = f"have no {lacks[name]}.* use --attention eager" if name in lacks else expected
+    has_sdpa = getattr(transformers, f"{architecture}ForCausalLM")._supports_sdpa
+    if attention == "sdpa" and not has_sdpa:
+        expected = f"--attention sdpa: {architecture}ForCausalLM has none, use eager"
+    if expected is None:
         prepare(script, chats, device, *flags)
         return
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=expected):
         prepare(script, chats, device, *flags)
-    if (name, attention) == ("Gemma2", "varlen"):
-        assert "have no softcap" in str(refusal.value)
-    elif (name, attention) == ("Gemma2", "sdpa"):
-        assert re.search(f"does not support|{DIFFER}", str(refusal.value))  # by version
-    else:
-        assert DIFFER in str(refusal.value)
 
 
-@pytest.mark.parametrize("flags", [[], ["--precision", "bf16"], ["--strategy", "ddp"]])
-def test_the_advice_helps(flags: list[str], chats: Path, device: torch.device) -> None:
-    """Granite trains when its copy scales as Granite does."""
-    scaled = {"hidden.flatten(0, 1), t": "hidden.flatten(0, 1) / self.config.logits_scaling, t"}
-    prepare(llama_as("Granite", scaled, logits_scaling=3.0), chats, device, *flags)
+def test_a_refusal_names_what_the_model_has(chats: Path, device: torch.device) -> None:
+    """Scale, cap and bias: what a copier must look for."""
+    for script, expected in (
+        (llama_as("Llama", logit_scale=0.5), r"\(the model has logit_scale 0.5\)"),
+        (copied("llama_fsdp", {"* scale": "* 0.5"}), r"\(the model has no scale, cap or bias\)"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            prepare(script, chats, device)
+
+
+RIGHT = {  # the folder, and what TINY has besides
+    "Cohere": ("cohere", {"logit_scale": 0.0625}),
+    "DeepseekV3": ("deepseek_v3", {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 32,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    }),
+    "Gemma3": ("gemma3", {"head_dim": 32, "sliding_window": 8}),
+    "Mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 4096}),
+    "Olmo2": ("olmo2", {"pad_token_id": 0}),
+    "Phi": ("phi", {}),
+    "Qwen3Moe": ("qwen3_moe", FEW | {"head_dim": 32}),
+    "SmolLM3": ("smollm3", {"pad_token_id": 0}),
+    "Starcoder2": ("starcoder2", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_models_pass(name: str, chats: Path, device: torch.device) -> None:
+    """In fp32 and bf16, with packing and without, whatever computes the attention."""
+    folder, config = RIGHT[name]
+    script = llama_as(name, folder, **config)
+    for flags in (
+        [],
+        ["--attention", "eager", "--precision", "bf16"],
+        ["--attention", "sdpa", "--precision", "bf16", "--no-packing"],
+        ["--no-packing", "--fsdp", "2"],
+    ):
+        check(script, chats, device, *flags)
+
+
+LEAKS = {  # the folder, and what TINY has besides
+    "GptOss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
+    "Lfm2": ("lfm2", {"layer_types": CONV}),
+    "Qwen3_5": ("qwen3_5", {
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    }),
+    "GraniteMoeHybrid": ("granitemoehybrid", {
+        "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 2,
+        "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_documents_that_see_each_other(name: str, chats: Path, device: torch.device) -> None:
+    """The run ends with what keeps it right, and that is let through."""
+    folder, config = LEAKS[name]
+    script = llama_as(name, folder, **config)
+    with pytest.raises(ValueError, match=f"{SEEN}.*use --no-packing"):
+        check(script, chats, device)
+    check(script, chats, device, "--no-packing")
+
+
+def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) -> None:
+    """As a run's start does, without its data."""
+    args = script.parse_args([*FLAGS, "--dataset", str(chats), *flags])
+    model, _, _ = script.setup_model(args, device, pretrained=True)
+    script.check_loss(args, device, model)
 
 
 def test_hidden_states_that_differ(chats: Path, device: torch.device) -> None:
     """By one in a hundred, and where the copy loses the documents' positions."""
     for old, new in (
         ("self.lm_head(hidden", "self.lm_head(1.01 * hidden"),
-        ("use_cache=False, **options)", "use_cache=False)"),
+        ("self.model(input_ids, use_cache=False, **options)", "self.model(input_ids)"),
     ):
         with pytest.raises(ValueError, match=DIFFER):
             prepare(copied("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
@@ -140,12 +252,12 @@ def test_nothing_is_left_behind(chats: Path, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, llama_fsdp.BLOCKS):
             module.compile(backend=compile_nothing)
-    ids = torch.arange(32)[None]
+    ids = torch.arange(32).repeat(2, 1)
     for mode in (True, False):
         model.train(mode)
         before = torch.get_rng_state()
         with policies.evaluation(model):
-            check_head(model, {"input_ids": ids}, device, torch.float32)
+            check_logits(model, {"input_ids": ids}, device, torch.float32)
         assert torch.equal(torch.get_rng_state(), before)
         assert all(module.training is mode for module in model.modules())
     assert modes == [False] * 4 and not compiled
