@@ -142,6 +142,8 @@ def check_decoder(
         found = model(**inputs, use_cache=False).logits.float()
         own = model(**source, labels=labels, use_cache=False).logits.float()
     is_target = labels != -100
+    ids = inputs["decoder_input_ids"].masked_fill(~is_target, -1)
+    _check_causality(ids, found, dtype)
     difference, largest = _compare(found[is_target], own[is_target])
     if true_on_any(difference > _rounding(dtype) * largest):
         raise ValueError(
@@ -149,8 +151,6 @@ def check_decoder(
             f"of the labels, which reach {largest:.3g}: have collate make decoder_input_ids and "
             "decoder_attention_mask as the model's own forward does"
         )
-    ids = inputs["decoder_input_ids"].masked_fill(~is_target, -1)
-    _check_causality(ids, found, dtype)
 
 
 @contextlib.contextmanager
@@ -207,9 +207,9 @@ def _check_causality(ids: Tensor, logits: Tensor, dtype: torch.dtype) -> None:
     difference = _mean_difference(*logits[:, :alike])
     if true_on_any(difference > _noise(dtype)):
         raise ValueError(
-            f"the model is not causal: with other tokens behind them, logits differ by "
-            f"{difference:.1%}, so it would be trained on what it cannot know: give it a causal "
-            "mask, or take a model that predicts the next token"
+            f"the model is not causal: logits differ by {difference:.1%} where only later tokens "
+            "do, so it would learn from what it cannot know: its attention mask is not causal, or "
+            "it is given none"
         )
 
 

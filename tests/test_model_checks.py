@@ -1,29 +1,38 @@
 """What a copy of a script for another architecture would do wrong without a word."""
 
 import argparse
+import importlib
 import json
+import re
+import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import launch
 from copied import copied, llama_as, llama_changes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer
 
+import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
 import memory_estimator
 import policies
-from runtime.attention import per_document, register
+import T5_training
+from runtime.attention import choose, per_document, register
 from runtime.checkpoints import TrainState
-from runtime.model_checks import check_logits, flops_per_token
+from runtime.model_checks import check_logits, fit_config, flops_per_token
+from runtime.optimization import note_decay, parameter_groups
 from runtime.run import peak_tflops, speed
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -68,11 +77,11 @@ NO_MASK = {LEFT_OUT: LEFT_OUT + ', "decoder_attention_mask"'}
 PADDING_FIRST = {
     "        check_decoder(": "        batch['decoder_input_ids'][:, 0] = 0\n        check_decoder("
 }
-SEQ2SEQ = {  # what T5_training.py is changed by, and whether it is refused
-    "T5": ({}, False),
-    "T5Gemma": (T5GEMMA, False),
-    "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, True),
-    "T5Gemma without a mask, too": (T5GEMMA | PADDING_FIRST | NO_MASK, True),
+SEQ2SEQ = {  # what T5_training.py is changed by, and how it is refused
+    "T5": ({}, ""),
+    "T5Gemma": (T5GEMMA, ""),
+    "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, "the decoder's logits differ"),
+    "T5Gemma without a mask, too": (T5GEMMA | PADDING_FIRST | NO_MASK, "the model is not causal"),
 }
 FLAGS = ["--model-name", "tiny", "--max-seq-length", "64"]
 LLAMA_DATA = ["--max-seq-length", "64", "--dataset"]
@@ -124,10 +133,9 @@ def test_all_ranks_are_told(variant: str, two_ranks: dict) -> None:
 @pytest.mark.parametrize("variant", TWO_RANKS)
 def test_all_ranks_are_told_of_the_decoder(variant: str, two_ranks: dict) -> None:
     """Where it begins otherwise than its model has it, or is not causal without a mask."""
-    for name, (_, is_refused) in SEQ2SEQ.items():
+    for name, (_, expected) in SEQ2SEQ.items():
         for said in two_ranks[f"{name} {variant}"]:
-            assert said.startswith("the decoder's logits differ by") == is_refused, name
-            assert is_refused or said == "", name
+            assert said.startswith(expected) and bool(said) == bool(expected), name
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -443,3 +451,245 @@ def test_all_block_classes_of_a_model(device: torch.device) -> None:
     policies.compile_blocks(model, blocks)
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     assert len(compiled) == 5 and all(isinstance(m, blocks) for m in compiled)
+
+
+def test_later_tokens_are_not_seen(
+    chats: Path, texts: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that is not causal ends the run, in each script that trains causal models."""
+    for script, flags in (
+        (llama_fsdp, [*FLAGS, "--dataset", str(chats), "--attention", "sdpa", "--no-packing"]),
+        (gpt2_fsdp, command(texts, Path("unused"), 1)),
+    ):
+        args = script.parse_args(flags)
+        model, _, _ = script.setup_model(args, device, pretrained=True)
+        script.check_loss(args, device, model)
+        for module in model.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False
+        for kind in ("llama", "gpt2"):
+            module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+            monkeypatch.setattr(module, "create_causal_mask", lambda **_: None)
+        with pytest.raises(ValueError, match="the model is not causal: logits differ by"):
+            script.check_loss(args, device, model)
+
+
+def test_a_decoder_that_is_not_causal(pairs: Path, device: torch.device) -> None:
+    """Whatever the model computes of the labels itself."""
+    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    model, _, _ = T5_training.setup_model(args, device, pretrained=True)
+    T5_training.check_loss(args, device, model)
+    model.module.decoder.is_decoder = model.module.decoder.config.is_decoder = False
+    with pytest.raises(ValueError, match="the model is not causal"):
+        T5_training.check_loss(args, device, model)
+
+
+def test_a_decoder_without_a_token_to_start_with(
+    t5_directory: Path, pairs: Path, tmp_path: Path, alone: None
+) -> None:
+    """The file is named, where the padding was taken before; another config's token is found."""
+    shutil.copytree(t5_directory, tmp_path / "t5")
+    config = json.loads((t5_directory / "config.json").read_text())
+    del config["decoder_start_token_id"]
+    (tmp_path / "t5/config.json").write_text(json.dumps(config))
+    flags = ["--model-name", str(tmp_path / "t5"), "--dataset", str(pairs)]
+    args = T5_training.parse_args(flags)
+    model, tokenizer, _ = T5_training.load_model(args, torch.device("cpu"), pretrained=False)
+    with pytest.raises(ValueError, match="set decoder_start_token_id .* in its config.json"):
+        T5_training.setup_data(args, tokenizer, model)
+    script = copied("T5_training", T5GEMMA)
+    args = script.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    model, tokenizer, _ = script.load_model(args, torch.device("cpu"), pretrained=False)
+    loader, _ = script.setup_data(args, tokenizer, model)
+    assert model.config.decoder.bos_token_id == 2 != model.config.pad_token_id
+    batch = next(iter(loader))
+    assert set(batch["decoder_input_ids"][:, 0].tolist()) == {2}
+    is_target = batch["labels"] != -100
+    assert torch.equal(batch["decoder_attention_mask"] == 1, is_target)
+
+
+def fit(config: transformers.PretrainedConfig, model_class: type, model_name: str = "path") -> None:
+    """`fit_config` without a length to check."""
+    fit_config(argparse.Namespace(model_name=model_name), model_class, config)
+
+
+def test_no_layer_is_dropped(alone: None, capfd: pytest.CaptureFixture) -> None:
+    """M2M100 would, by default; nothing is said of models that do not."""
+    config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
+    assert config.encoder_layerdrop == 0.05
+    fit(config, transformers.M2M100ForConditionalGeneration)
+    assert config.encoder_layerdrop == config.decoder_layerdrop == 0
+    said = capfd.readouterr().out.splitlines()
+    expected = "encoder_layerdrop is 0 here, not the model's 0.05"
+    assert len(said) == 2 and said[0].startswith(expected)
+    fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
+    fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
+    assert capfd.readouterr().out == ""
+
+
+def test_tiny_is_tiny(chats: Path, alone: None) -> None:
+    """A TINY with names that the config ignores, or with 128 experts, takes no memory."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    random = torch.get_rng_state()
+    for script in (
+        llama_as("Qwen3Moe", "qwen3_moe"),
+        copied("llama_fsdp", {'"num_hidden_layers"': '"layers"', '"hidden_size"': '"width"'}),
+    ):
+        args = script.parse_args([*FLAGS, "--dataset", str(chats)])
+        with pytest.raises(ValueError, match=r"tiny would have [\d,]+ parameters, above 50,0"):
+            script.load_model(args, torch.device("cpu"), pretrained=True)
+    config = llama_fsdp.MODEL.config_class(vocab_size=384, **llama_fsdp.TINY)
+    fit(config, llama_fsdp.LossModel, "tiny")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # KB
+
+
+HEADED = {  # the script, the model, and its shape
+    "GPT-J": ("gpt2_fsdp", "GPTJ", {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}),
+    "Phi": ("llama_fsdp", "Phi", {}),
+    "Granite": ("llama_fsdp", "Granite", {"logits_scaling": 3.0}),
+    "Cohere": ("llama_fsdp", "Cohere", {"logit_scale": 0.3}),
+    "Gemma 2": ("llama_fsdp", "Gemma2", {"head_dim": 16, "final_logit_softcapping": 2.0}),
+    "Llama 4": ("llama_fsdp", "Llama4", {
+        "intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 16,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_the_loss_of_a_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scale, cap or bias, none of them 0: loss and gradients are those of the model's own
+    logits, a few of which are held at a time."""
+    script, architecture, config = HEADED[name]
+    own_model = {"gpt2_fsdp": "GPT2LMHeadModel", "llama_fsdp": "LlamaForCausalLM"}[script]
+    script = copied(
+        script, {f"transformers.{own_model}": f"transformers.{architecture}ForCausalLM"}
+    )
+    monkeypatch.setattr(script, "CHUNK", 5)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if name == "GPT-J":
+        shape = {}
+    torch.manual_seed(0)
+    options = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+    model = script.LossModel(script.MODEL.config_class(**shape, **options, **config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    ids = torch.randint(2, 64, (2, 16))
+    targets = torch.randint(2, 64, (2, 16)).masked_fill(torch.rand(2, 16) < 0.3, -100)
+    own = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
+    loss = model(ids, targets=targets)
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(loss, own, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert type(model).__name__ == f"{architecture}ForCausalLM"
+    if name in ("GPT-J", "Phi"):
+        (bias,) = (p for n, p in model.named_parameters() if n == "lm_head.bias")
+        assert torch.autograd.grad(model(ids, targets=targets), bias)[0].norm() > 0.1
+
+
+def attention_said(name: str, attention: str, *flags: str, **config: object) -> str:
+    """What `attention.choose` refuses a model of Transformers with, or what it chooses."""
+    args = llama_fsdp.parse_args([*FLAGS, "--attention", attention, *flags])
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    try:
+        choose(args, model_class.config_class(**config), model_class)
+    except ValueError as error:
+        return str(error)
+    return args.attention
+
+
+def test_an_attention_that_a_model_has_not() -> None:
+    """The sentence names one that is right; auto takes it."""
+    assert attention_said("GptOss", "auto") == attention_said("GptOss", "eager") == "eager"
+    assert attention_said("GptOss", "sdpa").endswith("GptOssForCausalLM has none, use eager")
+    for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
+        assert attention_said(name, "auto") == other
+        said = attention_said(name, "varlen", "--precision", "bf16")
+        assert said.endswith(f"takes no attention but its own: use --attention {other}")
+    assert attention_said("Lfm2", "auto") == "varlen"  # whose config has no attention_dropout
+
+
+def test_chunks_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sequences may be longer, a kernel has none; old masks count them from the pack on."""
+    monkeypatch.setattr(masking_utils, "remap_positions_for_packed_sequence", None, raising=False)
+    assert attention_said("Llama4", "auto", attention_chunk_size=64) == "varlen"
+    assert attention_said("Llama4", "auto", attention_chunk_size=63) == "sdpa"
+    said = attention_said("Llama4", "varlen", attention_chunk_size=63)
+    assert "has no chunks" in said and said.endswith("above 63 tokens: use --attention sdpa")
+    monkeypatch.delattr(masking_utils, "remap_positions_for_packed_sequence")
+    assert "use --no-packing" in attention_said("Llama4", "sdpa", attention_chunk_size=63)
+    assert attention_said("Llama4", "sdpa", "--no-packing", attention_chunk_size=63) == "sdpa"
+
+
+def test_chunks_begin_with_their_documents() -> None:
+    """Llama 4's, which are shorter than its documents, where they may be packed."""
+    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("this Transformers counts chunks from the pack on, which is refused")
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    shape |= {"intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 12}
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**shape, pad_token_id=0))
+    batch = chat_dataset.collate(chat_dataset.EXAMPLES[True])
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        packed = model(**inputs, use_cache=False).logits[0, 16:]
+        alone = model(batch["input_ids"][:1, :16], use_cache=False).logits[0]
+    torch.testing.assert_close(packed, alone)
+
+
+def test_layers_that_hand_no_lengths_on(chats: Path, device: torch.device) -> None:
+    """Nemotron's: a sentence, and what it names is right."""
+    script = llama_as("Nemotron")
+    with pytest.raises(ValueError, match="NemotronAttention is not given .* use --attention sdpa"):
+        check(script, chats, device, "--attention", "varlen")
+    check(script, chats, device, "--attention", "sdpa")
+
+
+@pytest.mark.parametrize("name", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
+def test_weight_decay_is_as_it_was(name: str) -> None:
+    """In the scripts' own models: all but biases and norms, by their names."""
+    script = importlib.import_module(name)
+    config = script.MODEL.config_class(vocab_size=384, **script.TINY)
+    model = getattr(script, "LossModel", script.MODEL)(config)
+    note_decay(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, others = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
+    for parameter in decayed["params"]:
+        assert not re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", names[id(parameter)])
+    for parameter in others["params"]:
+        assert re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", names[id(parameter)])
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    if name == "T5_training":
+        bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        assert any(parameter is bias for parameter in decayed["params"])
+
+
+def test_weight_decay_by_kind_and_shape(device: torch.device) -> None:
+    """No norm, bias or vector is decayed, whatever its name, where FSDP1 has flattened them all."""
+    config = transformers.Qwen3NextConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        head_dim=16, num_key_value_heads=2, vocab_size=64,
+        linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=16, linear_value_head_dim=16, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Qwen3NextForCausalLM(config)
+    model.rows = nn.ParameterDict({"gate_up_proj_bias": torch.zeros(4, 8)})  # as gpt-oss's experts
+    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    note_decay(model)
+    wrapped = FSDP(model, device_id=device, use_orig_params=True)
+    names = {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in model.named_parameters()}
+    for parameter in wrapped.parameters():
+        parameter.data = parameter.data.flatten()  # as on several ranks
+    decayed, others = ({names[id(p)] for p in g["params"]} for g in parameter_groups(wrapped, 0.1))
+    assert decayed | others == shapes.keys() and not decayed & others
+    assert "model.layers.0.linear_attn.A_log" in others
+    assert "model.layers.0.linear_attn.dt_bias" in others
+    assert "rows.gate_up_proj_bias" in others
+    assert {name for name in others if shapes[name] > 1} == {"rows.gate_up_proj_bias"}
+    assert "model.embed_tokens.weight" in decayed
