@@ -345,8 +345,7 @@ def test_a_script_of_ones_own(tmp_path: Path) -> None:
     for old, new in {
         "transformers.models.gpt2.modeling_gpt2 import GPT2Block":
             "transformers.models.opt.modeling_opt import OPTDecoderLayer as GPT2Block",
-        "class GPT2LMHeadModel(transformers.GPT2LMHeadModel)":
-            "class GPT2LMHeadModel(transformers.OPTForCausalLM)",
+        "transformers.GPT2LMHeadModel": "transformers.OPTForCausalLM",
     }.items():  # fmt: skip
         assert old in text
         text = text.replace(old, new)
