@@ -11,6 +11,7 @@ own, return one more `Source` from `open_sources`.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import random
@@ -405,15 +406,20 @@ def collator(model: PreTrainedModel) -> Callable:
 
     Raises ValueError if it has none.
     """
-    labels = torch.tensor([[5, -100, -100]])
-    try:
-        shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    except (AttributeError, TypeError, ValueError) as error:
+    start, padding = (
+        getattr(model.config, "decoder_start_token_id", None),
+        model.config.pad_token_id,
+    )
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # T5Gemma has its start elsewhere
+        labels = torch.tensor([[5, -100, -100]])
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # it may find none
+            shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
+            start, _, padding = shifted[0].tolist()
+    if start is None or padding is None:
         raise ValueError(
             "the model has no token to start its decoder with, or none for padding: set "
-            f"decoder_start_token_id and pad_token_id in its config.json ({error})"
-        ) from None
-    start, _, padding = shifted[0].tolist()
+            "decoder_start_token_id and pad_token_id in its config.json"
+        )
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
 
