@@ -8,11 +8,10 @@
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes samples.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
 Face model. To make a script of your own, copy this one with policies.py, summarization_dataset.py
-and the folder runtime/, and change, in this order: MODEL, BLOCKS and TINY, which is all for another
-model of this kind, such as BART; `load_model`, `setup_data`, `summed_loss`.
+and the folder runtime/, and change, in this order: the import of T5Block, BLOCKS, MODEL and TINY,
+which is all for another model of its kind, such as BART; `load_model`, `setup_data`, `summed_loss`.
 """
 
-import functools
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -37,10 +36,12 @@ import policies
 import summarization_dataset
 from runtime import arguments, batches, checkpoints, hf_weights, identities, optimization, ranks
 from runtime.checkpoints import TrainState
+from runtime.model_checks import check_decoder, fit_config
 from runtime.run import Run, launch
 
-MODEL = transformers.T5ForConditionalGeneration
 BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
+MODEL = transformers.T5ForConditionalGeneration
+# The names that its config has; few experts, and token ids below 384.
 TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
 SCRIPT = Path(__file__).stem
 Batch = dict[str, Tensor | int]  # as `collate` makes it
@@ -71,24 +72,18 @@ def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
         run.log_validation(validation(args, state.model, val_loaders, run))
     train(args, state, loader, val_loaders, run)
     triples = summarize(args, state.model, tokenizer, val_loaders, run)
-    for source, reference, generated in triples[:3]:
-        run.say(f"   source: {source[:300]}\nreference: {reference}\ngenerated: {generated}")
+    run.say(summarization_dataset.shown(triples[:3]))
     run.log("done", **run.export(tokenizer), **summarization_dataset.rouge(triples))
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once, before anything is started."""
     parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("model").add_argument
-    add("--model-name", default="google-t5/t5-base", help=arguments.MODEL_NAME)
-    add("--group-by-length", **arguments.ON, help="batches of texts of about one length pad less")
-    add("--rouge-samples", type=int, help="examples to summarise (training 32, evaluation all)")
-    add("--num-beams", type=int, help="1: greedy (default: as the model's generation_config.json)")
+    arguments.add_model(parser, "google-t5/t5-base")
     summarization_dataset.add_arguments(parser)
     arguments.add_common(parser)
     args = parser.parse_args(argv)
-    problems = summarization_dataset.check_arguments(args)
-    return arguments.checked(args, problems + summarization_dataset.check_generation(args))
+    return arguments.checked(args, summarization_dataset.check_arguments(args))
 
 
 def setup(args: Namespace) -> torch.device:
@@ -124,14 +119,11 @@ def load_model(
         tokenizer = ByT5Tokenizer()
         ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # the tokenizer's
         config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
+    else:
+        directory, config, tokenizer = hf_weights.open_model(args.model_name, MODEL)
+    fit_config(args, MODEL, config, "source_length", "target_length")
+    if args.model_name == "tiny":
         return MODEL(config), tokenizer, None  # the seed is the same on all ranks
-    directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
-    config = hf_weights.load_config(directory, MODEL, args.model_name)
-    arguments.check_length("--source-length", args.source_length, config)
-    arguments.check_length("--target-length", args.target_length, config)
-    tokenizer = hf_weights.load_tokenizer(directory, config.vocab_size)
-    if getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id
     model = hf_weights.meta_model(MODEL, config, directory)
     source = directory if pretrained else None
     return model, tokenizer, hf_weights.WeightLoader(args, model, source, device).fill
@@ -142,6 +134,7 @@ def wrap_model(
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.fuse_gelu(model)
+    optimization.note_decay(model)
     policy = policies.wrap_policy(BLOCKS)
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
@@ -182,7 +175,7 @@ def setup_model(
 
 
 def setup_data(
-    args: Namespace, tokenizer: Tokenizer, config: transformers.PretrainedConfig
+    args: Namespace, tokenizer: Tokenizer, model: nn.Module
 ) -> tuple[DataLoader | None, Loaders]:
     """The loader of this rank's micro-batches, and one of each validation set, by its name.
 
@@ -191,13 +184,8 @@ def setup_data(
     """
     load = summarization_dataset.load_summarization
     train_set, val_set = ranks.first_on_node(load, args, tokenizer, dist.get_rank() == 0)
-    collate = functools.partial(
-        summarization_dataset.collate,
-        pad_token_id=config.pad_token_id,
-        decoder_start_token_id=config.decoder_start_token_id,
-    )
-    val_loader = batches.val_loader(args, val_set, collate)
-    val_loaders = {args.val_dataset or args.dataset: val_loader}
+    collate = summarization_dataset.collator(model)
+    val_loaders = {args.val_dataset or args.dataset: batches.val_loader(args, val_set, collate)}
     if args.evaluate_only:
         return None, val_loaders
     lengths = train_set["length"][:] if args.group_by_length else None
@@ -209,7 +197,7 @@ def prepare(
 ) -> tuple[TrainState, Tokenizer, DataLoader, Loaders]:
     """Model, data and optimizer, as `checkpoint` left them if there is one; all ranks."""
     model, tokenizer, identity = setup_model(args, device, pretrained=checkpoint is None)
-    loader, val_loaders = setup_data(args, tokenizer, policies.unwrapped(model).config)
+    loader, val_loaders = setup_data(args, tokenizer, policies.unwrapped(model))
     epoch_steps = loader.batch_sampler.steps_per_epoch
     total_steps = args.max_steps or args.epochs * epoch_steps
     groups = optimization.parameter_groups(model, args.weight_decay)
@@ -222,14 +210,26 @@ def prepare(
     ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
     if checkpoint:
         checkpoints.load_checkpoint(checkpoint, state, args)
+    check_loss(args, device, model)
     return state, tokenizer, loader, val_loaders
+
+
+def model_inputs(batch: Batch) -> Batch:
+    """What the model is given of a batch besides the targets."""
+    return {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
+
+
+def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
+    """Raise ValueError unless the decoder is given what the model would give it; all ranks."""
+    batch = summarization_dataset.example(policies.unwrapped(model))
+    dtype = policies.PRECISIONS[args.precision].param_dtype
+    with policies.evaluation(model), policies.autocast(args, device):
+        check_decoder(model, model_inputs(batch), batch["labels"], device, dtype)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
-    names = ("input_ids", "attention_mask", "decoder_input_ids")
-    inputs = {name: batch[name] for name in names}
-    logits = model(**inputs, use_cache=False).logits
+    logits = model(**model_inputs(batch), use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="sum")
 
 
@@ -325,11 +325,12 @@ def run_without_training(args: Namespace, device: torch.device, run: Run) -> Non
         run.export_checkpoint(*setup_model(args, device, pretrained=False))
     elif args.prepare_only:
         model, tokenizer, _ = load_model(args, device, pretrained=False)
-        run.write_prepared(*setup_data(args, tokenizer, model.config), tokenizer)
+        run.write_prepared(*setup_data(args, tokenizer, model), tokenizer)
     else:
         model, tokenizer, identity = setup_model(args, device, pretrained=run.checkpoint is None)
-        _, val_loaders = setup_data(args, tokenizer, policies.unwrapped(model).config)
+        _, val_loaders = setup_data(args, tokenizer, policies.unwrapped(model))
         run.load_evaluated(model, identity, val_loaders)
+        check_loss(args, device, model)
         results = validation(args, model, val_loaders, run)
         triples = summarize(args, model, tokenizer, val_loaders, run)
         run.write_evaluation(val_loaders, results | summarization_dataset.rouge(triples), triples)

@@ -23,7 +23,10 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime import arguments, readers, tokens
 
-EXAMPLE = {"input_ids": list(range(33))}  # a block
+EXAMPLES = [  # blocks that begin alike, for model_checks.check_logits
+    {"input_ids": [*range(10, 43)]},
+    {"input_ids": [*range(10, 26), *range(50, 67)]},
+]
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -27,7 +27,12 @@ TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.fi
 '<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 FEATURES |= {"cut": Value("int64"), "key": Value("int64")}
-EXAMPLE = [{"input_ids": range(17), "labels": range(17)}] * 2  # a pack of two documents
+_LONG, _OTHER, _SHORT = (
+    {"input_ids": ids, "labels": ids}
+    for ids in (range(10, 27), [*range(10, 18), *range(30, 39)], range(10, 19))
+)
+# Sequences that begin alike, for model_checks.check_logits, with and without packing.
+EXAMPLES = {True: [[_LONG, _LONG], [_LONG, _OTHER]], False: [[_LONG], [_SHORT]]}
 
 
 def add_arguments(parser: ArgumentParser) -> None:

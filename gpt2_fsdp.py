@@ -9,8 +9,8 @@
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
 Face model. To make a script of your own, copy this one with policies.py, block_dataset.py and the
-folder runtime/, and change, in this order: BLOCKS, TINY, MODEL and its class's name and base, which
-is all for another model of this kind, such as OPT; `load_model`, `setup_data`, `forward`.
+folder runtime/, and change, in this order: the import of GPT2Block, BLOCKS, MODEL and TINY, which
+is all for another model of its kind, such as OPT; `load_model`, `setup_data`, `forward`.
 
 Left out on purpose: attention that stops at document boundaries (see llama_fsdp.py).
 """
@@ -41,10 +41,12 @@ import block_dataset
 import policies
 from runtime import arguments, batches, checkpoints, hf_weights, identities, optimization, ranks
 from runtime.checkpoints import TrainState
-from runtime.model_checks import check_head, flops_per_token
+from runtime.model_checks import check_logits, fit_config, flops_per_token, logit_scale_and_cap
 from runtime.run import Run, launch
 
 BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
+MODEL = transformers.GPT2LMHeadModel
+# The names that its config has; few experts, and token ids below 384.
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}
 CHUNK = 1024  # tokens whose logits are held at a time
 SCRIPT = Path(__file__).stem
@@ -83,8 +85,7 @@ def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once, before anything is started."""
     parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("model").add_argument
-    add("--model-name", default="openai-community/gpt2", help=arguments.MODEL_NAME)
+    add = arguments.add_model(parser, "openai-community/gpt2")
     add("--from-scratch", **arguments.OFF, help="use only its config")
     add("--wrap", choices=["block", "size"], default="block", help="what becomes an FSDP unit")
     add("--min-num-params", type=int, default=0, help="smallest unit under --wrap size")
@@ -120,37 +121,48 @@ def cleanup() -> None:
         dist.destroy_process_group()
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy in nats of the logits hidden @ weight.T, of which only a chunk is held.
+def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, config: Any) -> Tensor:
+    """Sum the cross-entropy, in nats, of logits of which only a chunk is held.
 
-    `hidden` is [positions, width], `weight` [vocabulary, width], `targets` int64 [positions], -100
-    where nothing is predicted. Call it in the forward of the FSDP unit that owns the weight, which
-    is whole nowhere else. Before torch 2.13 all the logits are held.
+    `hidden` is [positions, width], `targets` int64 [positions], -100 where nothing is predicted.
+    `config` says whether the logits that `head` makes are scaled or capped. Call it in the forward
+    of the FSDP unit that owns the head, for FSDP gathers its weight only inside that.
 
-    Empty `targets` give the logits [positions, vocabulary], for `check_head`.
+    Empty `targets` give the logits [positions, vocabulary], for `check_logits`.
     """
+    weight, bias = head.weight, head.bias
+    scale, cap = logit_scale_and_cap(config)
+
+    def logits(part: Tensor) -> Tensor:
+        found = F.linear(part, weight, bias).float() * scale
+        return found if cap is None else cap * torch.tanh(found / cap)
+
+    def summed(part: Tensor, part_targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits(part), part_targets, reduction="sum")
+
+    if targets.numel() == 0:
+        return logits(hidden)
+    if scale != 1 or cap is not None or not hasattr(F, "linear_cross_entropy"):
+        return policies.recomputed_sum(summed, CHUNK, hidden, targets)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    if targets.numel() == 0:
-        return F.linear(hidden, weight)
-    if not hasattr(F, "linear_cross_entropy"):
-        return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
+        bias = None if bias is None else bias.to(dtype)
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, chunking_method=None)
-    # "sum" makes gradients on the way, and logits but once, but is in the dtype of `hidden`: three
-    # digits in bf16, and too large for fp16.
-    how = "sum" if hidden.dtype == torch.float32 else "none"
-    losses = F.linear_cross_entropy(hidden, weight, targets, reduction=how, options=chunks)
+    # "sum" computes gradients in the forward pass, and logits only once, but returns the dtype of
+    # `hidden`, which keeps three digits in bf16 and overflows in fp16. So 16 bits take "none".
+    how = {"reduction": "sum" if hidden.dtype == torch.float32 else "none", "options": chunks}
+    losses = F.linear_cross_entropy(hidden, weight, targets, linear_bias=bias, **how)
     return losses.sum(dtype=torch.float32)
 
 
-class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
-    """Hugging Face's, under its name for the export, with a forward that may end in the loss."""
+class LossModel(MODEL):
+    """Hugging Face's model, with a forward that may end in the loss."""
 
     def forward(
         self, input_ids: Tensor | None = None, targets: Tensor | None = None, **options: Any
     ) -> Any:
-        """As ever without `targets`; with them their summed loss in nats.
+        """Hugging Face's forward; given `targets`, returns their summed cross-entropy in nats.
 
         `input_ids` and `targets` are int64 [batch, length], `targets[i, j]` follows
         `input_ids[i, j]` and is -100 where nothing does.
@@ -158,11 +170,11 @@ class GPT2LMHeadModel(transformers.GPT2LMHeadModel):
         if targets is None:
             return super().forward(input_ids, **options)
         hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
-        weight = self.get_output_embeddings().weight
-        return chunked_loss(hidden.flatten(0, 1), weight, targets.flatten())
+        head = self.get_output_embeddings()
+        return chunked_loss(hidden.flatten(0, 1), head, targets.flatten(), self.config)
 
 
-MODEL = GPT2LMHeadModel
+LossModel.__name__ = MODEL.__name__  # which is written into config.json
 
 
 def load_model(
@@ -179,15 +191,11 @@ def load_model(
         ids = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": None}  # no text is padded
         config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
     else:
-        directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
-        config = hf_weights.load_config(directory, MODEL, args.model_name)
-        tokenizer = hf_weights.load_tokenizer(directory, config.vocab_size)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer in {directory} has no EOS token")
-    arguments.check_length("--block-size", args.block_size, config)
+        directory, config, tokenizer = hf_weights.open_model(args.model_name, MODEL)
+    fit_config(args, LossModel, config, "block_size")
     if args.model_name == "tiny" or args.from_scratch:
-        return MODEL(config), tokenizer, None  # the seed is the same on all ranks
-    model = hf_weights.meta_model(MODEL, config, directory)
+        return LossModel(config), tokenizer, None  # the seed is the same on all ranks
+    model = hf_weights.meta_model(LossModel, config, directory)
     source = directory if pretrained else None
     return model, tokenizer, hf_weights.WeightLoader(args, model, source, device).fill
 
@@ -197,6 +205,7 @@ def wrap_model(
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.fuse_gelu(model)
+    optimization.note_decay(model)
     policy = policies.wrap_policy(BLOCKS)
     if args.wrap == "size":
         policy = policies.size_policy(model, args.min_num_params)
@@ -282,10 +291,10 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the model's loss is that of its own logits; all ranks."""
-    few_tokens = model_inputs(block_dataset.collate([block_dataset.EXAMPLE]))
+    """Raise ValueError unless the loss is that of the model's own logits; all ranks."""
+    few_tokens = model_inputs(block_dataset.collate(block_dataset.EXAMPLES))
     with policies.evaluation(model), policies.autocast(args, device):
-        check_head(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
+        check_logits(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -10,8 +10,8 @@ One optimizer step trains on --batch-size x --gradient-accumulation-steps x proc
 --max-seq-length tokens, each packed with documents that do not see each other. Run the same command
 again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging Face model. To make a
 script of your own, copy this one with policies.py, chat_dataset.py and the folder runtime/, and
-change, in this order: BLOCKS, TINY, MODEL and its class's name and base, which is all for another
-model of this kind, such as Qwen 3; `load_model`, `setup_data`, `forward`.
+change, in this order: the import of LlamaDecoderLayer, BLOCKS, MODEL and TINY, which is all for
+another model of its kind, such as Qwen 3; `load_model`, `setup_data`, `forward`.
 """
 
 import sys
@@ -48,11 +48,12 @@ from runtime import (
     ranks,
 )
 from runtime.checkpoints import TrainState
-from runtime.model_checks import check_head, flops_per_token
+from runtime.model_checks import check_logits, fit_config, flops_per_token, logit_scale_and_cap
 from runtime.run import Run, launch
 
 BLOCKS = (LlamaDecoderLayer,)  # FSDP units, compiled and recomputed one by one
-TINY = {
+MODEL = transformers.LlamaForCausalLM
+TINY = {  # the names that its config has; few experts, and token ids below 384
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
@@ -107,8 +108,7 @@ def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once, before anything is started."""
     parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("model").add_argument
-    add("--model-name", default="meta-llama/Llama-2-7b-hf", help=arguments.MODEL_NAME)
+    add = arguments.add_model(parser, "meta-llama/Llama-2-7b-hf")
     add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
     chat_dataset.add_arguments(parser)
     adapters.add_arguments(parser)
@@ -141,46 +141,61 @@ def cleanup() -> None:
         dist.destroy_process_group()
 
 
-def chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy in nats of the logits hidden @ weight.T, of which only a chunk is held.
+def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, config: Any) -> Tensor:
+    """Sum the cross-entropy, in nats, of logits of which only a chunk is held.
 
-    `hidden` is [positions, width], `weight` [vocabulary, width], `targets` int64 [positions], -100
-    where nothing is predicted. Call it in the forward of the FSDP unit that owns the weight, which
-    is whole nowhere else. Before torch 2.13 all the logits are held.
+    `hidden` is [positions, width], `targets` int64 [positions], -100 where nothing is predicted.
+    `config` says whether the logits that `head` makes are scaled or capped. Call it in the forward
+    of the FSDP unit that owns the head, for FSDP gathers its weight only inside that.
 
-    Empty `targets` give the logits [positions, vocabulary], for `check_head`.
+    Empty `targets` give the logits [positions, vocabulary], for `check_logits`.
     """
+    weight, bias = head.weight, head.bias
+    scale, cap = logit_scale_and_cap(config)
+
+    def logits(part: Tensor) -> Tensor:
+        found = F.linear(part, weight, bias).float() * scale
+        return found if cap is None else cap * torch.tanh(found / cap)
+
+    def summed(part: Tensor, part_targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits(part), part_targets, reduction="sum")
+
+    if targets.numel() == 0:
+        return logits(hidden)
+    if scale != 1 or cap is not None or not hasattr(F, "linear_cross_entropy"):
+        return policies.recomputed_sum(summed, CHUNK, hidden, targets)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-    if targets.numel() == 0:
-        return F.linear(hidden, weight)
-    if not hasattr(F, "linear_cross_entropy"):
-        return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="sum")
+        bias = None if bias is None else bias.to(dtype)
     chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, chunking_method=None)
-    # "sum" makes gradients on the way, and logits but once, but is in the dtype of `hidden`: three
-    # digits in bf16, and too large for fp16.
-    how = "sum" if hidden.dtype == torch.float32 else "none"
-    losses = F.linear_cross_entropy(hidden, weight, targets, reduction=how, options=chunks)
+    # "sum" computes gradients in the forward pass, and logits only once, but returns the dtype of
+    # `hidden`, which keeps three digits in bf16 and overflows in fp16. So 16 bits take "none".
+    how = {"reduction": "sum" if hidden.dtype == torch.float32 else "none", "options": chunks}
+    losses = F.linear_cross_entropy(hidden, weight, targets, linear_bias=bias, **how)
     return losses.sum(dtype=torch.float32)
 
 
 class LossHead(nn.Linear):
     """An output head that returns the summed loss where it is given targets, else the logits."""
 
+    def __init__(self, head: nn.Linear, config: transformers.PretrainedConfig):
+        super().__init__(head.in_features, head.out_features, bias=head.bias is not None)
+        self.config = config
+
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """As `chunked_loss`, in this module's own forward: it is an FSDP unit if it is not tied."""
         if targets is None:
             return super().forward(hidden)
-        return chunked_loss(hidden, self.weight, targets)
+        return chunked_loss(hidden, self, targets, self.config)
 
 
-class LlamaForCausalLM(transformers.LlamaForCausalLM):
-    """Hugging Face's, under its name for the export, with a forward that may end in the loss."""
+class LossModel(MODEL):
+    """Hugging Face's model, with a forward that may end in the loss."""
 
     def __init__(self, config: transformers.PretrainedConfig):
         super().__init__(config)
-        self.lm_head = LossHead(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LossHead(self.lm_head, config)
         self.post_init()  # ties the new head, or initialises it
 
     def forward(
@@ -190,7 +205,7 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
         target_positions: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """As ever without `targets`; with them their summed loss in nats.
+        """Hugging Face's forward; given `targets`, returns their summed cross-entropy in nats.
 
         `input_ids`, `targets` and `position_ids` are int64 [batch, length] as `collate` makes them:
         a document begins wherever the positions begin again. `target_positions`, int64, are those
@@ -201,14 +216,14 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
         if self.config._attn_implementation == "packed":
             # Without any mask Transformers would look for documents itself, and wait for the GPU.
             options["attention_mask"] = torch.ones_like(input_ids)
-        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
+        hidden = self.model(input_ids, use_cache=False, **options).last_hidden_state
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         if target_positions is not None and targets.numel() > 0:
             hidden, targets = hidden[target_positions], targets[target_positions]
         return self.lm_head(hidden, targets)
 
 
-MODEL = LlamaForCausalLM
+LossModel.__name__ = MODEL.__name__  # which is written into config.json
 
 
 def load_model(
@@ -224,18 +239,14 @@ def load_model(
         ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
         config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
     else:
-        directory = ranks.first_on_node(hf_weights.model_directory, args.model_name)
-        config = hf_weights.load_config(directory, MODEL, args.model_name)
-        tokenizer = hf_weights.load_tokenizer(directory, config.vocab_size)
-        if tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer in {directory} has no EOS token")
-    arguments.check_length("--max-seq-length", args.max_seq_length, config)
+        directory, config, tokenizer = hf_weights.open_model(args.model_name, MODEL)
+    fit_config(args, LossModel, config, "max_seq_length")
     tokenizer.chat_template = tokenizer.chat_template or chat_dataset.TEMPLATE  # final/ has it too
-    attention.choose(args, config)
+    attention.choose(args, config, MODEL)
     if args.model_name == "tiny":
-        model = MODEL(config)  # the seed is the same on all ranks
+        model = LossModel(config)  # the seed is the same on all ranks
     else:
-        model = hf_weights.meta_model(MODEL, config, directory)
+        model = hf_weights.meta_model(LossModel, config, directory)
     if args.lora_rank:
         adapters.add(args, model, BLOCKS, policies.PRECISIONS[args.precision].param_dtype, device)
     if args.model_name == "tiny":
@@ -256,6 +267,7 @@ def wrap_model(
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.fuse_gelu(model)
+    optimization.note_decay(model)
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
@@ -345,10 +357,11 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the model's loss is that of its own logits; all ranks."""
-    few_tokens = model_inputs(chat_dataset.collate([chat_dataset.EXAMPLE]))
+    """Raise ValueError unless the loss is the model's own and documents are apart; all ranks."""
+    few_tokens = model_inputs(chat_dataset.collate(chat_dataset.EXAMPLES[args.packing]))
+    dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        check_head(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
+        check_logits(model, few_tokens, device, dtype, args.packing)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -225,6 +225,11 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
     return script
 
 
+def model_class(script: ModuleType) -> type[nn.Module]:
+    """The class of the model that a script trains: its MODEL, or what it makes of that."""
+    return getattr(script, "LossModel", script.MODEL)
+
+
 class FusedAttention(torch.autograd.Function):
     """What a fused kernel keeps for its backward pass: not the scores."""
 
@@ -318,7 +323,7 @@ def read_model(args: Namespace) -> Model:
     config._attn_implementation = "estimate"
     compute = policies.PRECISIONS[args.precision].param_dtype
     with torch.device("meta"):
-        model = script.MODEL(config)
+        model = model_class(script)(config)
     policies.fuse_gelu(model)
     if args.lora_rank:
         add_adapters(args, script, model, compute)

@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import NewGELUActivation
 
 from runtime import ranks
@@ -145,6 +146,17 @@ def fully_shard_units(
 def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
     """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
+
+
+def recomputed_sum(
+    function: Callable[..., torch.Tensor], size: int, *tensors: torch.Tensor
+) -> torch.Tensor:
+    """Sum `function` over chunks of `size` rows of the `tensors`; the backward pass recomputes what
+    it holds of a chunk."""
+    total = torch.zeros((), device=tensors[0].device)
+    for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
+        total = total + checkpoint(function, *chunk, use_reentrant=False, preserve_rng_state=False)
+    return total
 
 
 def fuse_gelu(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ own, return one more `Source` from `open_sources`.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import random
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset, List, Value
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from runtime import arguments, bad_rows, json_rows, ranks, readers, tokens
 
@@ -81,6 +82,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     line = "put each text and summary on one line, as is done with wikihow and docstrings"
     add("--clean", line, **arguments.OFF)
     add("--bad-rows", bad_rows.HELP, choices=bad_rows.CHOICES, default="fail")
+    add("--group-by-length", "batches of texts of about one length pad less", **arguments.ON)
+    summaries = parser.add_argument_group("summaries").add_argument
+    summaries("--rouge-samples", type=int, help="examples to summarise (training 32, evaluation "
+              "all)")  # fmt: skip
+    summaries("--num-beams", type=int, help="1: greedy (default: as the model's "
+              "generation_config.json)")  # fmt: skip
 
 
 def check_arguments(args: argparse.Namespace) -> list[str]:
@@ -106,7 +113,7 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
         problems.append(f"--val-dataset goes with files and hub ids, not with {args.dataset}")
     elif args.val_dataset is not None:
         problems += readers.check_name("--val-dataset", args.val_dataset)
-    return problems
+    return problems + check_generation(args)
 
 
 def wikihow_path(args: argparse.Namespace) -> Path:
@@ -413,15 +420,45 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
     return readers.cached_map(rows, encode_batch, FEATURES, *identity)
 
 
+def collator(model: PreTrainedModel) -> Callable:
+    """`collate` for a model: with the tokens that its own decoder starts and is padded with.
+
+    Raises ValueError if it has none.
+    """
+    start, padding = (
+        getattr(model.config, "decoder_start_token_id", None),
+        model.config.pad_token_id,
+    )
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # T5Gemma has its start elsewhere
+        labels = torch.tensor([[5, -100, -100]])
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # it may find none
+            shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
+            start, _, padding = shifted[0].tolist()
+    if start is None or padding is None:
+        raise ValueError(
+            "the model has no token to start its decoder with, or none for padding: set "
+            "decoder_start_token_id and pad_token_id in its config.json"
+        )
+    return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
+
+
+def example(model: PreTrainedModel) -> dict[str, torch.Tensor | int]:
+    """A batch of two examples with one source, whose first target begins with the second's."""
+    source, target = range(10, 27), range(30, 46)
+    targets = target, target[:8]
+    return collator(model)([{"input_ids": source, "labels": labels} for labels in targets])
+
+
 def collate(
     examples: list[dict], pad_token_id: int, decoder_start_token_id: int
 ) -> dict[str, torch.Tensor | int]:
     """Pad examples to the longest of them; on a GPU to a multiple of 8, which its kernels want.
 
-    Returns int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels` and
-    `decoder_input_ids` [batch, target]; padding is `pad_token_id`, in `labels` -100. The ints
-    `targets` and `tokens` count the labels that are not -100, and with them the source's tokens. No
-    examples give one without any target, so that a rank with nothing left can go along.
+    Returns int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels`,
+    `decoder_input_ids` and `decoder_attention_mask` [batch, target]; padding is `pad_token_id`, in
+    `labels` -100. The ints `targets` and `tokens` count the labels that are not -100, and with them
+    the source's tokens. No examples give one without any target, so that a rank with nothing left
+    can go along.
     """
     # One position stays visible: attention over none would be NaN.
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
@@ -439,11 +476,14 @@ def collate(
     decoder_input_ids = np.full(target_shape, decoder_start_token_id)
     decoder_input_ids[:, 1:] = labels[:, :-1]
     decoder_input_ids[decoder_input_ids == -100] = pad_token_id
+    decoder_attention_mask = (labels != -100).astype(np.int64)
+    decoder_attention_mask[:, 0] = 1
     tensors = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "labels": labels,
         "decoder_input_ids": decoder_input_ids,
+        "decoder_attention_mask": decoder_attention_mask,
     }
     count = sum(map(len, targets))
     counts = {"targets": count, "tokens": count + sum(map(len, sources))}
@@ -469,6 +509,16 @@ def generated_texts(
     decoded = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in parts)
     triples = zip(*decoded, strict=True)
     return [triple for triple, row in zip(triples, is_target, strict=True) if row.any()]
+
+
+def shown(triples: list[tuple[str, str, str]]) -> str:
+    """Lines of source, reference and generated text of each example."""
+    lines = []
+    for source, reference, generated in triples:
+        lines.append(f"   source: {source[:300]}")
+        lines.append(f"reference: {reference}")
+        lines.append(f"generated: {generated}")
+    return "\n".join(lines)
 
 
 def check_generation(args: argparse.Namespace) -> list[str]:

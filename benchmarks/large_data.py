@@ -60,8 +60,8 @@ def load(script: str, path: Path) -> dict[str, float]:
     model, tokenizer, _ = module.load_model(args, device, pretrained=False)
     before = peak(resource.RUSAGE_SELF)
     start = time.perf_counter()
-    config = [model.config] if script == "T5" else []
-    loader, _ = module.setup_data(args, tokenizer, *config)
+    more = [model] if script == "T5" else []
+    loader, _ = module.setup_data(args, tokenizer, *more)
     batch = next(iter(loader))
     found = {"seconds": time.perf_counter() - start, "before": before}
     found |= {"own": peak(resource.RUSAGE_SELF), "others": peak(resource.RUSAGE_CHILDREN)}

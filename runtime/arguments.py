@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from transformers import PretrainedConfig
 
 from . import ranks
 
-MODEL_NAME = "hub id, local directory, or tiny (random weights, bytes as tokens, no download)"
 OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
 INSTALL = "pip install -r requirements-extras.txt"
@@ -39,6 +39,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """End with exit code 1."""
         ranks.exit_with(message)
+
+
+def add_model(parser: argparse.ArgumentParser, default: str) -> Callable:
+    """Declare --model-name in the group "model"; return what adds a flag to that."""
+    add = parser.add_argument_group("model").add_argument
+    add("--model-name", default=default, help="hub id, local directory, or tiny (random weights, "
+        "bytes as tokens, no download)")  # fmt: skip
+    return add
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from . import ranks
 
@@ -141,15 +148,18 @@ def check_arguments(args: Namespace, precision: str) -> list[str]:
     return []
 
 
-def automatic(args: Namespace, config: PretrainedConfig) -> str:
-    """The first that runs here and computes what the model of `config` asks for."""
+def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str:
+    """The first that runs here and computes what a `model_class` of `config` asks for."""
+    if not model_class._supports_sdpa:
+        return "eager"
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
     has_window = window is not None and window < args.max_seq_length
     # A compiled graph would break at a CPU's documents, which are there one by one.
     breaks = args.compile and ranks.accelerator() is None
-    if has_window or config.attention_dropout or breaks:
+    has_more = has_window or _has_chunks(args, config) or _dropout(config)
+    if has_more or breaks or not model_class._supports_attention_backend:
         return "sdpa"
     for candidate in ("flash", "varlen"):
         with contextlib.suppress(ValueError):
@@ -162,17 +172,22 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
     """Give Transformers an attention called "packed", with no mask: `cu_seq_lens` says it all.
 
     The cumulative lengths, and the longest of the lengths, are made once a batch, by `collate`, and
-    reach every layer as keywords.
-    A layer that asks for what the kernel does not compute raises ValueError: a mask or bias, a soft
-    cap, sinks, dropout, or a window shorter than the sequences, which have up to `longest` tokens.
+    reach every layer as keywords. A layer that asks for what the kernel does not compute raises
+    ValueError: a mask or bias, a soft cap, sinks, dropout, or a window shorter than the sequences,
+    which have up to `longest` tokens.
     """
 
     def packed(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float,
-        cu_seq_lens: Tensor, longest_document: int, sliding_window: int | None = None,
-        is_causal: bool | None = None, **options: Any,
+        cu_seq_lens: Tensor | None = None, longest_document: int = 0,
+        sliding_window: int | None = None, is_causal: bool | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """From [batch, heads, length, head size] to [batch, length, heads, head size]."""
+        if cu_seq_lens is None:
+            raise ValueError(
+                f"--attention flash and varlen need cu_seq_lens, which {type(module).__name__} is "
+                "not given by its layer: use --attention sdpa"
+            )
         batch, _, length, _ = query.shape
         features = {"attention_mask": mask} | options
         for name in ("position_ids", "cache_position", "use_cache"):  # these change nothing here
@@ -197,8 +212,46 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
     AttentionMaskInterface.register("packed", lambda **_: None)
 
 
-def choose(args: Namespace, config: PretrainedConfig) -> None:
-    """Have the model of `config` use --attention; raises ValueError if it cannot.
+def _dropout(config: PretrainedConfig) -> float:
+    return getattr(config, "attention_dropout", 0.0)
+
+
+def _has_chunks(args: Namespace, config: PretrainedConfig) -> bool:
+    """Whether sequences may be longer than the chunks in which Llama 4's layers attend."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    return chunk is not None and chunk < args.max_seq_length
+
+
+def _check(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Raise ValueError if a `model_class` of `config` cannot use --attention, or not rightly."""
+    name = args.attention
+    if name == "sdpa" and not model_class._supports_sdpa:
+        raise ValueError(f"--attention sdpa: {model_class.__name__} has none, use eager")
+    if name in ("flash", "varlen"):
+        if _dropout(config):
+            raise ValueError(f"--attention {name} has no dropout: use sdpa for this model")
+        if not model_class._supports_attention_backend:
+            other = "sdpa" if model_class._supports_sdpa else "eager"
+            raise ValueError(
+                f"--attention {name}: {model_class.__name__} takes no attention but its own: use "
+                f"--attention {other}"
+            )
+        if _has_chunks(args, config):
+            raise ValueError(
+                f"--attention {name} has no chunks, in which this model attends above "
+                f"{config.attention_chunk_size} tokens: use --attention sdpa"
+            )
+    counts_documents = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+    if args.packing and _has_chunks(args, config) and not counts_documents:
+        raise ValueError(
+            f"Transformers {transformers.__version__} counts this model's chunks of "
+            f"{config.attention_chunk_size} tokens from the sequence's beginning, not from each "
+            "document's: use --no-packing, or Transformers 5.23"
+        )
+
+
+def choose(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
+    """Have a `model_class` of `config` use --attention; raises ValueError if it cannot.
 
     `args.attention` is not auto then, and `args.attention_kernel` says whose kernel it is: the
     run's record names what runs.
@@ -206,12 +259,11 @@ def choose(args: Namespace, config: PretrainedConfig) -> None:
     if args.prepare_only:
         return  # nothing is computed
     if args.attention == "auto":
-        args.attention = automatic(args, config)
+        args.attention = automatic(args, config, model_class)
+    _check(args, config, model_class)
     name = args.attention_kernel = args.attention
     config._attn_implementation = name
     if name in ("flash", "varlen"):
-        if config.attention_dropout:
-            raise ValueError(f"--attention {name} has no dropout: use sdpa for this model")
         kernel = varlen_kernel(name, args.precision)
         args.attention_kernel = f"{name} ({kernel.origin})"
         register(kernel, args.max_seq_length)

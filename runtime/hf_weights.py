@@ -48,7 +48,7 @@ from transformers.core_model_loading import (
 )
 
 from . import stored_tensors
-from .ranks import cpu_group, hide_bar, on_every_rank, on_rank_zero
+from .ranks import cpu_group, first_on_node, hide_bar, on_every_rank, on_rank_zero
 from .stored_tensors import Stored, StoredTensor
 
 HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
@@ -330,6 +330,21 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
             f"{type(tokenizer).__name__}, so save one of that class there, with its tokenizer.json"
         )
     return tokenizer
+
+
+def open_model(
+    name: str, model_class: type[PreTrainedModel]
+) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
+    """The directory of the model `name`, its config and its tokenizer; all ranks.
+
+    Raises ValueError if the model cannot be had, is no `model_class`, or its tokenizer has no EOS.
+    """
+    directory = first_on_node(model_directory, name)
+    config = load_config(directory, model_class, name)
+    tokenizer = load_tokenizer(directory, config.vocab_size)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {directory} has no EOS token")
+    return directory, config, tokenizer
 
 
 class WeightLoader:

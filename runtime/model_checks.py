@@ -1,14 +1,23 @@
-"""What is asked of a model before it trains: is its loss its own, what does a token cost?"""
+"""Checks of a model before it trains: its loss is its own, and it sees only what it should; and
+what a token costs."""
 
+import contextlib
 import copy
+import re
+from argparse import Namespace
+from collections.abc import Iterator
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PretrainedConfig, PreTrainedModel
 
-from . import adapters
+from . import adapters, arguments
 from .batches import to_device
 from .ranks import true_on_any
+
+TINY_LIMIT = 50_000_000  # parameters that --model-name tiny may have
 
 
 def flops_per_token(model: nn.Module, length: float) -> float | None:
@@ -44,39 +53,185 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     return passes * linear + 3 * quadratic * length
 
 
+def logit_scale_and_cap(config: PretrainedConfig) -> tuple[float, float | None]:
+    """The factor that a config gives the logits, and the cap to which tanh bends them, if any."""
+    scale = getattr(config, "logit_scale", None) or 1.0  # as Cohere calls it
+    scale /= getattr(config, "logits_scaling", None) or 1.0  # as Granite does
+    return scale, getattr(config, "final_logit_softcapping", None)
+
+
+def fit_config(
+    args: Namespace, model_class: type[PreTrainedModel], config: PretrainedConfig, *lengths: str
+) -> None:
+    """Make a config fit for training, in place; call it before the model is made of it.
+
+    Every `layerdrop` becomes 0, with a line that says so. Raises ValueError if the model has fewer
+    positions than one of the arguments called `lengths`, or is too large for --model-name tiny: its
+    parameters are counted on meta, so that no memory is taken.
+    """
+    for name in lengths:
+        flag = f"--{name.replace('_', '-')}"
+        arguments.check_length(flag, getattr(args, name), config)
+    for name, value in config.to_dict().items():
+        if name.endswith("layerdrop") and value:
+            setattr(config, name, 0.0)
+            if dist.get_rank() == 0:
+                print(
+                    f"{name} is 0 here, not the model's {value}: ranks would leave out different "
+                    "layers, and wait for each other for ever",
+                    flush=True,
+                )
+    if args.model_name != "tiny":
+        return
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in model_class(config).parameters())
+    if size > TINY_LIMIT:
+        raise ValueError(
+            f"--model-name tiny would have {size:,} parameters, above {TINY_LIMIT:,}: give TINY "
+            f"the names that {type(config).__name__} has for width and layers, and few experts"
+        )
+
+
 @torch.no_grad()
-def check_head(
+def check_logits(
     model: nn.Module,
-    inputs: dict[str, torch.Tensor | int],
+    inputs: dict[str, Tensor | int],
+    device: torch.device,
+    dtype: torch.dtype,
+    packed: bool = False,
+) -> None:
+    """Raise ValueError, on all ranks, if a causal model would learn from other logits than its own,
+    or from tokens that it should not see.
+
+    `inputs` are keywords of the wrapped `model`, alike on all ranks: two rows that begin alike, of
+    which the first, if `packed`, is one document twice. With empty `targets` besides, the model
+    returns the logits of its loss, [positions, vocabulary]; without, its own, [batch, length,
+    vocabulary], as `logits`. Both are computed in `dtype`. The model, in evaluation mode, runs
+    without torch.compile. The random states stay as they are.
+    """
+    inputs = to_device(inputs, device)
+    ids = inputs["input_ids"]
+    with _undisturbed(device):
+        # The first pass sets FSDP's order of prefetching: it is the one that training makes.
+        found = model(**inputs, targets=ids.new_empty(0)).float().unflatten(0, ids.shape)
+        own = model(**inputs, use_cache=False).logits.float()
+    _check_head(model, found, own, dtype)
+    _check_causality(ids, found, dtype)
+    if packed:
+        _check_documents(found[0], dtype)
+
+
+@torch.no_grad()
+def check_decoder(
+    model: nn.Module,
+    inputs: dict[str, Tensor | int],
+    labels: Tensor,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Raise ValueError, on all ranks, if the loss is not computed from the model's own logits.
+    """Raise ValueError, on all ranks, if a sequence-to-sequence model is not given what it would
+    give its own decoder, or if the decoder sees later tokens.
 
-    `inputs` are keywords of the wrapped `model`, alike on all ranks, of a few tokens. With empty
-    `targets` besides, the model returns the logits of its loss, [positions, vocabulary]; without,
-    its own, [batch, length, vocabulary], as `logits`. Both are computed in `dtype`. The model, in
-    evaluation mode, runs without torch.compile. The random states stay as they are.
+    `inputs` are keywords of the wrapped `model`, alike on all ranks, as `collate` makes them of two
+    examples with equal sources, of which one target is the beginning of the other. The model, as in
+    `check_logits`, computes logits of them, and of `labels` alone.
     """
     inputs = to_device(inputs, device)
+    labels = labels.to(device)
+    source = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+    with _undisturbed(device):
+        found = model(**inputs, use_cache=False).logits.float()
+        own = model(**source, labels=labels, use_cache=False).logits.float()
+    is_target = labels != -100
+    ids = inputs["decoder_input_ids"].masked_fill(~is_target, -1)
+    _check_causality(ids, found, dtype)
+    difference, largest = _compare(found[is_target], own[is_target])
+    if true_on_any(difference > _rounding(dtype) * largest):
+        raise ValueError(
+            f"the decoder's logits differ by {difference:.3g} from those that the model computes "
+            f"of the labels, which reach {largest:.3g}: have collate make decoder_input_ids and "
+            "decoder_attention_mask as the model's own forward does"
+        )
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Around forward passes that are not part of the training: without torch.compile, and with the
+    random states restored."""
     devices = [] if device.type == "cpu" else [device.index]
     with (
         torch.compiler.set_stance("force_eager"),
         torch.random.fork_rng(devices, device_type=device.type),
     ):
-        # The first pass sets FSDP's order of prefetching: it is the one that training makes.
-        found = model(**inputs, targets=inputs["input_ids"].new_empty(0)).float()
-        own = model(**inputs, use_cache=False).logits.flatten(0, 1).float()
+        yield
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """The relative difference that rounding may make of two ways to compute the same logits."""
     # A scale before the head rounds otherwise than one behind it.
-    rounding = max(1e-5, 4 * torch.finfo(dtype).eps)
-    largest = own.abs().nan_to_num(0, 0).max().item()
-    # Values that are not finite in both are left to the first step, which names the samples.
-    same = torch.allclose(found, own, rtol=0, atol=rounding * largest, equal_nan=True)
-    if true_on_any(not same):
-        difference = (found - own).abs().max().item()
+    return max(1e-5, 4 * torch.finfo(dtype).eps)
+
+
+def _compare(found: Tensor, own: Tensor) -> tuple[float, float]:
+    """The largest difference of two tensors, and the largest finite absolute value of the second.
+
+    Where both are not finite they do not differ: that is left to the first step, which names the
+    samples.
+    """
+    difference = (found - own).abs()
+    difference[~(found.isfinite() | own.isfinite())] = 0
+    return difference.nan_to_num(torch.inf).max().item(), own.abs().nan_to_num(0, 0).max().item()
+
+
+def _check_head(model: nn.Module, found: Tensor, own: Tensor, dtype: torch.dtype) -> None:
+    difference, largest = _compare(found, own)
+    if not true_on_any(difference > _rounding(dtype) * largest):
+        return
+    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    features = []
+    for name, value in inner.config.to_dict().items():
+        if re.match(r"(final_)?logits?_|lm_head_", name) and value is not None:
+            features.append(f"{name} {value}")
+    if getattr(inner.get_output_embeddings(), "bias", None) is not None:
+        features.append("a bias of the head")
+    raise ValueError(
+        f"the logits behind the loss differ by {difference:.3g} from the model's own, which "
+        f"reach {largest:.3g} (the model has {', '.join(features) or 'no scale, cap or bias'}): "
+        "have forward and chunked_loss compute them as the model's own forward does; or take the "
+        "loss from the model's own logits, as T5_training.py does, and leave out check_logits"
+    )
+
+
+def _check_causality(ids: Tensor, logits: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError if logits [2, length, vocabulary] differ where the ids so far do not."""
+    alike = int((ids[0] == ids[1]).cumprod(0).sum())
+    difference = _mean_difference(*logits[:, :alike])
+    if true_on_any(difference > _noise(dtype)):
         raise ValueError(
-            f"the logits behind the loss differ by {difference:.3g} from the model's own, which "
-            f"reach {largest:.3g}: have forward and chunked_loss scale or cap them as the model's "
-            "own forward does; or take the loss from the model's own logits, as T5_training.py "
-            "does, and leave out check_head"
+            f"the model is not causal: logits differ by {difference:.1%} where only later tokens "
+            "do, so it would learn from what it cannot know: its attention mask is not causal, or "
+            "it is given none"
         )
+
+
+def _check_documents(logits: Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError if the halves of logits [length, vocabulary] differ, of equal documents."""
+    difference = _mean_difference(*logits.chunk(2))
+    if true_on_any(difference > _noise(dtype)):
+        raise ValueError(
+            "documents in a sequence see each other: of two equal ones the second's logits differ "
+            f"by {difference:.1%}, as this model heeds neither position_ids nor cu_seq_lens: use "
+            "--no-packing"
+        )
+
+
+def _mean_difference(one: Tensor, other: Tensor) -> float:
+    """The mean over positions of how far vectors [positions, vocabulary] are apart, relative to
+    their mean length. Experts that rounding exchanges in a few positions count little."""
+    apart = (one - other).norm(dim=-1).mean()
+    return (apart / one.norm(dim=-1).mean()).item()
+
+
+def _noise(dtype: torch.dtype) -> float:
+    """The `_mean_difference` that rounding may make of the same positions in other surroundings."""
+    return max(1e-4, 4 * torch.finfo(dtype).eps)

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from argparse import Namespace
 from typing import Any
 
@@ -13,21 +12,35 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from . import ranks
 from .checkpoints import TrainState
+from .hf_weights import WRAPPERS
+
+
+def note_decay(model: nn.Module) -> None:
+    """Set `model.decayed`, the names of the parameters that get weight decay.
+
+    None is there for norms, for biases, and for what is one-dimensional. Call it before wrapping,
+    for FSDP1's shards are all one-dimensional.
+    """
+    norms = {name for name, x in model.named_modules() if "norm" in type(x).__name__.lower()}
+    model.decayed = set()
+    for name, parameter in model.named_parameters():
+        module, _, key = name.rpartition(".")
+        is_bias = key == "bias" or key.endswith("_bias")
+        if parameter.dim() > 1 and not is_bias and module not in norms:
+            model.decayed.add(name)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW's groups of what is trained: biases and norms have no weight decay.
-
-    They are told by their names, since FSDP's shards are all one-dimensional.
-    """
+    """AdamW's groups of what is trained, with and without weight decay, as `note_decay` found."""
+    inner = next(module for module in model.modules() if hasattr(module, "decayed"))
     decayed, others = [], []
-    for name, parameter in model.named_parameters():
+    for name, parameter in inner.named_parameters():
         if not parameter.requires_grad:
             continue
-        if re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", name):
-            others.append(parameter)
-        else:
+        if WRAPPERS.sub("", name) in inner.decayed:
             decayed.append(parameter)
+        else:
+            others.append(parameter)
     return [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -17,9 +17,21 @@ def copied(script: str, replacements: dict[str, str]) -> ModuleType:
     return module
 
 
-def llama_as(name: str, replacements: dict[str, str] | None = None, **config: object) -> ModuleType:
-    """llama_fsdp.py for the architecture `name`, whose tiny model has `config` besides."""
-    names = {"llama": name.lower(), "Llama": name}
-    shape = '"hidden_size": 128,'
+def llama_changes(name: str, folder: str = "", **config: object) -> dict[str, str]:
+    """What makes llama_fsdp.py that of the architecture `name`, with `config` besides in TINY.
+
+    `folder` is where Transformers has it, if that is not its name in small letters.
+    """
+    folder = folder or name.lower()
+    shape = '"num_key_value_heads": 2,'  # the last entry
     more = "".join(f' "{key}": {value!r},' for key, value in config.items())
-    return copied("llama_fsdp", names | {shape: shape + more} | (replacements or {}))
+    return {
+        "models.llama.modeling_llama": f"models.{folder}.modeling_{folder}",
+        "Llama": name,
+        shape: shape + more,
+    }
+
+
+def llama_as(name: str, folder: str = "", **config: object) -> ModuleType:
+    """llama_fsdp.py for another architecture, see `llama_changes`."""
+    return copied("llama_fsdp", llama_changes(name, folder, **config))

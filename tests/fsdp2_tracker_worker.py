@@ -88,7 +88,7 @@ def main() -> None:
     policies.device_mesh = lambda *_: mesh
     length = memory_estimator.LENGTHS[config.model_type]
     with torch.device("meta"):
-        model = script.MODEL(config)
+        model = memory_estimator.model_class(script)(config)
     policies.fuse_gelu(model)
     if options.lora_rank:
         memory_estimator.add_adapters(options, script, model, torch.bfloat16)

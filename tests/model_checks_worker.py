@@ -1,6 +1,8 @@
-"""Run under torchrun by test_model_checks.py: which copies of llama_fsdp.py are refused, and how.
+"""Run under torchrun by test_model_checks.py: which copies of the scripts are refused, and how.
 
-model_checks_worker.py OUTPUT.json CHATS.jsonl MODELS.json VARIANTS.json
+model_checks_worker.py CASES.json OUTPUT.json
+
+CASES holds a script, the changes to its text and flags, by name.
 """
 
 import json
@@ -11,30 +13,27 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch.distributed as dist
-from copied import llama_as
+from copied import copied
 
 import llama_fsdp
 
 
 def main() -> None:
-    """Write what every rank was told, by model and variant; empty where all is well."""
-    output, chats, models, variants = sys.argv[1:]
-    common = ["--model-name", "tiny", "--dataset", chats, "--max-seq-length", "64"]
-    device = llama_fsdp.setup(llama_fsdp.parse_args(common))
+    """Write what every rank was told, by case; empty where all is well."""
+    cases, output = map(Path, sys.argv[1:])
+    device = llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
     results: dict[str, list[str]] = {}
-    for name, config in json.loads(models).items():
-        script = llama_as(name, **config)
-        for variant, flags in json.loads(variants).items():
-            said = ""
-            try:
-                script.prepare(script.parse_args([*common, *flags]), device, None)
-            except ValueError as error:
-                said = str(error)
-            everyone = [""] * dist.get_world_size()
-            dist.all_gather_object(everyone, said)
-            results[f"{name} {variant}"] = everyone
+    for case, (name, changes, flags) in json.loads(cases.read_text()).items():
+        script = copied(name, changes)
+        said = ""
+        try:
+            script.prepare(script.parse_args(["--model-name", "tiny", *flags]), device, None)
+        except ValueError as error:
+            said = str(error)
+        results[case] = [""] * dist.get_world_size()
+        dist.all_gather_object(results[case], said)
     if dist.get_rank() == 0:
-        Path(output).write_text(json.dumps(results))
+        output.write_text(json.dumps(results))
     llama_fsdp.cleanup()
 
 

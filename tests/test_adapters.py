@@ -299,9 +299,10 @@ T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.
         "    adapters.add_arguments(parser)\n    arguments.add_common(parser)\n",
     ),
     (
-        "    problems = summarization_dataset.check_arguments(args)\n",
+        "    return arguments.checked(args, summarization_dataset.check_arguments(args))\n",
         "    problems = summarization_dataset.check_arguments(args)\n"
-        "    problems += adapters.check_arguments(args)\n",
+        "    problems += adapters.check_arguments(args)\n"
+        "    return arguments.checked(args, problems)\n",
     ),
     (
         "    model = hf_weights.meta_model(MODEL, config, directory)\n",

@@ -14,6 +14,7 @@ from conftest import launch, losses, weights
 from torch._dynamo.utils import counters
 
 import gpt2_fsdp
+import memory_estimator
 import policies
 from runtime import arguments, ranks
 
@@ -40,7 +41,7 @@ def test_a_compiled_block_gives_what_it_gave(name: str) -> None:
     """
     script = importlib.import_module(name)
     torch.manual_seed(0)
-    eager = script.MODEL(SMALL[name]).train()
+    eager = memory_estimator.model_class(script)(SMALL[name]).train()
     compiled = copy.deepcopy(eager)
     stack = compiled.decoder if name == "T5_training" else compiled
     policies.compile_blocks(stack, script.BLOCKS)

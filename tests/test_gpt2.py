@@ -221,7 +221,7 @@ def test_loss_without_logits_equals_the_plain_one(monkeypatch: pytest.MonkeyPatc
     """Value and gradients to 1e-5 in fp32, over several chunks, and where torch has no such."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=500, n_positions=256)
-    model = gpt2_fsdp.GPT2LMHeadModel(config).eval()
+    model = gpt2_fsdp.LossModel(config).eval()
     ids = torch.randint(0, 500, (3, 200))
     targets = ids.roll(-1, dims=1).masked_fill(torch.rand(3, 200) < 0.3, -100)
     monkeypatch.setattr(gpt2_fsdp, "CHUNK", 128)

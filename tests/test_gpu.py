@@ -194,7 +194,7 @@ def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
     shape = {"hidden_size": 4 * head_size, "intermediate_size": 512, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384}
     config = LlamaConfig(head_dim=head_size, **shape)
-    model = llama_fsdp.LlamaForCausalLM(config).cuda().train()
+    model = llama_fsdp.LossModel(config).cuda().train()
     rows = [torch.randint(3, 300, (n,)).tolist() for n in (300, 17, 2, 90, 64, 65)]
     packs = [[{"input_ids": x, "labels": x} for x in part] for part in (rows[:3], rows[3:])]
     batch = to_device(chat_dataset.collate(packs), torch.device("cuda"))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import transformers
 from conftest import launch
 from safetensors.torch import load_file, save_file
 from ten_steps import COMPILED, PAGED, SHARED_VARIANTS, check_going_on, check_nothing_waits
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
@@ -247,7 +248,8 @@ def test_the_loss_is_summed_in_fp32() -> None:
     targets = torch.randint(0, 300, (4000,))
     plain = F.cross_entropy(hidden @ weight.T, targets, reduction="sum").item()
     for dtype in (torch.bfloat16, torch.float16):
-        loss = llama_fsdp.chunked_loss(hidden.to(dtype), weight.to(dtype), targets)
+        head = SimpleNamespace(weight=weight.to(dtype), bias=None)
+        loss = llama_fsdp.chunked_loss(hidden.to(dtype), head, targets, LlamaConfig())
         assert loss.dtype == torch.float32 and loss.item() == pytest.approx(plain, rel=1e-3)
 
 
@@ -265,7 +267,7 @@ def logits(model: torch.nn.Module, batch: dict) -> torch.Tensor:
 def test_documents_do_not_see_each_other(attention: str, llama_directory: Path) -> None:
     """Packed logits are those of each document alone, whatever stands in the others."""
     register(per_document)
-    model = llama_fsdp.LlamaForCausalLM.from_pretrained(
+    model = llama_fsdp.LossModel.from_pretrained(
         llama_directory, attn_implementation=attention
     ).train()
     packs = [documents(8)[:5], documents(8)[5:]]
@@ -301,17 +303,17 @@ def test_a_kernel_is_refused_where_it_cannot_run(capsys: pytest.CaptureFixture) 
         ([], {"attention_dropout": 0.1}, "sdpa"),
     ):
         args = llama_fsdp.parse_args(flags)
-        assert automatic(args, LlamaConfig(**shape)) == expected
+        assert automatic(args, LlamaConfig(**shape), LlamaForCausalLM) == expected
 
 
 def test_new_head_is_initialised_or_tied() -> None:
     """As Hugging Face's own would be."""
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 500}
     config = LlamaConfig(num_attention_heads=2, **shape)
-    head = llama_fsdp.LlamaForCausalLM(config).lm_head.weight
+    head = llama_fsdp.LossModel(config).lm_head.weight
     assert head.std().item() == pytest.approx(config.initializer_range, rel=0.05)
     config.tie_word_embeddings = True
-    tied = llama_fsdp.LlamaForCausalLM(config)
+    tied = llama_fsdp.LossModel(config)
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
 
 

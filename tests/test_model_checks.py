@@ -1,40 +1,54 @@
 """What a copy of a script for another architecture would do wrong without a word."""
 
 import argparse
+import importlib
 import json
 import re
+import resource
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import launch
-from copied import copied, llama_as
+from copied import copied, llama_as, llama_changes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer
 
+import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
 import memory_estimator
 import policies
-from runtime.attention import per_document, register
+import T5_training
+from runtime.attention import choose, per_document, register
 from runtime.checkpoints import TrainState
-from runtime.model_checks import check_head, flops_per_token
+from runtime.model_checks import check_logits, fit_config, flops_per_token
+from runtime.optimization import note_decay, parameter_groups
 from runtime.run import peak_tflops, speed
 
-MODELS = {  # with what the tiny model's config has besides
-    "Llama": {},
-    "Mistral": {},
-    "Qwen3": {},
-    "Granite": {"logits_scaling": 8.0},
-    "Gemma2": {"initializer_range": 1.0},  # logits of 50, which it caps at 30
+FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+HEADS = {"head_dim": 32, "pad_token_id": 0}
+CONV = ["conv", "conv", "full_attention", "conv"]
+LLAMAS = {  # the architecture, its folder in Transformers, and what TINY has besides
+    "Llama": ("Llama", "", {}),
+    "Mistral": ("Mistral", "", {"sliding_window": 8}),  # shorter than the documents
+    "Granite": ("Granite", "", {"logits_scaling": 8.0}),
+    "Gemma2": ("Gemma2", "", {"initializer_range": 1.0}),  # logits of 50, which it caps at 30
+    "GptOss": ("GptOss", "gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
+    "scaled": ("Llama", "", {"logit_scale": 0.5}),  # to which Llama pays no heed
 }
-REFUSED = ("Granite", "Gemma2")
+DIFFER = "the logits behind the loss differ by"
+SEEN = "documents in a sequence see each other"
+REFUSED = {"GptOss": SEEN, "scaled": DIFFER}
 ATTENTIONS = {  # on one rank
     "sdpa": ["--strategy", "ddp"],
     "eager": ["--precision", "bf16"],
@@ -42,15 +56,38 @@ ATTENTIONS = {  # on one rank
 }
 TWO_RANKS = {
     "full_shard": ["--attention", "eager"],
+    "fsdp2": ["--attention", "eager", "--fsdp", "2"],
     "shard_grad_op bf16": ["--attention", "eager", "--strategy", "shard_grad_op",
                            "--precision", "bf16"],
     "ddp bf16": ["--attention", "eager", "--strategy", "ddp", "--precision", "bf16"],
 }  # fmt: skip
+T5GEMMA = {
+    "T5Block,": "T5GemmaEncoderLayer, T5GemmaDecoderLayer",
+    "import T5Block": "import T5GemmaDecoderLayer, T5GemmaEncoderLayer",
+    "models.t5.modeling_t5": "models.t5gemma.modeling_t5gemma",
+    "transformers.T5For": "transformers.T5GemmaFor",
+    '"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4': (
+        "name: dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32, "
+        "num_attention_heads=4, num_key_value_heads=2, vocab_size=384) "
+        "for name in ('encoder', 'decoder')"
+    ),
+}
+LEFT_OUT = '("labels", "targets", "tokens"'
+NO_MASK = {LEFT_OUT: LEFT_OUT + ', "decoder_attention_mask"'}
+PADDING_FIRST = {
+    "        check_decoder(": "        batch['decoder_input_ids'][:, 0] = 0\n        check_decoder("
+}
+SEQ2SEQ = {  # what T5_training.py is changed by, and how it is refused
+    "T5": ({}, ""),
+    "T5Gemma": (T5GEMMA, ""),
+    "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, "the decoder's logits differ"),
+    "T5Gemma without a mask, too": (T5GEMMA | PADDING_FIRST | NO_MASK, "the model is not causal"),
+}
 FLAGS = ["--model-name", "tiny", "--max-seq-length", "64"]
+LLAMA_DATA = ["--max-seq-length", "64", "--dataset"]
 # Before Transformers 5.23 the rotary embedding was a matrix product, too.
 BEFORE_5_23 = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 ROTARY = 1e-2 if BEFORE_5_23 else 1e-12
-DIFFER = "the logits behind the loss differ by"
 
 
 @pytest.fixture
@@ -61,12 +98,20 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path) -> dict:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path, pairs: Path) -> dict:
     """What two ranks were told, by model and variant."""
-    path = tmp_path_factory.mktemp("results") / "two.json"
-    models, variants = json.dumps(MODELS), json.dumps(TWO_RANKS)
-    launch(2, "tests/model_checks_worker.py", path, chats, models, variants)
-    return json.loads(path.read_text())
+    folder = tmp_path_factory.mktemp("results")
+    cases = {}
+    for variant, flags in TWO_RANKS.items():
+        for name, (architecture, place, config) in LLAMAS.items():
+            changes = llama_changes(architecture, place, **config)
+            cases[f"{name} {variant}"] = ["llama_fsdp", changes, [*LLAMA_DATA, str(chats), *flags]]
+        for name, (changes, _) in SEQ2SEQ.items():
+            flags = [flag for flag in flags if flag not in ("--attention", "eager")]
+            cases[f"{name} {variant}"] = ["T5_training", changes, ["--dataset", str(pairs), *flags]]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    launch(2, "tests/model_checks_worker.py", folder / "cases.json", folder / "said.json")
+    return json.loads((folder / "said.json").read_text())
 
 
 def prepare(
@@ -78,46 +123,121 @@ def prepare(
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
-@pytest.mark.parametrize("name", MODELS)
-def test_another_loss_is_refused_on_all_ranks(name: str, variant: str, two_ranks: dict) -> None:
-    """A model that scales or caps its logits ends at the start."""
-    for said in two_ranks[f"{name} {variant}"]:
-        assert said.startswith(DIFFER) if name in REFUSED else said == ""
+def test_all_ranks_are_told(variant: str, two_ranks: dict) -> None:
+    """Of another loss than the model's, or documents that see each other; other models pass."""
+    for name in LLAMAS:
+        for said in two_ranks[f"{name} {variant}"]:
+            assert said.startswith(REFUSED[name]) if name in REFUSED else said == "", name
+
+
+@pytest.mark.parametrize("variant", TWO_RANKS)
+def test_all_ranks_are_told_of_the_decoder(variant: str, two_ranks: dict) -> None:
+    """Where it begins otherwise than its model has it, or is not causal without a mask."""
+    for name, (_, expected) in SEQ2SEQ.items():
+        for said in two_ranks[f"{name} {variant}"]:
+            assert said.startswith(expected) and bool(said) == bool(expected), name
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LLAMAS)
 def test_whatever_the_attention(
     name: str, attention: str, chats: Path, device: torch.device
 ) -> None:
-    """Gemma 2 is refused by the kernel already, and sdpa by Transformers for it."""
-    script = llama_as(name, **MODELS[name])
+    """What a kernel lacks is said by name."""
+    architecture, place, config = LLAMAS[name]
+    script = llama_as(architecture, place, **config)
     flags = ["--attention", attention, *ATTENTIONS[attention]]
-    if name not in REFUSED:
+    expected = REFUSED.get(name)
+    if attention == "varlen":
+        lacks = {"Gemma2": "softcap", "GptOss": "s_aux", "Mistral": "sliding_window"}
+        expected = f"have no {lacks[name]}.* use --attention eager" if name in lacks else expected
+    has_sdpa = getattr(transformers, f"{architecture}ForCausalLM")._supports_sdpa
+    if attention == "sdpa" and not has_sdpa:
+        expected = f"--attention sdpa: {architecture}ForCausalLM has none, use eager"
+    if expected is None:
         prepare(script, chats, device, *flags)
         return
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=expected):
         prepare(script, chats, device, *flags)
-    if (name, attention) == ("Gemma2", "varlen"):
-        assert "have no softcap" in str(refusal.value)
-    elif (name, attention) == ("Gemma2", "sdpa"):
-        assert re.search(f"does not support|{DIFFER}", str(refusal.value))  # by version
-    else:
-        assert DIFFER in str(refusal.value)
 
 
-@pytest.mark.parametrize("flags", [[], ["--precision", "bf16"], ["--strategy", "ddp"]])
-def test_the_advice_helps(flags: list[str], chats: Path, device: torch.device) -> None:
-    """Granite trains when its copy scales as Granite does."""
-    scaled = {"hidden.flatten(0, 1), t": "hidden.flatten(0, 1) / self.config.logits_scaling, t"}
-    prepare(llama_as("Granite", scaled, logits_scaling=3.0), chats, device, *flags)
+def test_a_refusal_names_what_the_model_has(chats: Path, device: torch.device) -> None:
+    """Scale, cap and bias: what a copier must look for."""
+    for script, expected in (
+        (llama_as("Llama", logit_scale=0.5), r"\(the model has logit_scale 0.5\)"),
+        (copied("llama_fsdp", {"* scale": "* 0.5"}), r"\(the model has no scale, cap or bias\)"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            prepare(script, chats, device)
+
+
+RIGHT = {  # the folder, and what TINY has besides
+    "Cohere": ("cohere", {"logit_scale": 0.0625}),
+    "DeepseekV3": ("deepseek_v3", {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 32,
+        "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    }),
+    "Gemma3": ("gemma3", {"head_dim": 32, "sliding_window": 8}),
+    "Mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 4096}),
+    "Olmo2": ("olmo2", {"pad_token_id": 0}),
+    "Phi": ("phi", {}),
+    "Qwen3Moe": ("qwen3_moe", FEW | {"head_dim": 32}),
+    "SmolLM3": ("smollm3", {"pad_token_id": 0}),
+    "Starcoder2": ("starcoder2", {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_models_pass(name: str, chats: Path, device: torch.device) -> None:
+    """In fp32 and bf16, with packing and without, whatever computes the attention."""
+    folder, config = RIGHT[name]
+    script = llama_as(name, folder, **config)
+    for flags in (
+        [],
+        ["--attention", "eager", "--precision", "bf16"],
+        ["--attention", "sdpa", "--precision", "bf16", "--no-packing"],
+        ["--no-packing", "--fsdp", "2"],
+    ):
+        check(script, chats, device, *flags)
+
+
+LEAKS = {  # the folder, and what TINY has besides
+    "GptOss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
+    "Lfm2": ("lfm2", {"layer_types": CONV}),
+    "Qwen3_5": ("qwen3_5", {
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    }),
+    "GraniteMoeHybrid": ("granitemoehybrid", {
+        "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 2,
+        "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_documents_that_see_each_other(name: str, chats: Path, device: torch.device) -> None:
+    """The run ends with what keeps it right, and that is let through."""
+    folder, config = LEAKS[name]
+    script = llama_as(name, folder, **config)
+    with pytest.raises(ValueError, match=f"{SEEN}.*use --no-packing"):
+        check(script, chats, device)
+    check(script, chats, device, "--no-packing")
+
+
+def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) -> None:
+    """As a run's start does, without its data."""
+    args = script.parse_args([*FLAGS, "--dataset", str(chats), *flags])
+    model, _, _ = script.setup_model(args, device, pretrained=True)
+    script.check_loss(args, device, model)
 
 
 def test_hidden_states_that_differ(chats: Path, device: torch.device) -> None:
     """By one in a hundred, and where the copy loses the documents' positions."""
     for old, new in (
         ("self.lm_head(hidden", "self.lm_head(1.01 * hidden"),
-        ("use_cache=False, **options)", "use_cache=False)"),
+        ("self.model(input_ids, use_cache=False, **options)", "self.model(input_ids)"),
     ):
         with pytest.raises(ValueError, match=DIFFER):
             prepare(copied("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
@@ -140,12 +260,12 @@ def test_nothing_is_left_behind(chats: Path, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, llama_fsdp.BLOCKS):
             module.compile(backend=compile_nothing)
-    ids = torch.arange(32)[None]
+    ids = torch.arange(32).repeat(2, 1)
     for mode in (True, False):
         model.train(mode)
         before = torch.get_rng_state()
         with policies.evaluation(model):
-            check_head(model, {"input_ids": ids}, device, torch.float32)
+            check_logits(model, {"input_ids": ids}, device, torch.float32)
         assert torch.equal(torch.get_rng_state(), before)
         assert all(module.training is mode for module in model.modules())
     assert modes == [False] * 4 and not compiled
@@ -254,7 +374,7 @@ def formula(config: transformers.PretrainedConfig, length: float) -> float:
 def test_flops_are_those_of_the_formula(name: str) -> None:
     """6 N + 12 L d T, exactly, with the tied head of GPT-2 and the grouped queries of 70B."""
     config = memory_estimator.load_config(name)
-    scripts = {"gpt2": gpt2_fsdp.GPT2LMHeadModel, "llama": llama_fsdp.LlamaForCausalLM}
+    scripts = {"gpt2": gpt2_fsdp.LossModel, "llama": llama_fsdp.LossModel}
     with torch.device("meta"):
         model = scripts[config.model_type](config)
     assert flops_per_token(model, 377.3) == pytest.approx(formula(config, 377.3), rel=ROTARY)
@@ -331,3 +451,245 @@ def test_all_block_classes_of_a_model(device: torch.device) -> None:
     policies.compile_blocks(model, blocks)
     compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
     assert len(compiled) == 5 and all(isinstance(m, blocks) for m in compiled)
+
+
+def test_later_tokens_are_not_seen(
+    chats: Path, texts: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask that is not causal ends the run, in each script that trains causal models."""
+    for script, flags in (
+        (llama_fsdp, [*FLAGS, "--dataset", str(chats), "--attention", "sdpa", "--no-packing"]),
+        (gpt2_fsdp, command(texts, Path("unused"), 1)),
+    ):
+        args = script.parse_args(flags)
+        model, _, _ = script.setup_model(args, device, pretrained=True)
+        script.check_loss(args, device, model)
+        for module in model.modules():
+            if hasattr(module, "is_causal"):
+                module.is_causal = False
+        for kind in ("llama", "gpt2"):
+            module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+            monkeypatch.setattr(module, "create_causal_mask", lambda **_: None)
+        with pytest.raises(ValueError, match="the model is not causal: logits differ by"):
+            script.check_loss(args, device, model)
+
+
+def test_a_decoder_that_is_not_causal(pairs: Path, device: torch.device) -> None:
+    """Whatever the model computes of the labels itself."""
+    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    model, _, _ = T5_training.setup_model(args, device, pretrained=True)
+    T5_training.check_loss(args, device, model)
+    model.module.decoder.is_decoder = model.module.decoder.config.is_decoder = False
+    with pytest.raises(ValueError, match="the model is not causal"):
+        T5_training.check_loss(args, device, model)
+
+
+def test_a_decoder_without_a_token_to_start_with(
+    t5_directory: Path, pairs: Path, tmp_path: Path, alone: None
+) -> None:
+    """The file is named, where the padding was taken before; another config's token is found."""
+    shutil.copytree(t5_directory, tmp_path / "t5")
+    config = json.loads((t5_directory / "config.json").read_text())
+    del config["decoder_start_token_id"]
+    (tmp_path / "t5/config.json").write_text(json.dumps(config))
+    flags = ["--model-name", str(tmp_path / "t5"), "--dataset", str(pairs)]
+    args = T5_training.parse_args(flags)
+    model, tokenizer, _ = T5_training.load_model(args, torch.device("cpu"), pretrained=False)
+    with pytest.raises(ValueError, match="set decoder_start_token_id .* in its config.json"):
+        T5_training.setup_data(args, tokenizer, model)
+    script = copied("T5_training", T5GEMMA)
+    args = script.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    model, tokenizer, _ = script.load_model(args, torch.device("cpu"), pretrained=False)
+    loader, _ = script.setup_data(args, tokenizer, model)
+    assert model.config.decoder.bos_token_id == 2 != model.config.pad_token_id
+    batch = next(iter(loader))
+    assert set(batch["decoder_input_ids"][:, 0].tolist()) == {2}
+    is_target = batch["labels"] != -100
+    assert torch.equal(batch["decoder_attention_mask"] == 1, is_target)
+
+
+def fit(config: transformers.PretrainedConfig, model_class: type, model_name: str = "path") -> None:
+    """`fit_config` without a length to check."""
+    fit_config(argparse.Namespace(model_name=model_name), model_class, config)
+
+
+def test_no_layer_is_dropped(alone: None, capfd: pytest.CaptureFixture) -> None:
+    """M2M100 would, by default; nothing is said of models that do not."""
+    config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
+    assert config.encoder_layerdrop == 0.05
+    fit(config, transformers.M2M100ForConditionalGeneration)
+    assert config.encoder_layerdrop == config.decoder_layerdrop == 0
+    said = capfd.readouterr().out.splitlines()
+    expected = "encoder_layerdrop is 0 here, not the model's 0.05"
+    assert len(said) == 2 and said[0].startswith(expected)
+    fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
+    fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
+    assert capfd.readouterr().out == ""
+
+
+def test_tiny_is_tiny(chats: Path, alone: None) -> None:
+    """A TINY with names that the config ignores, or with 128 experts, takes no memory."""
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    random = torch.get_rng_state()
+    for script in (
+        llama_as("Qwen3Moe", "qwen3_moe"),
+        copied("llama_fsdp", {'"num_hidden_layers"': '"layers"', '"hidden_size"': '"width"'}),
+    ):
+        args = script.parse_args([*FLAGS, "--dataset", str(chats)])
+        with pytest.raises(ValueError, match=r"tiny would have [\d,]+ parameters, above 50,0"):
+            script.load_model(args, torch.device("cpu"), pretrained=True)
+    config = llama_fsdp.MODEL.config_class(vocab_size=384, **llama_fsdp.TINY)
+    fit(config, llama_fsdp.LossModel, "tiny")
+    assert torch.equal(torch.get_rng_state(), random)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # KB
+
+
+HEADED = {  # the script, the model, and its shape
+    "GPT-J": ("gpt2_fsdp", "GPTJ", {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}),
+    "Phi": ("llama_fsdp", "Phi", {}),
+    "Granite": ("llama_fsdp", "Granite", {"logits_scaling": 3.0}),
+    "Cohere": ("llama_fsdp", "Cohere", {"logit_scale": 0.3}),
+    "Gemma 2": ("llama_fsdp", "Gemma2", {"head_dim": 16, "final_logit_softcapping": 2.0}),
+    "Llama 4": ("llama_fsdp", "Llama4", {
+        "intermediate_size_mlp": 32, "num_local_experts": 2, "head_dim": 16,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADED)
+def test_the_loss_of_a_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With scale, cap or bias, none of them 0: loss and gradients are those of the model's own
+    logits, a few of which are held at a time."""
+    script, architecture, config = HEADED[name]
+    own_model = {"gpt2_fsdp": "GPT2LMHeadModel", "llama_fsdp": "LlamaForCausalLM"}[script]
+    script = copied(
+        script, {f"transformers.{own_model}": f"transformers.{architecture}ForCausalLM"}
+    )
+    monkeypatch.setattr(script, "CHUNK", 5)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if name == "GPT-J":
+        shape = {}
+    torch.manual_seed(0)
+    options = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+    model = script.LossModel(script.MODEL.config_class(**shape, **options, **config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    ids = torch.randint(2, 64, (2, 16))
+    targets = torch.randint(2, 64, (2, 16)).masked_fill(torch.rand(2, 16) < 0.3, -100)
+    own = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
+    loss = model(ids, targets=targets)
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(loss, own, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert type(model).__name__ == f"{architecture}ForCausalLM"
+    if name in ("GPT-J", "Phi"):
+        (bias,) = (p for n, p in model.named_parameters() if n == "lm_head.bias")
+        assert torch.autograd.grad(model(ids, targets=targets), bias)[0].norm() > 0.1
+
+
+def attention_said(name: str, attention: str, *flags: str, **config: object) -> str:
+    """What `attention.choose` refuses a model of Transformers with, or what it chooses."""
+    args = llama_fsdp.parse_args([*FLAGS, "--attention", attention, *flags])
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    try:
+        choose(args, model_class.config_class(**config), model_class)
+    except ValueError as error:
+        return str(error)
+    return args.attention
+
+
+def test_an_attention_that_a_model_has_not() -> None:
+    """The sentence names one that is right; auto takes it."""
+    assert attention_said("GptOss", "auto") == attention_said("GptOss", "eager") == "eager"
+    assert attention_said("GptOss", "sdpa").endswith("GptOssForCausalLM has none, use eager")
+    for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
+        assert attention_said(name, "auto") == other
+        said = attention_said(name, "varlen", "--precision", "bf16")
+        assert said.endswith(f"takes no attention but its own: use --attention {other}")
+    assert attention_said("Lfm2", "auto") == "varlen"  # whose config has no attention_dropout
+
+
+def test_chunks_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where sequences may be longer, a kernel has none; old masks count them from the pack on."""
+    monkeypatch.setattr(masking_utils, "remap_positions_for_packed_sequence", None, raising=False)
+    assert attention_said("Llama4", "auto", attention_chunk_size=64) == "varlen"
+    assert attention_said("Llama4", "auto", attention_chunk_size=63) == "sdpa"
+    said = attention_said("Llama4", "varlen", attention_chunk_size=63)
+    assert "has no chunks" in said and said.endswith("above 63 tokens: use --attention sdpa")
+    monkeypatch.delattr(masking_utils, "remap_positions_for_packed_sequence")
+    assert "use --no-packing" in attention_said("Llama4", "sdpa", attention_chunk_size=63)
+    assert attention_said("Llama4", "sdpa", "--no-packing", attention_chunk_size=63) == "sdpa"
+
+
+def test_chunks_begin_with_their_documents() -> None:
+    """Llama 4's, which are shorter than its documents, where they may be packed."""
+    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
+        pytest.skip("this Transformers counts chunks from the pack on, which is refused")
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    shape |= {"intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 12}
+    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**shape, pad_token_id=0))
+    batch = chat_dataset.collate(chat_dataset.EXAMPLES[True])
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        packed = model(**inputs, use_cache=False).logits[0, 16:]
+        alone = model(batch["input_ids"][:1, :16], use_cache=False).logits[0]
+    torch.testing.assert_close(packed, alone)
+
+
+def test_layers_that_hand_no_lengths_on(chats: Path, device: torch.device) -> None:
+    """Nemotron's: a sentence, and what it names is right."""
+    script = llama_as("Nemotron")
+    with pytest.raises(ValueError, match="NemotronAttention is not given .* use --attention sdpa"):
+        check(script, chats, device, "--attention", "varlen")
+    check(script, chats, device, "--attention", "sdpa")
+
+
+@pytest.mark.parametrize("name", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
+def test_weight_decay_is_as_it_was(name: str) -> None:
+    """In the scripts' own models: all but biases and norms, by their names."""
+    script = importlib.import_module(name)
+    config = script.MODEL.config_class(vocab_size=384, **script.TINY)
+    model = getattr(script, "LossModel", script.MODEL)(config)
+    note_decay(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, others = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
+    for parameter in decayed["params"]:
+        assert not re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", names[id(parameter)])
+    for parameter in others["params"]:
+        assert re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", names[id(parameter)])
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    if name == "T5_training":
+        bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        assert any(parameter is bias for parameter in decayed["params"])
+
+
+def test_weight_decay_by_kind_and_shape(device: torch.device) -> None:
+    """No norm, bias or vector is decayed, whatever its name, where FSDP1 has flattened them all."""
+    config = transformers.Qwen3NextConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        head_dim=16, num_key_value_heads=2, vocab_size=64,
+        linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=16, linear_value_head_dim=16, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Qwen3NextForCausalLM(config)
+    model.rows = nn.ParameterDict({"gate_up_proj_bias": torch.zeros(4, 8)})  # as gpt-oss's experts
+    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    note_decay(model)
+    wrapped = FSDP(model, device_id=device, use_orig_params=True)
+    names = {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in model.named_parameters()}
+    for parameter in wrapped.parameters():
+        parameter.data = parameter.data.flatten()  # as on several ranks
+    decayed, others = ({names[id(p)] for p in g["params"]} for g in parameter_groups(wrapped, 0.1))
+    assert decayed | others == shapes.keys() and not decayed & others
+    assert "model.layers.0.linear_attn.A_log" in others
+    assert "model.layers.0.linear_attn.dt_bias" in others
+    assert "rows.gate_up_proj_bias" in others
+    assert {name for name in others if shapes[name] > 1} == {"rows.gate_up_proj_bias"}
+    assert "model.embed_tokens.weight" in decayed

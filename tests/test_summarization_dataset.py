@@ -633,11 +633,13 @@ def test_collate(monkeypatch):
         "attention_mask": ((2, 16), torch.int64),
         "labels": ((2, 8), torch.int64),
         "decoder_input_ids": ((2, 8), torch.int64),
+        "decoder_attention_mask": ((2, 8), torch.int64),
     }
     assert batch["input_ids"].tolist() == [[5] * 9 + [0] * 7, [7, 1] + [0] * 14]
     assert batch["attention_mask"].tolist() == [[1] * 9 + [0] * 7, [1, 1] + [0] * 14]
     assert batch["labels"].tolist() == [[6, 1] + [-100] * 6, [8] * 8]
     assert batch["decoder_input_ids"].tolist() == [[2, 6, 1] + [0] * 5, [2] + [8] * 7]
+    assert batch["decoder_attention_mask"].tolist() == [[1, 1] + [0] * 6, [1] * 8]
 
 
 def test_collate_suits_t5():

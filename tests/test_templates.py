@@ -2,6 +2,7 @@
 
 import difflib
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -28,111 +29,116 @@ import block_dataset
 import chat_dataset
 import summarization_dataset
 from runtime import hf_weights
-from runtime.optimization import parameter_groups
+from runtime.optimization import note_decay, parameter_groups
 
-# The changes: what stands in the script, and what takes its place.
-BART = [
-    (
-        "from transformers.models.t5.modeling_t5 import T5Block",
-        "from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer",
-    ),
-    ("transformers.T5ForConditionalGeneration", "transformers.BartForConditionalGeneration"),
-    ("BLOCKS = (T5Block,)", "BLOCKS = (BartEncoderLayer, BartDecoderLayer)"),
-    (
-        'TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}',
-        'TINY = {"d_model": 128, "encoder_layers": 2, "decoder_layers": 2}\n'
-        'TINY |= {"encoder_ffn_dim": 512, "decoder_ffn_dim": 512}',
-    ),
-]
-MT5 = [
-    (
-        "from transformers.models.t5.modeling_t5 import T5Block",
-        "from transformers.models.mt5.modeling_mt5 import MT5Block",
-    ),
-    ("transformers.T5ForConditionalGeneration", "transformers.MT5ForConditionalGeneration"),
-    ("BLOCKS = (T5Block,)", "BLOCKS = (MT5Block,)"),
-]
-GPT2_TINY = 'TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}'
-OPT = [
-    (
-        "from transformers.models.gpt2.modeling_gpt2 import GPT2Block",
-        "from transformers.models.opt.modeling_opt import OPTDecoderLayer",
-    ),
-    ("BLOCKS = (GPT2Block,)", "BLOCKS = (OPTDecoderLayer,)"),
-    (
-        GPT2_TINY,
-        'TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}\n'
-        'TINY |= {"ffn_dim": 512}',
-    ),
-    (
-        "class GPT2LMHeadModel(transformers.GPT2LMHeadModel):",
-        "class OPTForCausalLM(transformers.OPTForCausalLM):",
-    ),
-    ("MODEL = GPT2LMHeadModel", "MODEL = OPTForCausalLM"),
-]
-GPT_NEOX = [
-    (
-        "from transformers.models.gpt2.modeling_gpt2 import GPT2Block",
-        "from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer",
-    ),
-    ("BLOCKS = (GPT2Block,)", "BLOCKS = (GPTNeoXLayer,)"),
-    (
-        GPT2_TINY,
-        'TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}\n'
-        'TINY |= {"intermediate_size": 512}',
-    ),
-    (
-        "class GPT2LMHeadModel(transformers.GPT2LMHeadModel):",
-        "class GPTNeoXForCausalLM(transformers.GPTNeoXForCausalLM):",
-    ),
-    ("MODEL = GPT2LMHeadModel", "MODEL = GPTNeoXForCausalLM"),
-]
-QWEN3 = [
-    (
-        "from transformers.models.llama.modeling_llama import LlamaDecoderLayer",
-        "from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer",
-    ),
-    ("BLOCKS = (LlamaDecoderLayer,)", "BLOCKS = (Qwen3DecoderLayer,)"),
-    ('    "num_key_value_heads": 2,\n', '    "num_key_value_heads": 2,\n    "head_dim": 32,\n'),
-    (
-        "class LlamaForCausalLM(transformers.LlamaForCausalLM):",
-        "class Qwen3ForCausalLM(transformers.Qwen3ForCausalLM):",
-    ),
-    ("MODEL = LlamaForCausalLM", "MODEL = Qwen3ForCausalLM"),
-]
-MISTRAL = [
-    (
-        "from transformers.models.llama.modeling_llama import LlamaDecoderLayer",
-        "from transformers.models.mistral.modeling_mistral import MistralDecoderLayer",
-    ),
-    ("BLOCKS = (LlamaDecoderLayer,)", "BLOCKS = (MistralDecoderLayer,)"),
-    (
-        "class LlamaForCausalLM(transformers.LlamaForCausalLM):",
-        "class MistralForCausalLM(transformers.MistralForCausalLM):",
-    ),
-    ("MODEL = LlamaForCausalLM", "MODEL = MistralForCausalLM"),
-]
-QWEN2 = [
-    (
-        "from transformers.models.llama.modeling_llama import LlamaDecoderLayer",
-        "from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer",
-    ),
-    ("BLOCKS = (LlamaDecoderLayer,)", "BLOCKS = (Qwen2DecoderLayer,)"),
-    (
-        "class LlamaForCausalLM(transformers.LlamaForCausalLM):",
-        "class Qwen2ForCausalLM(transformers.Qwen2ForCausalLM):",
-    ),
-    ("MODEL = LlamaForCausalLM", "MODEL = Qwen2ForCausalLM"),
-]
+Changes = list[tuple[str, str]]  # what stands in the script, and what takes its place
+
+
+def from_t5(folder: str, model: str, blocks: str, tiny: str = "") -> Changes:
+    """The changes that make T5_training.py that of another model."""
+    old = "models.t5.modeling_t5 import T5Block"
+    comment = "  # FSDP units, compiled and recomputed one by one"
+    changes = [
+        (old, f"models.{folder}.modeling_{folder} import {blocks}"),
+        (
+            f"BLOCKS = (T5Block,){comment}",
+            "BLOCKS = (" + (blocks if "," in blocks else f"{blocks},") + ")",
+        ),
+        ("transformers.T5ForConditionalGeneration", f"transformers.{model}"),
+    ]
+    if tiny:
+        shape = '{"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}'
+        changes.append((f"TINY = {shape}", tiny))
+    return changes
+
+
+def from_gpt2(folder: str, model: str, block: str, tiny: str) -> Changes:
+    """The changes that make gpt2_fsdp.py that of another model."""
+    old = "models.gpt2.modeling_gpt2 import GPT2Block"
+    return [
+        (old, f"models.{folder}.modeling_{folder} import {block}"),
+        ("BLOCKS = (GPT2Block,)", f"BLOCKS = ({block},)"),
+        ("transformers.GPT2LMHeadModel", f"transformers.{model}"),
+        ('TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}', tiny),
+    ]
+
+
+def from_llama(folder: str, name: str, more: str = "") -> Changes:
+    """The changes that make llama_fsdp.py that of another model, with `more` lines of TINY."""
+    block = f"{name}DecoderLayer"
+    changes = [
+        ("models.llama.modeling_llama import LlamaDecoderLayer",
+         f"models.{folder}.modeling_{folder} import {block}"),
+        ("BLOCKS = (LlamaDecoderLayer,)", f"BLOCKS = ({block},)"),
+        ("transformers.LlamaForCausalLM", f"transformers.{name}ForCausalLM"),
+    ]  # fmt: skip
+    if more:
+        last = '    "num_key_value_heads": 2,\n'
+        changes.append((last, last + more))
+    return changes
+
+
+ENCODER_AND_DECODER = """TINY = {"d_model": 128, "encoder_layers": 2, "decoder_layers": 2}
+TINY |= {"encoder_ffn_dim": 512, "decoder_ffn_dim": 512}"""
+TWO_STACKS = """STACK = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+STACK |= {"intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 384}
+TINY = {"encoder": STACK, "decoder": STACK}"""
+LAYERS = 'TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}'
+WIDER = '\nTINY |= {"intermediate_size": 512}'
+PADDING = '    "pad_token_id": 0,\n'
+EXPERTS = '    "num_experts": 4,\n    "num_experts_per_tok": 2,\n    "moe_intermediate_size": 64,\n'
 CASES = {  # the name of a copy: its script, its changes, and the class in Transformers
-    "bart": ("T5_training", BART, transformers.BartForConditionalGeneration),
-    "mt5": ("T5_training", MT5, transformers.MT5ForConditionalGeneration),
-    "opt": ("gpt2_fsdp", OPT, transformers.OPTForCausalLM),
-    "gpt_neox": ("gpt2_fsdp", GPT_NEOX, transformers.GPTNeoXForCausalLM),
-    "qwen3": ("llama_fsdp", QWEN3, transformers.Qwen3ForCausalLM),
-    "mistral": ("llama_fsdp", MISTRAL, transformers.MistralForCausalLM),
-    "qwen2": ("llama_fsdp", QWEN2, transformers.Qwen2ForCausalLM),
-}
+    "bart": ("T5_training", from_t5(
+        "bart", "BartForConditionalGeneration", "BartDecoderLayer, BartEncoderLayer",
+        ENCODER_AND_DECODER), transformers.BartForConditionalGeneration),
+    "mt5": ("T5_training", from_t5("mt5", "MT5ForConditionalGeneration", "MT5Block"),
+        transformers.MT5ForConditionalGeneration),
+    "pegasus": ("T5_training", from_t5(
+        "pegasus", "PegasusForConditionalGeneration", "PegasusDecoderLayer, PegasusEncoderLayer",
+        ENCODER_AND_DECODER), transformers.PegasusForConditionalGeneration),
+    "marian": ("T5_training", from_t5(
+        "marian", "MarianMTModel", "MarianDecoderLayer, MarianEncoderLayer", ENCODER_AND_DECODER),
+        transformers.MarianMTModel),
+    "m2m_100": ("T5_training", from_t5(
+        "m2m_100", "M2M100ForConditionalGeneration", "M2M100DecoderLayer, M2M100EncoderLayer",
+        ENCODER_AND_DECODER), transformers.M2M100ForConditionalGeneration),
+    "t5gemma": ("T5_training", from_t5(
+        "t5gemma", "T5GemmaForConditionalGeneration", "T5GemmaDecoderLayer, T5GemmaEncoderLayer",
+        TWO_STACKS), transformers.T5GemmaForConditionalGeneration),
+    "opt": ("gpt2_fsdp", from_gpt2(
+        "opt", "OPTForCausalLM", "OPTDecoderLayer", LAYERS + '\nTINY |= {"ffn_dim": 512}'),
+        transformers.OPTForCausalLM),
+    "gpt_neox": ("gpt2_fsdp", from_gpt2(
+        "gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXLayer", LAYERS + WIDER),
+        transformers.GPTNeoXForCausalLM),
+    "phi": ("gpt2_fsdp", from_gpt2(
+        "phi", "PhiForCausalLM", "PhiDecoderLayer", LAYERS + WIDER),
+        transformers.PhiForCausalLM),
+    "falcon": ("gpt2_fsdp", from_gpt2(
+        "falcon", "FalconForCausalLM", "FalconDecoderLayer", LAYERS),
+        transformers.FalconForCausalLM),
+    "starcoder2": ("gpt2_fsdp", from_gpt2(
+        "starcoder2", "Starcoder2ForCausalLM", "Starcoder2DecoderLayer",
+        LAYERS + WIDER), transformers.Starcoder2ForCausalLM),
+    "qwen2": ("llama_fsdp", from_llama("qwen2", "Qwen2"), transformers.Qwen2ForCausalLM),
+    "qwen3": ("llama_fsdp", from_llama("qwen3", "Qwen3", '    "head_dim": 32,\n'),
+        transformers.Qwen3ForCausalLM),
+    "mistral": ("llama_fsdp", from_llama("mistral", "Mistral"), transformers.MistralForCausalLM),
+    "gemma3": ("llama_fsdp", from_llama("gemma3", "Gemma3", '    "head_dim": 32,\n'),
+        transformers.Gemma3ForCausalLM),
+    "phi3": ("llama_fsdp", from_llama("phi3", "Phi3", PADDING),
+        transformers.Phi3ForCausalLM),
+    "granite": ("llama_fsdp", from_llama("granite", "Granite"), transformers.GraniteForCausalLM),
+    "olmo2": ("llama_fsdp", from_llama("olmo2", "Olmo2", PADDING), transformers.Olmo2ForCausalLM),
+    "smollm3": ("llama_fsdp", from_llama("smollm3", "SmolLM3", PADDING),
+        transformers.SmolLM3ForCausalLM),
+    "mixtral": ("llama_fsdp", from_llama("mixtral", "Mixtral", '    "num_local_experts": 4,\n'),
+        transformers.MixtralForCausalLM),
+    "qwen3_moe": ("llama_fsdp", from_llama("qwen3_moe", "Qwen3Moe", EXPERTS),
+        transformers.Qwen3MoeForCausalLM),
+}  # fmt: skip
+SLOW = {"mt5", "pegasus", "marian", "opt", "gpt_neox", "starcoder2", "qwen2", "mistral", "phi3",
+        "olmo2", "smollm3", "mixtral"}  # fmt: skip
 LIKE_LLAMA = {
     "hidden_size": 32,
     "intermediate_size": 88,
@@ -141,20 +147,33 @@ LIKE_LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+LIKE_BART = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 2,  # not the padding, as in T5
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+LIKE_NEOX = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+NO_DROPOUT = dict.fromkeys(
+    ("embd_pdrop", "resid_pdrop", "embedding_dropout", "residual_dropout", "attention_dropout"), 0.0
+)
+HALF = {**LIKE_LLAMA, "head_dim": 8, "vocab_size": 384}  # of T5Gemma
 SHAPES = {  # of the models in files; no dropout
-    "bart": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 1,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "max_position_embeddings": 128,
-        "pad_token_id": 0,
-        "decoder_start_token_id": 2,  # not the padding, as in T5
-        "dropout": 0.0,
-    },
+    "bart": LIKE_BART,
     "mt5": {
         "d_model": 32,
         "d_kv": 8,
@@ -165,6 +184,10 @@ SHAPES = {  # of the models in files; no dropout
         "dropout_rate": 0.0,
         "tie_word_embeddings": False,
     },
+    "pegasus": LIKE_BART,
+    "marian": LIKE_BART,
+    "m2m_100": LIKE_BART,  # with its layerdrop of 0.05
+    "t5gemma": {"encoder": HALF, "decoder": HALF},
     "opt": {
         "hidden_size": 32,
         "word_embed_proj_dim": 16,  # a projection stands between the last block and the head
@@ -175,16 +198,26 @@ SHAPES = {  # of the models in files; no dropout
         "pad_token_id": 0,
         "dropout": 0.0,
     },
-    "gpt_neox": {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-    },
+    "gpt_neox": LIKE_NEOX,
+    "phi": LIKE_NEOX | NO_DROPOUT,  # whose head has a bias
+    "falcon": LIKE_NEOX,
+    "starcoder2": LIKE_NEOX | NO_DROPOUT | {"num_key_value_heads": 2},
+    "qwen2": LIKE_LLAMA,
     "qwen3": {**LIKE_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "mistral": {**LIKE_LLAMA, "sliding_window": 8},  # shorter than the documents
-    "qwen2": LIKE_LLAMA,
+    "gemma3": {**LIKE_LLAMA, "head_dim": 16, "sliding_window": 8, "pad_token_id": 0},
+    "phi3": {**LIKE_LLAMA, "pad_token_id": 0},
+    "granite": {**LIKE_LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.5},
+    "olmo2": {**LIKE_LLAMA, "pad_token_id": 0},
+    "smollm3": {**LIKE_LLAMA, "pad_token_id": 0},
+    "mixtral": {**LIKE_LLAMA, "num_local_experts": 4},
+    "qwen3_moe": {
+        **LIKE_LLAMA,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
 }
 
 
@@ -221,7 +254,7 @@ def import_copy(path: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_changes(name: str, tmp_path: Path) -> None:
+def test_changes(name: str, alone: None, tmp_path: Path) -> None:
     """At most eight added lines, without a lint; and what they do not touch fits the new model."""
     script, changes, model_class = CASES[name]
     path = copy_script(script, changes, name, tmp_path)
@@ -241,11 +274,13 @@ def test_changes(name: str, tmp_path: Path) -> None:
     assert isinstance(model, model_class) and type(model).__name__ == model_class.__name__
     assert sum(parameter.numel() for parameter in model.parameters()) < 3e6
     assert model.config.pad_token_id in (tokenizer.pad_token_id, None)
+    assert not any(value for key, value in vars(model.config).items() if "layerdrop" in key)
     assert model.config.eos_token_id == tokenizer.eos_token_id
     for block in copy.BLOCKS:
         assert any(isinstance(module, block) for module in model.modules())
+    note_decay(model)
     decayed, others = parameter_groups(model, weight_decay=0.1)
-    assert all(parameter.dim() == 2 for parameter in decayed["params"])
+    assert all(parameter.dim() > 1 for parameter in decayed["params"])
     assert all(parameter.dim() == 1 for parameter in others["params"])
 
 
@@ -261,11 +296,9 @@ def byte_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
 
 
-@pytest.fixture
-def directory(name: str, tmp_path: Path) -> Path:
+def save_model(name: str, path: Path) -> Path:
     """A small model with a byte tokenizer as a Hugging Face directory; none of it is 0 or 1."""
     torch.manual_seed(0)
-    tokenizer = byte_tokenizer(name)
     model_class = CASES[name][2]
     config = model_class.config_class(
         vocab_size=384, bos_token_id=None, eos_token_id=1, **SHAPES[name]
@@ -274,10 +307,15 @@ def directory(name: str, tmp_path: Path) -> Path:
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
             tensor.add_(torch.randn_like(tensor), alpha=0.2)
-    path = tmp_path / "model"
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    model.save_pretrained(path, save_original_format=False)  # experts are stacked, as in the model
+    byte_tokenizer(name).save_pretrained(path)
     return path
+
+
+@pytest.fixture
+def directory(name: str, tmp_path: Path) -> Path:
+    """The model of this name."""
+    return save_model(name, tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -305,7 +343,7 @@ def test_texts_longer_than_the_model(
 ) -> None:
     """BART counts its positions, as T5 does not: the flag is named."""
     (tmp_path / "copy").mkdir()
-    copy = import_copy(copy_script("T5_training", BART, "bart", tmp_path / "copy"))
+    copy = import_copy(copy_script(*CASES["bart"][:2], "bart", tmp_path / "copy"))
     flags = ["--dataset", "docstrings", "--model-name", str(directory), *SHORT["T5_training"]]
     for flag in ("--source-length", "--target-length"):
         args = copy.parse_args([*flags, flag, "129"])
@@ -323,36 +361,50 @@ def test_a_tokenizer_of_another_class(name: str, directory: Path, tmp_path: Path
         hf_weights.load_tokenizer(path, vocab_size=384)
 
 
-@pytest.fixture
-def flags(name: str, directory: Path, request: pytest.FixtureRequest) -> list[str]:
-    """Four steps on the data of the script's kind; the model has no position to spare."""
-    script = CASES[name][0]
+def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]:
+    """Data of the script's kind; the model has no position to spare."""
     if script == "T5_training":
-        data = ["--dataset", request.getfixturevalue("pairs"), "--rouge-samples", "2"]
+        data = ["--dataset", pairs, "--rouge-samples", "2"]
     elif script == "gpt2_fsdp":
-        train, val = request.getfixturevalue("texts")
-        data = ["--train-file", train, "--val-file", val]
+        data = ["--train-file", texts[0], "--val-file", texts[1]]
     else:
-        data = ["--dataset", request.getfixturevalue("chats"), "--export-dtype", "fp32"]
-    flags = ["--model-name", directory, *data, *SHORT[script], "--max-steps", "4"]
-    flags += ["--save-every", "2", "--batch-size", "2", "--lr", "1e-2", "--log-every", "1"]
-    return [*map(str, flags)]
+        data = ["--dataset", chats, "--export-dtype", "fp32"]
+    return [*map(str, data), *SHORT[script], "--lr", "1e-2", "--log-every", "1"]
 
 
-def validation_samples(script: str, flags: list[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """What the validation set holds, a sample at a time, as Transformers takes it."""
+@pytest.fixture
+def flags(name: str, directory: Path, pairs: Path, texts: tuple, chats: Path) -> list[str]:
+    """Four steps."""
+    data = data_flags(CASES[name][0], pairs, texts, chats)
+    steps = ["--max-steps", "4", "--save-every", "2", "--batch-size", "2"]
+    return ["--model-name", str(directory), *data, *steps]
+
+
+def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, torch.Tensor]]:
+    """The training or the validation set, a sample at a time, as Transformers takes it."""
     args = importlib.import_module(script).parse_args(flags)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
-    if script == "T5_training":
-        _, rows = summarization_dataset.load_summarization(args, tokenizer, verbose=False)
-    elif script == "gpt2_fsdp":
-        rows = block_dataset.load_blocks(args, tokenizer, "validation", 0, verbose=False)
+    if script == "gpt2_fsdp":
+        rows = block_dataset.load_blocks(args, tokenizer, split, 0, verbose=False)
         rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows]
     else:
-        tokenizer.chat_template = chat_dataset.TEMPLATE
-        _, rows = chat_dataset.load_documents(args, tokenizer, args.dataset[0], verbose=False)
+        if script == "T5_training":
+            sets = summarization_dataset.load_summarization(args, tokenizer, verbose=False)
+        else:
+            tokenizer.chat_template = chat_dataset.TEMPLATE
+            sets = chat_dataset.load_documents(args, tokenizer, args.dataset[0], verbose=False)
+        rows = sets[0] if split == "train" else sets[1]
     for row in rows:
         yield {key: torch.tensor([row[key]]) for key in ("input_ids", "labels")}
+
+
+def plain_logits(
+    model: PreTrainedModel, sample: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Transformers' logits of a sample by itself, and what they should predict."""
+    if model.config.is_encoder_decoder:
+        return model(**sample).logits[0], sample["labels"][0]
+    return model(sample["input_ids"][:, :-1]).logits[0], sample["labels"][0, 1:]
 
 
 @torch.no_grad()
@@ -362,15 +414,77 @@ def plain_loss(model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]) -
     total = 0.0
     count = 0
     for sample in samples:
-        if model.config.is_encoder_decoder:
-            targets = sample["labels"]
-            logits = model(**sample).logits
-        else:
-            targets = sample["labels"][:, 1:]
-            logits = model(sample["input_ids"][:, :-1]).logits
-        total += F.cross_entropy(logits[0].double(), targets[0], reduction="sum").item()
+        logits, targets = plain_logits(model, sample)
+        total += F.cross_entropy(logits.double(), targets, reduction="sum").item()
         count += int((targets != -100).sum())
     return total / count
+
+
+def plain_gradient(
+    model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """The gradient of `plain_loss`, by name."""
+    model.eval()
+    count = 0
+    for sample in samples:
+        logits, targets = plain_logits(model, sample)
+        F.cross_entropy(logits, targets, reduction="sum").backward()
+        count += int((targets != -100).sum())
+    named = model.named_parameters()
+    return {name: p.grad / count for name, p in named if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
+    pairs: Path, texts: tuple, chats: Path,
+) -> Path:  # fmt: skip
+    """A folder with MODEL and OUTPUT_DIR by name, of two steps of two ranks under FSDP2. The first
+    step is on all samples."""
+    folder = tmp_path_factory.mktemp("trained")
+    cases = {}
+    for name in request.param:
+        script, changes, _ = CASES[name]
+        model, output = save_model(name, folder / name / "model"), folder / name / "output"
+        flags = ["--model-name", str(model), "--output-dir", str(output), "--fsdp", "2"]
+        flags += ["--max-steps", "2", "--batch-size", "64", "--save-every", "0"]
+        cases[name] = [script, dict(changes), flags + data_flags(script, pairs, texts, chats)]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    launch(2, "tests/templates_worker.py", folder / "cases.json")
+    return folder
+
+
+def tried() -> list:
+    """Each name with those that are launched along with it: few at each `make test`."""
+    fast = tuple(name for name in CASES if name not in SLOW)
+    slow = tuple(name for name in CASES if name in SLOW)
+    return [pytest.param(fast, name) for name in fast] + [
+        pytest.param(slow, name, marks=pytest.mark.slow) for name in slow
+    ]
+
+
+@pytest.mark.parametrize(("trained", "name"), tried(), indirect=["trained"])
+def test_tried(trained: Path, name: str) -> None:
+    """Loss and first gradient are those of the model alone, and so is what it exports."""
+    script, _, model_class = CASES[name]
+    output = trained / name / "output"
+    flags = json.loads((trained / "cases.json").read_text())[name][2]
+    held_out = list(samples(script, flags, "validation"))
+    model = model_class.from_pretrained(trained / name / "model")
+    first, *_, last = metrics(output, "val")
+    difference = first["loss"] - plain_loss(model, held_out)
+    expected = plain_gradient(model, list(samples(script, flags, "train")))
+    found = torch.load(output / "gradient.pt")
+    assert found.keys() == expected.keys()
+    apart = [(found[key] - expected[key]).norm() for key in expected]
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    apart = torch.stack(apart).norm() / whole
+    final, report = model_class.from_pretrained(output / "final", output_loading_info=True)
+    assert not any(report.values()), report
+    after = last["loss"] - plain_loss(final, held_out)
+    print(name, f"loss {difference:.1e}, gradient {apart:.1e}, exported {after:.1e}")  # pytest -s
+    assert abs(difference) < 1e-5 and apart < 1e-4 and abs(after) < 1e-4
+    assert abs(first["loss"] - last["loss"]) > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -402,13 +516,13 @@ def test_run(name: str, directory: Path, flags: list[str], tmp_path: Path) -> No
     assert [line["step"] for line in metrics(output, "start")] == [0, 2]
     assert [line["step"] for line in metrics(output, "train")] == [1, 2, 3, 4]
 
-    samples = list(validation_samples(script, flags))
+    held_out = list(samples(script, flags, "validation"))
     first, *_, last = metrics(output, "val")
     assert (first["step"], last["step"]) == (0, 4)
-    own = plain_loss(model_class.from_pretrained(directory), samples)
+    own = plain_loss(model_class.from_pretrained(directory), held_out)
     final, report = model_class.from_pretrained(output / "final", output_loading_info=True)
     assert not any(report.values()), report
-    after = plain_loss(final, samples)
+    after = plain_loss(final, held_out)
     differences = first["loss"] - own, last["loss"] - after
     print(name, own, after, "differences", differences)  # pytest -s shows it
     assert max(map(abs, differences)) < 1e-4
