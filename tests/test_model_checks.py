@@ -56,11 +56,9 @@ ATTENTIONS = {  # on one rank
 }
 TWO_RANKS = {
     "full_shard": ["--attention", "eager"],
-    "fsdp2": ["--attention", "eager", "--fsdp", "2"],
-    "shard_grad_op bf16": ["--attention", "eager", "--strategy", "shard_grad_op",
-                           "--precision", "bf16"],
+    "fsdp2 bf16": ["--attention", "eager", "--fsdp", "2", "--precision", "bf16"],
     "ddp bf16": ["--attention", "eager", "--strategy", "ddp", "--precision", "bf16"],
-}  # fmt: skip
+}
 T5GEMMA = {
     "T5Block,": "T5GemmaEncoderLayer, T5GemmaDecoderLayer",
     "import T5Block": "import T5GemmaDecoderLayer, T5GemmaEncoderLayer",
