@@ -32,7 +32,7 @@ _LONG, _OTHER, _SHORT = (
     for ids in (range(10, 27), [*range(10, 18), *range(30, 39)], range(10, 19))
 )
 # Sequences that begin alike, for model_checks.check_logits, with and without packing.
-EXAMPLES = {True: [[_LONG, _LONG], [_LONG, _OTHER]], False: [[_LONG], [_SHORT]]}
+EXAMPLES = {True: [[_LONG, _LONG], [_OTHER, _LONG]], False: [[_LONG], [_SHORT]]}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
