@@ -27,12 +27,16 @@ TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.fi
 '<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 FEATURES |= {"cut": Value("int64"), "key": Value("int64")}
-_LONG, _OTHER, _SHORT = (
-    {"input_ids": ids, "labels": ids}
-    for ids in (range(10, 27), [*range(10, 18), *range(30, 39)], range(10, 19))
-)
-# Sequences that begin alike, for model_checks.check_logits, with and without packing.
-EXAMPLES = {True: [[_LONG, _LONG], [_OTHER, _LONG]], False: [[_LONG], [_SHORT]]}
+
+
+def examples(args: Namespace) -> list[list[dict]]:
+    """Return two sequences that begin alike, for model_checks.check_logits. Packed, both end in one
+    document, which the first begins with, too: longer than the blocks that some models have."""
+    length = max(16, min(160, args.max_seq_length // 2))
+    long = [10 + i % 97 for i in range(length + 1)]
+    other = long[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
+    first, second, short = ({"input_ids": x, "labels": x} for x in (long, other, long[:9]))
+    return [[first, first], [second, first]] if args.packing else [[first], [short]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -358,7 +358,7 @@ def model_inputs(batch: Batch) -> Batch:
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is the model's own and documents are apart; all ranks."""
-    few_tokens = model_inputs(chat_dataset.collate(chat_dataset.EXAMPLES[args.packing]))
+    few_tokens = model_inputs(chat_dataset.collate(chat_dataset.examples(args)))
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
         check_logits(model, few_tokens, device, dtype, args.packing)

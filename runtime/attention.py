@@ -178,8 +178,8 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
     """
 
     def packed(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, scaling: float,
-        cu_seq_lens: Tensor | None = None, longest_document: int = 0,
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None,
+        scaling: float, cu_seq_lens: Tensor | None = None, longest_document: int = 0,
         sliding_window: int | None = None, is_causal: bool | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """From [batch, heads, length, head size] to [batch, length, heads, head size]."""
@@ -189,7 +189,7 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
                 "not given by its layer: use --attention sdpa"
             )
         batch, _, length, _ = query.shape
-        features = {"attention_mask": mask} | options
+        features = {"attention_mask": attention_mask} | options
         for name in ("position_ids", "cache_position", "use_cache"):  # these change nothing here
             features.pop(name, None)
         if sliding_window is not None and sliding_window < (longest or length):

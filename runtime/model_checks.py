@@ -17,6 +17,10 @@ from . import adapters, arguments
 from .batches import to_device
 from .ranks import true_on_any
 
+SWITCHED_OFF = {  # ends of names in a config
+    "layerdrop": "ranks would leave out different layers, and wait for each other for ever",
+    "rescale_every": "a validation would leave weights divided, in checkpoints and exports too",
+}
 TINY_LIMIT = 50_000_000  # parameters that --model-name tiny may have
 
 
@@ -65,22 +69,25 @@ def fit_config(
 ) -> None:
     """Make a config fit for training, in place; call it before the model is made of it.
 
-    Every `layerdrop` becomes 0, with a line that says so. Raises ValueError if the model has fewer
-    positions than one of the arguments called `lengths`, or is too large for --model-name tiny: its
-    parameters are counted on meta, so that no memory is taken.
+    What is in SWITCHED_OFF becomes 0, with a line that says so. Raises ValueError if the model has
+    fewer positions than one of the arguments called `lengths`, if it would change its attention
+    while it runs, or is too large for --model-name tiny: its parameters are counted on meta, so
+    that no memory is taken.
     """
     for name in lengths:
         flag = f"--{name.replace('_', '-')}"
         arguments.check_length(flag, getattr(args, name), config)
     for name, value in config.to_dict().items():
-        if name.endswith("layerdrop") and value:
-            setattr(config, name, 0.0)
-            if dist.get_rank() == 0:
-                print(
-                    f"{name} is 0 here, not the model's {value}: ranks would leave out different "
-                    "layers, and wait for each other for ever",
-                    flush=True,
-                )
+        for end, reason in SWITCHED_OFF.items():
+            if name.endswith(end) and value:
+                setattr(config, name, type(value)(0))
+                if dist.get_rank() == 0:
+                    print(f"{name} is 0 here, not the model's {value}: {reason}", flush=True)
+    if getattr(config, "attention_type", None) == "block_sparse":
+        raise ValueError(
+            "the model's block_sparse attention becomes full attention for good with the first "
+            "short batch: set attention_type to original_full in its config.json"
+        )
     if args.model_name != "tiny":
         return
     with torch.device("meta"):
@@ -113,7 +120,13 @@ def check_logits(
     ids = inputs["input_ids"]
     with _undisturbed(device):
         # The first pass sets FSDP's order of prefetching: it is the one that training makes.
-        found = model(**inputs, targets=ids.new_empty(0)).float().unflatten(0, ids.shape)
+        try:
+            found = model(**inputs, targets=ids.new_empty(0)).float().unflatten(0, ids.shape)
+        except TypeError as error:
+            raise ValueError(
+                f"the model does not run ({error}): its layers may need the mask that --attention "
+                "flash and varlen do without, so try --attention sdpa"
+            ) from error
         own = model(**inputs, use_cache=False).logits.float()
     _check_head(model, found, own, dtype)
     _check_causality(ids, found, dtype)

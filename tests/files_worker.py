@@ -113,7 +113,9 @@ def main() -> None:
         hf_weights.export_model(state.model, ByT5Tokenizer(), path / "trained", EXPORT)
         state = train_state(wrap(directory, second, pretrained=False))
         checkpoints.load_checkpoint(
-            path / "checkpoints/step-00000001", state, Namespace(seed=0, output_dir=path)
+            path / "checkpoints/step-00000001",
+            state,
+            Namespace(seed=0, output_dir=path, model_name="made"),
         )
         hf_weights.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
         train(state)

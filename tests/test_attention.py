@@ -115,7 +115,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch, batches: list[dict]) -> int:
     counters.clear()
     shape = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = llama_fsdp.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    model = llama_fsdp.LossModel(transformers.LlamaConfig(**shape))
     attention.register(documents)
     model.config._attn_implementation = "packed"
     policies.compile_blocks(model, llama_fsdp.BLOCKS)

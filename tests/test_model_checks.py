@@ -230,6 +230,36 @@ def test_documents_that_see_each_other(name: str, chats: Path, device: torch.dev
         check(script, chats, device, *flags, "--no-packing")
 
 
+SPARSE = {  # the folder, and what TINY has besides
+    "DeepseekV4": ("deepseek_v4", {
+        "moe_intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 32,
+        "num_experts_per_tok": 2, "n_routed_experts": 4, "partial_rotary_factor": 0.5,
+        "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "hc_mult": 2,
+    }),
+    "MiniMaxM3VL": ("minimax_m3_vl", {
+        "dense_intermediate_size": 96, "shared_intermediate_size": 32, "head_dim": 16,
+        "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "index_n_heads": 2,
+        "index_head_dim": 16, "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_keys_that_are_chosen_by_their_place(name: str, chats: Path, device: torch.device) -> None:
+    """In the sequence, not in their document: only seen behind another document, or beyond a block
+    of 128 keys."""
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"this Transformers has no {name}")
+    folder, config = SPARSE[name]
+    script = llama_as(name, folder, **config)
+    attention = "sdpa" if getattr(transformers, f"{name}ForCausalLM")._supports_sdpa else "eager"
+    flags = ["--attention", attention, "--max-seq-length", "512"]
+    with pytest.raises(ValueError, match=f"{SEEN}.*use --no-packing"):
+        check(script, chats, device, *flags)
+    check(script, chats, device, *flags, "--no-packing")
+
+
 def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) -> None:
     """As a run's start does, without its data."""
     args = script.parse_args([*FLAGS, "--dataset", str(chats), *flags])
@@ -319,7 +349,12 @@ def attend(**options: object) -> torch.Tensor:
     query = torch.randn(1, 2, 16, 8)
     ends = torch.tensor([0, 8, 16], dtype=torch.int32)
     module = SimpleNamespace()
-    inputs = {"mask": None, "scaling": 1.0, "cu_seq_lens": ends, "longest_document": 8} | options
+    inputs = {
+        "attention_mask": None,
+        "scaling": 1.0,
+        "cu_seq_lens": ends,
+        "longest_document": 8,
+    } | options
     module.is_causal = inputs.pop("module_is_causal", True)
     return ALL_ATTENTION_FUNCTIONS["packed"](module, query, query, query, **inputs)[0]
 
@@ -330,7 +365,7 @@ def attend(**options: object) -> torch.Tensor:
     ("s_aux", torch.zeros(2)),
     ("position_bias", torch.zeros(1, 2, 16, 16)),
     ("dropout", 0.1),
-    ("mask", torch.zeros(1, 1, 16, 16)),
+    ("attention_mask", torch.zeros(1, 1, 16, 16)),
     ("is_causal", False),
     ("module_is_causal", False),
     ("block_indices", torch.zeros(1)),
@@ -338,7 +373,7 @@ def attend(**options: object) -> torch.Tensor:
 def test_packed_attention_refuses_what_it_lacks(name: str, value: object) -> None:
     """By name, instead of training another model."""
     register(per_document)
-    said = {"mask": "attention_mask", "module_is_causal": "is_causal"}.get(name, name)
+    said = {"module_is_causal": "is_causal"}.get(name, name)
     with pytest.raises(ValueError, match=f"have no {said}.*use --attention eager"):
         attend(**{name: value})
 
@@ -526,6 +561,11 @@ def test_no_layer_is_dropped(alone: None, capfd: pytest.CaptureFixture) -> None:
     said = capfd.readouterr().out.splitlines()
     expected = "encoder_layerdrop is 0 here, not the model's 0.05"
     assert len(said) == 2 and said[0].startswith(expected)
+    config = transformers.RwkvConfig(num_hidden_layers=1, hidden_size=16)
+    fit(config, transformers.RwkvForCausalLM)
+    assert config.rescale_every == 0 and "rescale_every is 0 here" in capfd.readouterr().out
+    with pytest.raises(ValueError, match="block_sparse attention becomes full attention"):
+        fit(transformers.BigBirdPegasusConfig(), transformers.BigBirdPegasusForCausalLM)
     fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
     fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
     assert capfd.readouterr().out == ""
@@ -632,11 +672,12 @@ def test_chunks_begin_with_their_documents() -> None:
     """Llama 4's, which are shorter than its documents, where they may be packed."""
     if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
         pytest.skip("this Transformers counts chunks from the pack on, which is refused")
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 128}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     shape |= {"intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 12}
     model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**shape, pad_token_id=0))
-    batch = chat_dataset.collate(chat_dataset.EXAMPLES[True])
+    short = argparse.Namespace(max_seq_length=32, packing=True)
+    batch = chat_dataset.collate(chat_dataset.examples(short))
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     with torch.no_grad():
         packed = model(**inputs, use_cache=False).logits[0, 16:]

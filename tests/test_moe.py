@@ -236,11 +236,7 @@ def copy(name: str, tmp_path: Path) -> Path:
             f"{decoder}{name}DecoderLayer",
         ),
         ("BLOCKS = (LlamaDecoderLayer,)", f"BLOCKS = ({name}DecoderLayer,)"),
-        (
-            "class LlamaForCausalLM(transformers.LlamaForCausalLM):",
-            f"class {name}ForCausalLM(transformers.{name}ForCausalLM):",
-        ),
-        ("MODEL = LlamaForCausalLM", f"MODEL = {name}ForCausalLM"),
+        ("MODEL = transformers.LlamaForCausalLM", f"MODEL = transformers.{name}ForCausalLM"),
     ]
     folder = tmp_path / "copy"
     (folder / "tests").mkdir(parents=True)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, check_equal_weights, launch, losses, metrics, status
+from conftest import ROOT, check_equal_weights, launch, logged, losses, metrics, status
 from slurm_cluster import wait_until
 
 # Seconds that a phase lasts, and whether the run waits for its end before it stops.
@@ -84,7 +84,7 @@ def test_stopped(
     assert not list(output.glob("lock*"))
 
     saved = max((int(path.name[-8:]) for path in output.glob("checkpoints/step-*")), default=0)
-    done = max((line["step"] for line in metrics(output, "train")), default=0)
+    done = max((line["step"] for line in logged(output, "train")), default=0)
     assert saved == done  # nothing is lost
     result = launch(2, "T5_training.py", *flags)
     assert [line["step"] for line in metrics(output, "start")][-1] == saved, result.stdout

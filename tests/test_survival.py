@@ -343,7 +343,9 @@ def test_pruning(tmp_path: Path) -> None:
     for step, best in ((2, 1), (4, 3), (6, 3)):
         path = tmp_path / f"step-{step:08d}"
         path.mkdir()
-        (path / "train_state.json").write_text(json.dumps({"best_step": best}))
+        saved = {"step": step, "best_step": best}
+        text = json.dumps(saved | {"crc": checkpoints.json_sum(saved)})
+        (path / "train_state.json").write_text(text)
     for step in (1, 3, 5):
         (tmp_path / f"best-{step:08d}").mkdir()
     checkpoints._prune(tmp_path, 2, tmp_path / "best-00000005")
