@@ -83,6 +83,7 @@ def fit_config(
                 setattr(config, name, type(value)(0))
                 if dist.get_rank() == 0:
                     print(f"{name} is 0 here, not the model's {value}: {reason}", flush=True)
+    _say_longrope(config, max((getattr(args, name) for name in lengths), default=0))
     if getattr(config, "attention_type", None) == "block_sparse":
         raise ValueError(
             "the model's block_sparse attention becomes full attention for good with the first "
@@ -96,6 +97,18 @@ def fit_config(
         raise ValueError(
             f"--model-name tiny would have {size:,} parameters, above {TINY_LIMIT:,}: give TINY "
             f"the names that {type(config).__name__} has for width and layers, and few experts"
+        )
+
+
+def _say_longrope(config: PretrainedConfig, length: int) -> None:
+    """Print, on rank 0, that documents of one batch do not leave each other alone, if so."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    limit = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and limit and length > limit and dist.get_rank() == 0:
+        print(
+            f"a text above {limit} tokens has Transformers scale the positions of its whole batch, "
+            f"of shorter texts too: up to {limit} each is trained on as it is alone",
+            flush=True,
         )
 
 

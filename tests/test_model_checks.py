@@ -566,6 +566,14 @@ def test_no_layer_is_dropped(alone: None, capfd: pytest.CaptureFixture) -> None:
     assert config.rescale_every == 0 and "rescale_every is 0 here" in capfd.readouterr().out
     with pytest.raises(ValueError, match="block_sparse attention becomes full attention"):
         fit(transformers.BigBirdPegasusConfig(), transformers.BigBirdPegasusForCausalLM)
+    factors = {"short_factor": [1.0], "long_factor": [2.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    shape = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(**shape, rope_parameters=rope | factors)
+    for length, count in (32, 0), (33, 1):
+        args = argparse.Namespace(model_name="path", max_seq_length=length)
+        fit_config(args, llama_fsdp.LossModel, config, "max_seq_length")
+        assert capfd.readouterr().out.count("a text above 32 tokens") == count
     fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
     fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
     assert capfd.readouterr().out == ""
