@@ -331,6 +331,7 @@ def test_saves_and_resumes_count() -> None:
 def test_saves_in_the_background_count() -> None:
     """Copies of FSDP2's and DDP's are pinned, in powers of two; a simulated device has counted them
     in test_state_dicts.py. With offload they are not pinned. FSDP1 has those of any save."""
+    pytest.importorskip("peft")
 
     def copies(of: dict) -> float:
         """In bytes per parameter that is trained on a GPU, of a node of four."""

@@ -78,6 +78,7 @@ def check_slow_rank_is_named(processes: int, rank: int, output: Path) -> None:
     assert not list(output.iterdir())
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(tmp_path: Path) -> None:
     """Of two, it runs for a third of the time."""
     check_slow_rank_is_named(2, 1, tmp_path)

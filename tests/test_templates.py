@@ -494,7 +494,7 @@ def test_tried(trained: Path, name: str) -> None:
         pytest.param("mt5", marks=pytest.mark.slow),
         pytest.param("opt", marks=pytest.mark.slow),
         pytest.param("gpt_neox", marks=pytest.mark.slow),
-        "qwen3",
+        pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),
     ],
