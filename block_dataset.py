@@ -21,12 +21,8 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, readers, tokens
-
-EXAMPLES = [  # blocks that begin alike, for model_checks.check_logits
-    {"input_ids": [*range(10, 43)]},
-    {"input_ids": [*range(10, 26), *range(50, 67)]},
-]
+from runtime import arguments
+from runtime.rows import readers
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -46,13 +42,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--num-val-samples", type=int, help=blocks)
 
 
-def check_arguments(args: Namespace) -> list[str]:
-    """One sentence for each value that is wrong.
+def resolve_arguments(args: Namespace) -> dict[str, int]:
+    """Resolve --num-train-samples and --num-val-samples."""
+    if args.dataset == "docstrings" and not args.train_file:
+        return arguments.samples(args, 2000, 500)
+    return arguments.samples(args, 0, 0)
 
-    Fills in what --num-train-samples and --num-val-samples are by default.
-    """
-    is_built_in = args.dataset == "docstrings" and not args.train_file
-    arguments.fill_samples(args, *((2000, 500) if is_built_in else (0, 0)))
+
+def check_arguments(args: Namespace) -> list[str]:
+    """List a sentence for each value that is wrong."""
     limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, {"block_size": (2, arguments.ANY)} | limits)
     is_enough = args.evaluate_only and args.val_file
@@ -66,15 +64,15 @@ def check_arguments(args: Namespace) -> list[str]:
 
 
 def read_file(path: Path, column: str) -> Dataset:
-    """A file's texts, a row each: of a column, or the lines of a text file. Or its tokens, where it
-    has input_ids. Raises ValueError."""
+    """Return a file's texts, a row each: a column's, or the lines of a text file; or its tokens, if
+    it has input_ids and no such column. Raises ValueError."""
     if path.suffix.lower() in readers.KINDS:
         return text_or_tokens(str(path), readers.read_file(path), column)
     return readers.read_lines(path)
 
 
 def text_or_tokens(name: str, rows: Dataset, column: str) -> Dataset:
-    """The column of texts, or those of tokens made beforehand; raises ValueError if neither."""
+    """Return the column of texts, or rows of tokens made beforehand; ValueError if neither."""
     if "input_ids" in rows.column_names and column not in rows.column_names:
         return rows
     return readers.text_column(name, rows, column)
@@ -87,10 +85,10 @@ def named_files(patterns: list[str]) -> list[Path]:
 
 
 def read_texts(args: Namespace, split: str) -> Dataset:
-    """The texts of split train or validation, a row each; raises ValueError.
+    """Return the texts of split train or validation, a row each; raises ValueError.
 
-    A row is a document, unless it ends in a newline: then the next row goes on with it, as do the
-    lines of a text file, and the rows of WikiText. `cut_texts` prints how many do.
+    A row is a document, unless it ends in a newline: then the next row continues it, as in a text
+    file's lines and the rows of WikiText. `cut_texts` prints how many rows end so.
     """
     patterns = args.train_file if split == "train" else args.val_file
     if patterns:
@@ -107,7 +105,7 @@ def read_texts(args: Namespace, split: str) -> Dataset:
 
 def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
     """Cut the joined documents into blocks; each ends with the token that the next begins with,
-    so that every token but the first is predicted once. The last block is what is left."""
+    so that every token but the first is predicted once. The last block has what is left."""
     pending: list[int] = []
     for row in rows:
         pending += row["input_ids"]
@@ -119,7 +117,7 @@ def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
 
 
 def say_not_held_out(args: Namespace) -> None:
-    """Print which files are trained and validated on, as a glob may mean more than it should."""
+    """Print which files are both trained and validated on, as a glob may name more than meant."""
     held_out = {path.resolve() for path in named_files(args.val_file)}
     both = [str(path) for path in named_files(args.train_file) if path.resolve() in held_out]
     if both:
@@ -129,7 +127,7 @@ def say_not_held_out(args: Namespace) -> None:
 def load_blocks(
     args: Namespace, tokenizer: Tokenizer, split: str, number: int, verbose: bool
 ) -> Dataset:
-    """`number` blocks (0: all) of a split in a column input_ids, from the cache if they are there.
+    """Return `number` blocks (0: all) of a split in a column input_ids, cached if they were.
 
     Raises ValueError if there is none.
     """
@@ -138,11 +136,13 @@ def load_blocks(
         say_not_held_out(args)
     rows = read_texts(args, split)
     if "input_ids" in rows.column_names:
+        from runtime.rows import tokens  # a copy may leave it out
+
         limits = {"input_ids": ("--block-size", args.block_size + 1)}
         name = f"the {split} set"
         rules = readers.token_rules(tokenizer)
         tokens.check_origin(name, rows, limits, args, ["block_size"], rules)
-        cut = tokens.check(name, rows, limits, tokenizer)
+        cut = tokens.checked_columns(name, rows, limits, tokenizer)
     else:
         cut = cut_texts(args, tokenizer, split, rows, verbose)
     number = min(number or len(cut), len(cut))
@@ -151,10 +151,30 @@ def load_blocks(
     return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
 
 
+def load(
+    args: Namespace, tokenizer: Tokenizer, verbose: bool
+) -> tuple[readers.Rows | None, dict[str, readers.Rows]]:
+    """Return the training set, with --evaluate-only None, and the validation set by its name."""
+    val_set = load_blocks(args, tokenizer, "validation", args.num_val_samples, verbose)
+    val_sets = {"validation": readers.Rows(val_set)}
+    if args.evaluate_only:
+        return None, val_sets
+    train_set = load_blocks(args, tokenizer, "train", args.num_train_samples, verbose)
+    return readers.Rows(train_set), val_sets
+
+
+def examples(args: Namespace) -> list[dict[str, list[int]]]:
+    """Return two blocks that begin alike, for model_checks.check_logits."""
+    return [
+        {"input_ids": [*range(10, 43)]},
+        {"input_ids": [*range(10, 26), *range(50, 67)]},
+    ]
+
+
 def cut_texts(
     args: Namespace, tokenizer: Tokenizer, split: str, rows: Dataset, verbose: bool
 ) -> Dataset:
-    """The blocks of all texts of a split; raises ValueError if there is none."""
+    """Return the blocks of all texts of a split; raises ValueError if there is none."""
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = [text or "" for text in batch["text"]]
@@ -196,10 +216,10 @@ def say_joined(split: str, rows: Dataset, eos: int) -> None:
 
 
 def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
-    """int64 input_ids and labels, the tokens that follow, [batch, length]; -100 past a block's end.
-    The ints `targets` and `tokens` are the number of labels that are not -100.
+    """Return int64 input_ids and labels, the tokens that follow, [batch, length]; labels are -100
+    past a block's end. The ints `targets` and `tokens` count the labels that are not -100.
 
-    No examples give one without labels, for a rank that has none left.
+    Without examples the batch is one row without labels, for a rank that has none left.
     """
     rows = [example["input_ids"] for example in examples] or [[0]]
     width = max(8, *(len(row) - 1 for row in rows))

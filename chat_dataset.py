@@ -19,9 +19,10 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, bad_rows, chat_formats, json_rows, readers, tokens
+from runtime import arguments
+from runtime.rows import bad_rows, chat_formats, json_rows, readers, tokens
 
-# Spaces stand before turns, not after: the text of a longer chat begins with that of a shorter one.
+# Spaces stand before turns, not after, so that a chat's text begins with that of its first turns.
 TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
 'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
 '<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
@@ -30,8 +31,8 @@ FEATURES |= {"cut": Value("int64"), "key": Value("int64")}
 
 
 def examples(args: Namespace) -> list[list[dict]]:
-    """Return two sequences that begin alike, for model_checks.check_logits. Packed, both end in one
-    document, which the first begins with, too: longer than the blocks that some models have."""
+    """Return two sequences that begin alike, for model_checks.check_logits. Packed, both end in the
+    document that the first also begins with; it is longer than some models' attention blocks."""
     length = max(16, min(160, args.max_seq_length // 2))
     long = [10 + i % 97 for i in range(length + 1)]
     other = long[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
@@ -60,11 +61,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--num-val-samples", type=int, default=0, help="the same for validation")
 
 
+def resolve_arguments(args: Namespace) -> dict[str, list]:
+    """Resolve --dataset, --val-dataset and --weights."""
+    dataset = args.dataset or ["docstrings"]
+    weights = args.weights or [1] * len(dataset)
+    return {"dataset": dataset, "val_dataset": args.val_dataset or [], "weights": weights}
+
+
 def check_arguments(args: Namespace) -> list[str]:
-    """One sentence for each value that is wrong. Fills in what lists are by default."""
-    args.dataset = args.dataset or ["docstrings"]
-    args.val_dataset = args.val_dataset or []
-    args.weights = args.weights or [1] * len(args.dataset)
+    """List a sentence for each value that is wrong."""
     limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, {"max_seq_length": (8, arguments.ANY)} | limits)
     for flag, names in ("--dataset", args.dataset), ("--val-dataset", args.val_dataset):
@@ -100,12 +105,12 @@ def encode(
     chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool,
     began: str = "",
 ) -> list[tuple[list, list]]:  # fmt: skip
-    """The documents of a chat: token ids, and labels, the id of a target, else -100; never the
-    first token.
+    """Return the documents of a chat: token ids, and labels, which are the id of a target, else
+    -100. The first token is no target.
 
     Targets are the assistant's turns, from after the header through the end marker: each in one
-    document, as the model sees it when it writes it. `train_on_prompt` makes targets of all tokens
-    of the chat as it is rendered whole. An answer at a document's end without EOS gets it. The
+    document, as the model sees it when it writes it. `train_on_prompt` makes all tokens targets, of
+    the chat as it is rendered whole. An answer at a document's end without EOS gets it. The
     template's date is the day that the run `began` on. Raises ValueError, with the number of the
     turn, if it cannot render the chat.
     """
@@ -116,7 +121,7 @@ def encode(
     options = {"tools": tools, "tokenize": False, "chat_template": template}
     render = partial(tokenizer.apply_chat_template, **options)
     try:
-        whole = render(chat).rstrip()  # a line break after the end marker is nobody's
+        whole = render(chat).rstrip()  # a line break after the end marker belongs to no turn
     except TemplateError as error:
         raise ValueError(f"{failing_turn(chat, render)}: {error}") from error
     found = []
@@ -139,11 +144,11 @@ def encode(
 
 
 def split(chat: list[dict], whole: str, render: abc.Callable) -> list[tuple[str, list[str]]]:
-    """Texts that begin with the chat up to each answer as it is rendered without what follows, and
-    the beginnings of each: up to where an answer starts, up to where it ends, and so on.
+    """Return texts in which every answer stands as it is rendered without the turns after it, and
+    of each text its beginnings: up to where an answer starts, up to where it ends, and so on.
 
-    One text, the whole chat, if what follows never alters a turn. Some templates drop what the
-    assistant thought before the last question, or put the system's turn there.
+    It is one text, the whole chat, if later turns never change an earlier one. Some templates drop
+    what the assistant thought before the last question, or put the system's turn there.
     """
     texts: list[str] = []
     beginnings: list[list[str]] = []
@@ -191,7 +196,7 @@ def turn_name(chat: list[dict], i: int) -> str:
 
 
 def common_length(ids: list[int], other: list[int]) -> int:
-    """How many tokens of `other` are the first ones of `ids`."""
+    """Return how many of the first tokens of `other` are also the first of `ids`."""
     for place, token in enumerate(other):
         if ids[place : place + 1] != [token]:
             return place
@@ -199,7 +204,8 @@ def common_length(ids: list[int], other: list[int]) -> int:
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
-    """The same of a document: BOS if the tokenizer adds it, text, EOS; ValueError without text."""
+    """Return ids and labels of a plain document: BOS if the tokenizer adds it, text, EOS. Raises
+    ValueError without text."""
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the document is empty or not text")
     ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
@@ -211,10 +217,12 @@ def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
 def encoder(
     name: str, kind: str, features: Features, tokenizer: Tokenizer, args: Namespace
 ) -> abc.Callable:
-    """The function from rows of data set `name`, of `features`, and their indices to FEATURES and
-    bad_rows.ORIGIN: documents of --max-seq-length + 1 tokens, how many are `cut`, and a `key` from
-    all before the first answer. A row is one document or several; a bad one an empty one, or a
-    ValueError."""
+    """Return the function that makes documents, in the columns of FEATURES and bad_rows.ORIGIN, of
+    a batch of rows of data set `name` and their indices.
+
+    Documents have at most --max-seq-length + 1 tokens; `cut` is how many more there were, `key` a
+    hash of all before the first answer. A row gives one document or several; a bad row gives an
+    empty one, or raises ValueError."""
     length = args.max_seq_length + 1
 
     def encode_row(row: dict) -> list[tuple]:
@@ -250,8 +258,8 @@ def encoder(
 def load_sets(
     args: Namespace, tokenizer: Tokenizer, verbose: bool
 ) -> tuple[Dataset | None, dict[str, Dataset]]:
-    """All training documents, each data set's as often as --weights says (with --evaluate-only
-    None), and the validation sets by name: a part of each data set, or those of --val-dataset.
+    """Return all training documents, each data set's as often as --weights says (None with
+    --evaluate-only), and the validation sets by name: a part of each data set, or --val-dataset's.
 
     They have the columns of FEATURES, and come from the cache if they are there. `verbose` prints
     how many there are, and what was cut. Raises ValueError, with a sentence for the user, if there
@@ -269,12 +277,12 @@ def load_sets(
     for name in args.val_dataset:
         (val_sets[name],) = load_parts(args, tokenizer, name, ["val_split"], verbose)
     for name, rows in val_sets.items():
-        val_sets[name] = choose(rows, args.num_val_samples, f"{name}, validation", verbose)
+        val_sets[name] = draw_documents(rows, args.num_val_samples, f"{name}, validation", verbose)
     if args.evaluate_only:
         return None, val_sets
     for number, (name, rows) in enumerate(zip(args.dataset, train_sets, strict=True)):
         limit = args.num_train_samples
-        train_sets[number] = choose(rows, limit, f"{name}, training", verbose)
+        train_sets[number] = draw_documents(rows, limit, f"{name}, training", verbose)
     if verbose and asks_for_date(tokenizer):
         print(f"the chat template asks for the date: {args.began}, on which this run began")
     if verbose:
@@ -287,8 +295,8 @@ def load_sets(
 def load_documents(
     args: Namespace, tokenizer: Tokenizer, name: str, verbose: bool
 ) -> tuple[Dataset, ...]:
-    """The training documents of data set `name`, and, without --val-dataset, those to validate on:
-    another split of a hub data set, or 5%."""
+    """Return the training documents of data set `name`, and, without --val-dataset, those to
+    validate on: another split of a hub data set, or 5%."""
     if args.val_dataset:
         return tuple(load_parts(args, tokenizer, name, ["train_split"], verbose))
     parts = load_parts(args, tokenizer, name, ["train_split", "val_split"], verbose)
@@ -300,7 +308,7 @@ def load_documents(
 def load_parts(
     args: Namespace, tokenizer: Tokenizer, name: str, flags: list[str], verbose: bool
 ) -> list[Dataset]:
-    """The documents of a file, or of the splits that `flags` name, of all rows."""
+    """Return the documents of all rows of a file, or of each split that `flags` name."""
     if name == "docstrings":
         rows = readers.docstring_rows()
         parts = [(name, rows.rename_columns({"headline": "prompt", "text": "completion"}))]
@@ -322,7 +330,7 @@ def say_shares(args: Namespace, train_sets: list[Dataset]) -> None:
 def encode_rows(
     name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace, verbose: bool
 ) -> Dataset:
-    """The documents in the rows of data set `name`, from the cache if they are there."""
+    """Return the documents in the rows of data set `name`, from the cache if they are there."""
     columns = [column for column in rows.column_names if column != json_rows.BROKEN]
     kind = chat_formats.find_kind(name, columns, args.text_column)
     if verbose:
@@ -332,12 +340,12 @@ def encode_rows(
         print(f"{name}: rows of kind {kind} ({', '.join(used)}{unused})")
     if kind == "tokens":
         return token_documents(name, rows, tokenizer, args, verbose)
-    # --bad-rows is no part of it: fail and skip make the same of good rows, and where rows are bad
-    # only skip has a result, at which good_rows looks again.
+    # --bad-rows is no part of the identity: fail and skip make the same of good rows, and if rows
+    # are bad only skip has a result, which good_rows checks again.
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
     identity += (tokenizer.chat_template, readers.token_rules(tokenizer))
     identity += (asks_for_date(tokenizer) and args.began,)
-    identity += (readers.fingerprint(chat_formats.read),)  # what is in its file counts, too
+    identity += (readers.fingerprint(chat_formats.read),)  # the code of its file counts, too
     features = FEATURES | bad_rows.ORIGIN
     encode_batch = encoder(name, kind, rows.features, tokenizer, args)
     found = readers.cached_map(rows, encode_batch, features, *identity, with_indices=True)
@@ -354,16 +362,16 @@ def encode_rows(
 def token_documents(
     name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace, verbose: bool
 ) -> Dataset:
-    """Documents of tokens made beforehand; without labels, all tokens but the first are targets."""
+    """Return documents of tokens made beforehand; without labels, all but the first are targets."""
     shaping = ("max_seq_length", "train_on_prompt")
     rules = readers.token_rules(tokenizer) | {tokens.TEMPLATE: tokenizer.chat_template}
     made_from = tokens.check_origin(name, rows, FEATURES, args, shaping, rules)
     if verbose and made_from and asks_for_date(tokenizer):
         print(f"{name}: the date in its chats is {made_from['arguments']['began']}")
-    longest = "--max-seq-length", args.max_seq_length + 1
     columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
-    checked = tokens.check(name, rows, dict.fromkeys(columns, longest), tokenizer, hidden=True)
-    if made_from:  # as --prepare-only leaves them
+    limits = dict.fromkeys(columns, ("--max-seq-length", args.max_seq_length + 1))
+    checked = tokens.checked_columns(name, rows, limits, tokenizer, hidden=True)
+    if made_from:  # by --prepare-only: the rows have all columns
         return rows
 
     def complete(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
@@ -380,11 +388,11 @@ def token_documents(
     return readers.cached_map(checked, complete, FEATURES, name, with_indices=True)
 
 
-def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
-    """A random choice of `limit` documents (0: all), without those that have no target left.
+def draw_documents(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
+    """Return a random `limit` of the documents (0: all), without those that have no target left.
 
-    A chat has none if its first answer begins after --max-seq-length. Raises ValueError if that is
-    so of all of them.
+    A chat has none if its first answer begins after --max-seq-length. Raises ValueError if no
+    document is left.
     """
     total = len(rows)
     limit = min(limit or total, total)
@@ -413,9 +421,9 @@ def choose(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
-    """Indices of `lengths` in packs of `capacity`, or alone above it.
+    """Return the indices of `lengths` in packs of at most `capacity`; a longer one is alone.
 
-    Each pack takes the longest that fits, until none does. Which one of equal length is a draw.
+    Each pack takes the longest that fits, until none does. Of equal lengths a random one is taken.
     That changes no sum, so the number of packs, and of steps, is the same in every epoch.
     """
     packs: list[list[int]] = []
@@ -436,7 +444,7 @@ def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) 
 
 
 class Packs(torch.utils.data.Dataset):
-    """`documents` as packs, planned anew in each epoch.
+    """The packs of `documents`, planned anew in each epoch.
 
     A document of n tokens takes n - 1 positions, for the last one has nothing to predict.
     `positions` is their sum, `fill` its share of the room in all packs, and `span` the mean over
@@ -447,7 +455,7 @@ class Packs(torch.utils.data.Dataset):
         self.documents = readers.Rows(documents)
         self.args = args
         self.epoch = 0
-        self.plans: dict[int, list[list[int]]] = {}  # of the epoch at hand
+        self.plans: dict[int, list[list[int]]] = {}  # of the current epoch alone
         parts = (x[0] for x in documents.with_format("arrow", ["input_ids"]).iter(10_000))
         self.lengths = [n - 1 for x in parts for n in x.combine_chunks().value_lengths().tolist()]
         self.positions = sum(self.lengths)
@@ -455,7 +463,7 @@ class Packs(torch.utils.data.Dataset):
         self.fill = self.positions / (len(self) * args.max_seq_length)
 
     def plan(self) -> list[list[int]]:
-        """The documents in each sequence of the epoch."""
+        """Return the indices of the documents in each sequence of the epoch."""
         if self.epoch not in self.plans:
             capacity = self.args.max_seq_length if self.args.packing else 0
             generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.epoch)
@@ -464,7 +472,7 @@ class Packs(torch.utils.data.Dataset):
 
     @property
     def dataset(self) -> Dataset:
-        """The documents."""
+        """The documents, of which the packs are made."""
         return self.documents.dataset
 
     def set_epoch(self, epoch: int) -> None:
@@ -478,15 +486,26 @@ class Packs(torch.utils.data.Dataset):
         return self.documents.__getitems__(self.plan()[i])
 
 
-def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
-    """Packs as rows, padded with 0 to a multiple of 8; without samples one row, all padding.
+def load(
+    args: Namespace, tokenizer: Tokenizer, verbose: bool
+) -> tuple[Packs | None, dict[str, Packs]]:
+    """Return packs of the documents of `load_sets`."""
+    documents, val_documents = load_sets(args, tokenizer, verbose)
+    val_sets = {name: Packs(rows, args) for name, rows in val_documents.items()}
+    if args.evaluate_only:
+        return None, val_sets
+    return Packs(documents, args), val_sets
 
-    int64 [batch, length]: `input_ids`; `labels`, which follow them, or -100; `position_ids`, from 0
-    in each document, 0 in padding. int32 `cu_seq_lens`: 0 and the ends, in the flattened batch, of
-    the documents and of each row's padding; the int `longest_document` is the longest of these. The
-    ints `targets` and `tokens` count the labels that are not -100, and the positions that are not
-    padding. int64 `target_positions` are those of the labels in the flattened batch; one is there
-    even if there is no label, for a head needs some.
+
+def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
+    """Return packs as rows, padded with 0 to a multiple of 8; without samples one row of padding.
+
+    int64 [batch, length]: `input_ids`; `labels`, the token that follows, or -100; `position_ids`,
+    from 0 in each document, 0 in padding. int32 `cu_seq_lens`: 0 and the ends, in the flattened
+    batch, of the documents and of each row's padding; the int `longest_document` is the longest of
+    these. The ints `targets` and `tokens` count the labels that are not -100, and the positions
+    that are not padding. int64 `target_positions` are those of the labels in the flattened batch,
+    [0] if there is none, because the head needs at least one.
     """
     rows = samples or [[]]
     used = [sum(len(document["labels"]) - 1 for document in row) for row in rows]

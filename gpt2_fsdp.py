@@ -2,20 +2,20 @@
 
     python gpt2_fsdp.py --model-name tiny --dataset docstrings               # no GPU, no download
     torchrun --nnodes 1 --nproc_per_node 8 gpt2_fsdp.py                      # gpt2 on WikiText-2
-    torchrun --nnodes 4 --nproc_per_node 8 --rdzv-backend c10d \\
+    torchrun --nnodes 2 --nproc_per_node 8 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 --rdzv-id 1 gpt2_fsdp.py \\
-        --model-name openai-community/gpt2-xl --strategy hybrid_shard        # on each of 4 nodes
+        --model-name openai-community/gpt2-xl --strategy hybrid_shard        # on each of 2 nodes
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
 Face model. To make a script of your own, copy this one with policies.py, block_dataset.py and the
 folder runtime/, and change, in this order: the import of GPT2Block, BLOCKS, MODEL and TINY, which
-is all for another model of its kind, such as OPT; `load_model`, `setup_data`, `forward`.
+is all for another model of its kind, such as OPT; `load_model`, `load_data`, `forward`; in `train`
+the optimizer, the schedule, the loss and the step.
 
 Left out on purpose: attention that stops at document boundaries (see llama_fsdp.py).
 """
 
-import functools
 import sys
 from argparse import Namespace
 from datetime import timedelta
@@ -26,73 +26,85 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from datasets import Dataset
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-import block_dataset
+import block_dataset as data
 import policies
-from runtime import arguments, batches, checkpoints, hf_weights, identities, optimization, ranks
-from runtime.checkpoints import TrainState
-from runtime.model_checks import check_logits, fit_config, flops_per_token, logit_scale_and_cap
-from runtime.run import Run, launch
+from runtime import arguments, batches, hf_load, optimization, ranks
+from runtime.batches import Batch
+from runtime.model_checks import check_logits, fit_config, logit_scale_and_cap
+from runtime.run import Loaders, Run, launch
 
-BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
+# What to change for another model of its kind; memory_estimator.py reads these, too.
 MODEL = transformers.GPT2LMHeadModel
-# The names that its config has; few experts, and token ids below 384.
-TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}
+BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
+TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}  # names of its config
+BYTES = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": None}  # tiny's tokens
+RECIPE = {"model_name": "openai-community/gpt2"}  # defaults that differ from the other scripts'
 CHUNK = 1024  # tokens whose logits are held at a time
 SCRIPT = Path(__file__).stem
-Batch = dict[str, Tensor | int]  # as `collate` makes it
-Loaders = dict[str, DataLoader]  # of the validation sets, by name
 
 
 @record
 def fsdp_main(args: Namespace) -> int:
-    """Join the other processes, train, leave; returns the exit code. Run says how it can end."""
+    """Train from the pretrained weights, or a checkpoint, to OUTPUT_DIR/final and best.
+
+    Returns the exit code; `Run` says how a run can end. All ranks.
+    """
     device = setup(args)
     try:
-        with Run(args, device, SCRIPT) as run:
-            if args.export_only or args.prepare_only or args.evaluate_only:
-                run_without_training(args, device, run)
-            else:
-                train_and_export(args, device, run)
+        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
+            model, tokenizer, init = load_model(args, device, run.checkpoint)
+            if args.prepare_only:
+                run.write_prepared(*load_data(args, tokenizer), tokenizer)
+                return 0
+            run.describe(model)
+            if args.export_only:
+                run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
+                return 0
+            train_set, val_sets = load_data(args, tokenizer)
+            model = wrap_model(args, device, model, init)
+            val_loaders = {}
+            for name, samples in val_sets.items():
+                val_loaders[name] = batches.val_loader(args, samples, data.collate)
+            if args.evaluate_only:
+                run.load_evaluated(model, val_loaders)
+                check_loss(args, device, model)
+                run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
+                return 0
+            if train(args, device, model, train_set, val_loaders, run):
+                continue_prompts(args, device, model, tokenizer, val_sets["validation"])
+                run.export(model, tokenizer)
         return run.exit_code
     finally:
         cleanup()
 
 
-def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
-    """From the pretrained weights, or a checkpoint, to OUTPUT_DIR/final and best; all ranks."""
-    state, tokenizer, loader, val_loaders = prepare(args, device, run.checkpoint)
-    if not run.begin(state, loader):
-        return
-    if state.step == 0 or state.validation_due:
-        run.log_validation(validation(args, state.model, val_loaders, run))
-    train(args, state, loader, val_loaders, run)
-    for prompt, text in continue_prompts(args, state, tokenizer, val_loaders["validation"].dataset):
-        run.say(f"   prompt: {prompt!r}\ncontinued: {text!r}")
-    run.log("done", **run.export(tokenizer))
-
-
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once, before anything is started."""
     parser = arguments.Parser(__doc__)
-    add = arguments.add_model(parser, "openai-community/gpt2")
+    add = arguments.add_model(parser)
     add("--from-scratch", **arguments.OFF, help="use only its config")
     add("--wrap", choices=["block", "size"], default="block", help="what becomes an FSDP unit")
     add("--min-num-params", type=int, default=0, help="smallest unit under --wrap size")
-    block_dataset.add_arguments(parser)
-    arguments.add_common(parser)
-    args = parser.parse_args(argv)
-    problems = block_dataset.check_arguments(args)
+    data.add_arguments(parser)
+    arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
+    parser.set_defaults(**RECIPE)
+    args, problems = arguments.resolved(parser.parse_args(argv), data, policies)
     if (args.wrap == "size") != (args.min_num_params > 0):
         problems.append("--wrap size and --min-num-params, a number above 0, need each other")
     if args.wrap == "size" and args.fsdp == 2:
@@ -112,6 +124,8 @@ def setup(args: Namespace) -> torch.device:
             **place,
         )
     ranks.set_seed(args.seed)
+    if args.cpu_offload:
+        ranks.use_all_cores()  # for the optimizer, which is on the CPU then
     return device
 
 
@@ -142,6 +156,8 @@ def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, config: Any) 
 
     if targets.numel() == 0:
         return logits(hidden)
+    # Any loss of the logits that `summed` computes can return here; the faster function below knows
+    # plain cross-entropy alone.
     if scale != 1 or cap is not None or not hasattr(F, "linear_cross_entropy"):
         return policies.recomputed_sum(summed, CHUNK, hidden, targets)
     if torch.is_autocast_enabled(hidden.device.type):
@@ -164,8 +180,8 @@ class LossModel(MODEL):
     ) -> Any:
         """Hugging Face's forward; given `targets`, returns their summed cross-entropy in nats.
 
-        `input_ids` and `targets` are int64 [batch, length], `targets[i, j]` follows
-        `input_ids[i, j]` and is -100 where nothing does.
+        `input_ids` and `targets` are int64 [batch, length]: a target follows its input, and is -100
+        where nothing is learned.
         """
         if targets is None:
             return super().forward(input_ids, **options)
@@ -178,45 +194,50 @@ LossModel.__name__ = MODEL.__name__  # which is written into config.json
 
 
 def load_model(
-    args: Namespace, device: torch.device, pretrained: bool
-) -> tuple[nn.Module, Tokenizer, hf_weights.Init | None]:
+    args: Namespace, device: torch.device, checkpoint: Path | None = None
+) -> tuple[nn.Module, Tokenizer, hf_load.Init | None]:
     """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
 
-    Without `pretrained` the weights are only allocated, for a checkpoint to fill. Raises ValueError
-    if the model cannot be had, is of another type, or too short.
+    Given a `checkpoint` these are only allocated, for it to fill. Raises ValueError if the model
+    cannot be had, is of another type, or too short.
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
-        eos = tokenizer.eos_token_id
-        ids = {"bos_token_id": eos, "eos_token_id": eos, "pad_token_id": None}  # no text is padded
-        config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
+        config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
     else:
-        directory, config, tokenizer = hf_weights.open_model(args.model_name, MODEL)
+        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL)
     fit_config(args, LossModel, config, "block_size")
     if args.model_name == "tiny" or args.from_scratch:
         return LossModel(config), tokenizer, None  # the seed is the same on all ranks
-    model = hf_weights.meta_model(LossModel, config, directory)
-    source = directory if pretrained else None
-    return model, tokenizer, hf_weights.WeightLoader(args, model, source, device).fill
+    model = hf_load.meta_model(LossModel, config, directory)
+    return model, tokenizer, hf_load.WeightLoader(args, model, directory, device, checkpoint).fill
+
+
+def units(model: nn.Module) -> policies.Classes:
+    """The classes of the model's FSDP units; all else, such as tied weights, is in the root."""
+    return BLOCKS
 
 
 def wrap_model(
-    args: Namespace, device: torch.device, model: nn.Module, init: hf_weights.Init | None
+    args: Namespace, device: torch.device, model: nn.Module, init: hf_load.Init | None
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.fuse_gelu(model)
     optimization.note_decay(model)
-    policy = policies.wrap_policy(BLOCKS)
+    policy = policies.wrap_policy(units(model))
     if args.wrap == "size":
         policy = policies.size_policy(model, args.min_num_params)
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
-        hf_weights.materialize(model, init)
+        hf_load.materialize(model, init)
         model = DDP(model.to(device), gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
-        model = policies.fully_shard_units(args, device, model, policy)
-        hf_weights.materialize(model, init)
+        options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
+        for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
+            fully_shard(module, **options)
+        register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
+        hf_load.materialize(model, init)  # each rank its rows
     else:
         model = FSDP(
             model,
@@ -231,70 +252,31 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if args.activation_checkpointing:
-        policies.checkpoint_activations(model, BLOCKS)
+        policies.checkpoint_activations(model, BLOCKS)  # after FSDP, which then stays outside
     return model
 
 
-def setup_model(
-    args: Namespace, device: torch.device, pretrained: bool
-) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
-    """The wrapped model, its tokenizer, and what tells its kind from others; all ranks."""
-    model, tokenizer, init = load_model(args, device, pretrained)
-    hf_weights.say_size(args.model_name, model)
-    identity = identities.of_model(args, SCRIPT, model)
-    return wrap_model(args, device, model, init), tokenizer, identity
+def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+    """The training set, None with --evaluate-only, and the validation sets by name; all ranks.
 
-
-def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader | None, Loaders]:
-    """The loader of this rank's micro-batches, and one of each validation set, by its name.
-
-    With --evaluate-only the first is None. A data set of your own needs len() and [i], which gives
-    what `collate` takes. Raises ValueError if the data cannot be had or are too few.
+    A data set of your own needs len() and [i], which gives what `data.collate` takes.
+    Raises ValueError if the data cannot be had or are too few.
     """
-    load = functools.partial(ranks.first_on_node, block_dataset.load_blocks, args, tokenizer)
-    val_set = load("validation", args.num_val_samples, dist.get_rank() == 0)
-    val_loaders = {"validation": batches.val_loader(args, val_set, block_dataset.collate)}
-    if args.evaluate_only:
-        return None, val_loaders
-    train_set = load("train", args.num_train_samples, dist.get_rank() == 0)
-    return batches.train_loader(args, train_set, block_dataset.collate), val_loaders
-
-
-def prepare(
-    args: Namespace, device: torch.device, checkpoint: Path | None
-) -> tuple[TrainState, Tokenizer, DataLoader, Loaders]:
-    """Model, data and optimizer, as `checkpoint` left them if there is one; all ranks."""
-    model, tokenizer, identity = setup_model(args, device, pretrained=checkpoint is None)
-    loader, val_loaders = setup_data(args, tokenizer)
-    epoch_steps = loader.batch_sampler.steps_per_epoch
-    total_steps = args.max_steps or args.epochs * epoch_steps
-    groups = optimization.parameter_groups(model, args.weight_decay)
-    optimizer = optimization.new_optimizer(args, groups)
-    scheduler = optimization.lr_schedule(args, optimizer, total_steps, epoch_steps)
-    scaler = policies.gradient_scaler(args, device, optimizer)
-    identity |= identities.of_data(args, loader, val_loaders)
-    state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
-    if device.type != "cpu":  # for the share of a GPU's peak
-        state.flops_per_token = flops_per_token(policies.unwrapped(model), args.block_size)
-    ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
-    if checkpoint:
-        checkpoints.load_checkpoint(checkpoint, state, args)
-    check_loss(args, device, model)
-    return state, tokenizer, loader, val_loaders
+    return ranks.first_on_node(data.load, args, tokenizer, dist.get_rank() == 0)
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """What the model is given of a batch besides the targets."""
+    """The keywords of the model's forward that a batch holds, without the targets."""
     return {"input_ids": batch["input_ids"]}
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is that of the model's own logits; all ranks."""
-    few_tokens = model_inputs(block_dataset.collate(block_dataset.EXAMPLES))
+    few_tokens = model_inputs(data.collate(data.examples(args)))
+    dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        check_logits(model, few_tokens, device, policies.PRECISIONS[args.precision].param_dtype)
+        check_logits(model, few_tokens, device, dtype)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -303,49 +285,63 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def train(
-    args: Namespace, state: TrainState, loader: DataLoader, val_loaders: Loaders, run: Run
-) -> None:
-    """Train from where `state` is to its last step; all ranks."""
-    for micro_batches, samples in batches.steps(loader, state):
-        lr = state.scheduler.get_last_lr()[0]
-        with run.step():
-            loss, grad_norm = train_step(args, state, list(micro_batches), samples, run)
-        if run.due(args.log_every):
-            dist.all_reduce(loss)
-            run.log("train", loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **run.speed())
-        if run.due(args.eval_every):
-            run.log_validation(validation(args, state.model, val_loaders, run))
-        if run.due(args.save_every):
-            run.save()
+    args: Namespace,
+    device: torch.device,
+    model: nn.Module,
+    train_set: Any,
+    val_loaders: Loaders,
+    run: Run,
+) -> bool:
+    """Train from where the checkpoint is to the last step; all ranks.
 
-
-def train_step(
-    args: Namespace, state: TrainState, micro_batches: list[Batch], samples: list[int], run: Run
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step on this rank's micro-batches of the step's `samples`; all ranks.
-
-    The loss is the mean over the target tokens of all ranks and micro-batches. FSDP and DDP
-    average gradients over ranks, hence the factor of the world size. Returns this rank's share
-    of the loss, to be summed over ranks, and the global gradient norm before clipping.
+    Returns False if an earlier run has finished, and no steps are left.
     """
-    counts = [(batch["targets"], batch["tokens"]) for batch in micro_batches]
-    targets = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
-    loss = torch.zeros((), device=state.device)
-    for number, batch in enumerate(micro_batches, start=1):
-        batch = batches.to_device(batch, state.device)
-        with policies.gradient_sync(args, state.model, last=number == len(micro_batches)):
-            with policies.autocast(args, state.device):
-                share = summed_loss(state.model, batch) / targets
-            state.scaler.scale(share * dist.get_world_size()).backward()
-        loss += share.detach()
+    sampler = batches.train_sampler(args, train_set)  # the same samples on any number of ranks
+    loader = DataLoader(
+        train_set,
+        batch_sampler=sampler,
+        collate_fn=data.collate,
+        pin_memory=device.type != "cpu",
+    )
+    groups = optimization.parameter_groups(model, args.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
+    factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
+    scheduler = LambdaLR(optimizer, factor)
+    scaler = policies.gradient_scaler(args, device, optimizer)  # passes all through but in fp16
+    run.restore(model, optimizer, scheduler, scaler, loader, val_loaders)
+    check_loss(args, device, model)
+    if not run.begin():
+        return False
+    if run.needs_validation:
+        run.log_validation(validation(args, model, val_loaders, run))
 
-    state.scaler.unscale_(state.optimizer)
-    grad_norm = policies.clip_gradients(state.model, args.max_grad_norm)
-    state.optimizer_step(good=grad_norm.isfinite() & (targets > 0))
-    run.check_later(state, samples, loss, grad_norm)  # all end if it was not good
-    state.step += 1
-    state.consumed += len(samples)
-    return loss, grad_norm
+    for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
+        lr = scheduler.get_last_lr()[0]
+        with step:
+            loss = torch.zeros((), device=device)
+            for batch in policies.micro_batches(args, model, step):
+                with policies.autocast(args, device):
+                    # The mean over the target tokens of all ranks and micro-batches.
+                    share = summed_loss(model, batch) / step.targets
+                # FSDP and DDP average gradients over ranks, hence the factor.
+                scaler.scale(share * dist.get_world_size()).backward()
+                loss += share.detach()
+            scaler.unscale_(optimizer)
+            grad_norm = policies.clip_gradients(model, args.max_grad_norm)
+            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing, and ends the run
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()  # in fp16 also after a step that the scaler skips
+            optimizer.zero_grad()
+        if step.due(args.log_every):
+            dist.all_reduce(loss)
+            run.log_step(loss=loss.item(), lr=lr, grad_norm=grad_norm.item())
+        if step.due(args.eval_every):
+            run.log_validation(validation(args, model, val_loaders, run))
+        if step.due(args.save_every):
+            run.save()
+    return True
 
 
 @torch.no_grad()
@@ -375,14 +371,13 @@ def validation(
 
 @torch.no_grad()
 def continue_prompts(
-    args: Namespace, state: TrainState, tokenizer: Tokenizer, dataset: Dataset
-) -> list[tuple[str, str]]:
-    """The beginnings of three blocks and how the model goes on; all ranks."""
-    texts = []
-    with policies.generation(args, state.model, state.device) as generate:
-        for index in range(min(3, len(dataset))):
-            ids = torch.tensor(dataset[index]["input_ids"][:32], dtype=torch.int64)
-            prompt = ids[None].to(state.device)
+    args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, samples: Any
+) -> None:
+    """Print the beginnings of three blocks and how the model goes on; all ranks."""
+    with policies.generation(args, model, device) as generate:
+        for index in range(min(3, len(samples))):
+            ids = torch.tensor(samples[index]["input_ids"][:32], dtype=torch.int64)
+            prompt = ids[None].to(device)
             (output,) = generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -390,23 +385,8 @@ def continue_prompts(
                 pad_token_id=tokenizer.eos_token_id,
             )
             length = prompt.size(1)
-            texts.append((tokenizer.decode(output[:length]), tokenizer.decode(output[length:])))
-    return texts
-
-
-def run_without_training(args: Namespace, device: torch.device, run: Run) -> None:
-    """What --export-only, --prepare-only and --evaluate-only ask for; all ranks."""
-    if args.export_only:
-        run.export_checkpoint(*setup_model(args, device, pretrained=False))
-    elif args.prepare_only:
-        _, tokenizer, _ = load_model(args, device, pretrained=False)
-        run.write_prepared(*setup_data(args, tokenizer), tokenizer)
-    else:
-        model, tokenizer, identity = setup_model(args, device, pretrained=run.checkpoint is None)
-        _, val_loaders = setup_data(args, tokenizer)
-        run.load_evaluated(model, identity, val_loaders)
-        check_loss(args, device, model)
-        run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
+            ranks.say(f"   prompt: {tokenizer.decode(output[:length])!r}")
+            ranks.say(f"continued: {tokenizer.decode(output[length:])!r}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ One optimizer step trains on --batch-size x --gradient-accumulation-steps x proc
 again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging Face model. To make a
 script of your own, copy this one with policies.py, chat_dataset.py and the folder runtime/, and
 change, in this order: the import of LlamaDecoderLayer, BLOCKS, MODEL and TINY, which is all for
-another model of its kind, such as Qwen 3; `load_model`, `setup_data`, `forward`.
+another model of its kind, such as Qwen 3; `load_model`, `load_data`, `forward`; in `train` the
+optimizer, the schedule, the loss and the step.
 """
 
 import sys
@@ -26,41 +27,40 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-import chat_dataset
+import chat_dataset as data
 import policies
-from runtime import (
-    adapters,
-    arguments,
-    attention,
-    batches,
-    checkpoints,
-    hf_weights,
-    identities,
-    optimization,
-    ranks,
-)
-from runtime.checkpoints import TrainState
-from runtime.model_checks import check_logits, fit_config, flops_per_token, logit_scale_and_cap
-from runtime.run import Run, launch
+from runtime import adapters, arguments, attention, batches, hf_load, optimization, ranks
+from runtime.batches import Batch
+from runtime.model_checks import check_logits, fit_config, logit_scale_and_cap
+from runtime.run import Loaders, Run, launch
 
-BLOCKS = (LlamaDecoderLayer,)  # FSDP units, compiled and recomputed one by one
+# What to change for another model of its kind; memory_estimator.py reads these, too.
 MODEL = transformers.LlamaForCausalLM
-TINY = {  # the names that its config has; few experts, and token ids below 384
+BLOCKS = (LlamaDecoderLayer,)  # FSDP units, compiled and recomputed one by one
+TINY = {  # names of its config
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-RECIPE = {  # of Llama-2 70B
+BYTES = {"bos_token_id": None, "eos_token_id": 1}  # tiny's tokens
+RECIPE = {  # of Llama-2 70B: defaults that differ from the other scripts'
+    "model_name": "meta-llama/Llama-2-7b-hf",
     "lr": 5e-5,
     "lr_schedule": "cosine",
     "batch_size": 1,
@@ -75,48 +75,54 @@ RECIPE = {  # of Llama-2 70B
 }
 CHUNK = 1024  # tokens whose logits are held at a time
 SCRIPT = Path(__file__).stem
-Batch = dict[str, Tensor | int]  # as `collate` makes it
-Loaders = dict[str, DataLoader]  # of the validation sets, by name
 
 
 @record
 def fsdp_main(args: Namespace) -> int:
-    """Join the other processes, train, leave; returns the exit code. Run says how it can end."""
+    """Train from the pretrained weights, or a checkpoint, to OUTPUT_DIR/final and best.
+
+    Returns the exit code; `Run` says how a run can end. All ranks.
+    """
     device = setup(args)
     try:
-        with Run(args, device, SCRIPT) as run:
-            if args.export_only or args.prepare_only or args.evaluate_only:
-                run_without_training(args, device, run)
-            else:
-                train_and_export(args, device, run)
+        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
+            model, tokenizer, init = load_model(args, device, run.checkpoint)
+            if args.prepare_only:
+                run.write_prepared(*load_data(args, tokenizer), tokenizer)
+                return 0
+            run.describe(model)
+            if args.export_only:
+                run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
+                return 0
+            train_set, val_sets = load_data(args, tokenizer)
+            model = wrap_model(args, device, model, init)
+            val_loaders = {}
+            for name, samples in val_sets.items():
+                val_loaders[name] = batches.val_loader(args, samples, data.collate)
+            if args.evaluate_only:
+                run.load_evaluated(model, val_loaders)
+                check_loss(args, device, model)
+                run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
+                return 0
+            if train(args, device, model, train_set, val_loaders, run):
+                run.export(model, tokenizer)
         return run.exit_code
     finally:
         cleanup()
 
 
-def train_and_export(args: Namespace, device: torch.device, run: Run) -> None:
-    """From the pretrained weights, or a checkpoint, to OUTPUT_DIR/final and best; all ranks."""
-    state, tokenizer, loader, val_loaders = prepare(args, device, run.checkpoint)
-    if not run.begin(state, loader):
-        return
-    if state.step == 0 or state.validation_due:
-        run.log_validation(validation(args, state.model, val_loaders, run))
-    train(args, state, loader, val_loaders, run)
-    run.log("done", **run.export(tokenizer))
-
-
 def parse_args(argv: list[str] | None = None) -> Namespace:
     """Read the command line; what is wrong is said at once, before anything is started."""
     parser = arguments.Parser(__doc__)
-    add = arguments.add_model(parser, "meta-llama/Llama-2-7b-hf")
+    add = arguments.add_model(parser)
     add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
-    chat_dataset.add_arguments(parser)
     adapters.add_arguments(parser)
-    arguments.add_common(parser)
+    arguments.add_optimizer(parser)
+    data.add_arguments(parser)
+    arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
-    args = parser.parse_args(argv)
-    problems = chat_dataset.check_arguments(args) + adapters.check_arguments(args)
-    problems += attention.check_arguments(args, arguments.resolve_precision(args.precision))
+    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, policies)
+    problems += attention.check_arguments(args) + arguments.check_optimizer(args)
     return arguments.checked(args, problems)
 
 
@@ -132,6 +138,8 @@ def setup(args: Namespace) -> torch.device:
             **place,
         )
     ranks.set_seed(args.seed)
+    if args.cpu_offload:
+        ranks.use_all_cores()  # for the optimizer, which is on the CPU then
     return device
 
 
@@ -162,6 +170,8 @@ def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, config: Any) 
 
     if targets.numel() == 0:
         return logits(hidden)
+    # Any loss of the logits that `summed` computes can return here; the faster function below knows
+    # plain cross-entropy alone.
     if scale != 1 or cap is not None or not hasattr(F, "linear_cross_entropy"):
         return policies.recomputed_sum(summed, CHUNK, hidden, targets)
     if torch.is_autocast_enabled(hidden.device.type):
@@ -184,7 +194,7 @@ class LossHead(nn.Linear):
         self.config = config
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """As `chunked_loss`, in this module's own forward: it is an FSDP unit if it is not tied."""
+        """The logits; given `targets`, `chunked_loss`, as FSDP gathers an untied head only here."""
         if targets is None:
             return super().forward(hidden)
         return chunked_loss(hidden, self, targets, self.config)
@@ -207,9 +217,8 @@ class LossModel(MODEL):
     ) -> Any:
         """Hugging Face's forward; given `targets`, returns their summed cross-entropy in nats.
 
-        `input_ids`, `targets` and `position_ids` are int64 [batch, length] as `collate` makes them:
-        a document begins wherever the positions begin again. `target_positions`, int64, are those
-        in the flattened batch that the head is used at: most of a chat is prompt.
+        `input_ids` and `targets` are int64 [batch, length]: a target follows its input, and is -100
+        where nothing is learned.
         """
         if targets is None:
             return super().forward(input_ids, **options)
@@ -218,7 +227,7 @@ class LossModel(MODEL):
             options["attention_mask"] = torch.ones_like(input_ids)
         hidden = self.model(input_ids, use_cache=False, **options).last_hidden_state
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if target_positions is not None and targets.numel() > 0:
+        if target_positions is not None and targets.numel() > 0:  # most of a chat is prompt
             hidden, targets = hidden[target_positions], targets[target_positions]
         return self.lm_head(hidden, targets)
 
@@ -227,43 +236,42 @@ LossModel.__name__ = MODEL.__name__  # which is written into config.json
 
 
 def load_model(
-    args: Namespace, device: torch.device, pretrained: bool
-) -> tuple[nn.Module, Tokenizer, hf_weights.Init | None]:
+    args: Namespace, device: torch.device, checkpoint: Path | None = None
+) -> tuple[nn.Module, Tokenizer, hf_load.Init | None]:
     """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
 
-    Without `pretrained` the weights are only allocated, for a checkpoint to fill. Raises ValueError
-    if the model cannot be had, is of another type, or too short.
+    Given a `checkpoint` these are only allocated, for it to fill. Raises ValueError if the model
+    cannot be had, is of another type, or too short.
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
-        ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-        config = MODEL.config_class(vocab_size=len(tokenizer), **ids, **TINY)
+        config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
     else:
-        directory, config, tokenizer = hf_weights.open_model(args.model_name, MODEL)
+        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL)
     fit_config(args, LossModel, config, "max_seq_length")
-    tokenizer.chat_template = tokenizer.chat_template or chat_dataset.TEMPLATE  # final/ has it too
-    attention.choose(args, config, MODEL)
+    tokenizer.chat_template = tokenizer.chat_template or data.TEMPLATE  # final/ has it too
+    kernel = attention.set_attention(args, config, MODEL)
     if args.model_name == "tiny":
         model = LossModel(config)  # the seed is the same on all ranks
     else:
-        model = hf_weights.meta_model(LossModel, config, directory)
+        model = hf_load.meta_model(LossModel, config, directory)
+    model.attention_kernel = kernel  # for the run's record
     if args.lora_rank:
         adapters.add(args, model, BLOCKS, policies.PRECISIONS[args.precision].param_dtype, device)
     if args.model_name == "tiny":
         return model, tokenizer, None
-    source = directory if pretrained else None
-    return model, tokenizer, hf_weights.WeightLoader(args, model, source, device).fill
+    return model, tokenizer, hf_load.WeightLoader(args, model, directory, device, checkpoint).fill
 
 
 def units(model: nn.Module) -> policies.Classes:
-    """The classes of its FSDP units: tied, the embeddings and the head stay in the root."""
+    """The classes of the model's FSDP units; all else, such as tied weights, is in the root."""
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         return BLOCKS
     return (*BLOCKS, nn.Embedding, LossHead)
 
 
 def wrap_model(
-    args: Namespace, device: torch.device, model: nn.Module, init: hf_weights.Init | None
+    args: Namespace, device: torch.device, model: nn.Module, init: hf_load.Init | None
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.fuse_gelu(model)
@@ -272,11 +280,14 @@ def wrap_model(
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
-        hf_weights.materialize(model, init)
+        hf_load.materialize(model, init)
         model = DDP(model.to(device), gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
-        model = policies.fully_shard_units(args, device, model, policy)
-        hf_weights.materialize(model, init)
+        options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
+        for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
+            fully_shard(module, **options)
+        register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
+        hf_load.materialize(model, init)  # each rank its rows
     else:
         model = FSDP(
             model,
@@ -291,74 +302,29 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if args.activation_checkpointing:
-        policies.checkpoint_activations(model, BLOCKS)
+        policies.checkpoint_activations(model, BLOCKS)  # after FSDP, which then stays outside
     return model
 
 
-def setup_model(
-    args: Namespace, device: torch.device, pretrained: bool
-) -> tuple[nn.Module, Tokenizer, dict[str, Any]]:
-    """The wrapped model, its tokenizer, and what tells its kind from others; all ranks."""
-    model, tokenizer, init = load_model(args, device, pretrained)
-    hf_weights.say_size(args.model_name, model)
-    identity = identities.of_model(args, SCRIPT, model)
-    return wrap_model(args, device, model, init), tokenizer, identity
+def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+    """The training set, None with --evaluate-only, and the validation sets by name; all ranks.
 
-
-def setup_data(args: Namespace, tokenizer: Tokenizer) -> tuple[DataLoader | None, Loaders]:
-    """The loader of this rank's micro-batches, and one of each validation set, by its name.
-
-    With --evaluate-only the first is None. A data set of your own needs len() and [i], which gives
-    what `collate` takes. Raises ValueError if the data cannot be had or are too few.
+    A data set of your own needs len() and [i], which gives what `data.collate` takes.
+    Raises ValueError if the data cannot be had or are too few.
     """
-    load = chat_dataset.load_sets
-    train_set, val_sets = ranks.first_on_node(load, args, tokenizer, dist.get_rank() == 0)
-    val_loaders = {}
-    for name, documents in val_sets.items():
-        packs = chat_dataset.Packs(documents, args)
-        val_loaders[name] = batches.val_loader(args, packs, chat_dataset.collate)
-    if args.evaluate_only:
-        return None, val_loaders
-    packs = chat_dataset.Packs(train_set, args)
-    return batches.train_loader(args, packs, chat_dataset.collate), val_loaders
-
-
-def prepare(
-    args: Namespace, device: torch.device, checkpoint: Path | None
-) -> tuple[TrainState, Tokenizer, DataLoader, Loaders]:
-    """Model, data and optimizer, as `checkpoint` left them if there is one; all ranks."""
-    # A checkpoint of adapters holds nothing of the weights below them.
-    pretrained = checkpoint is None or args.lora_rank > 0
-    model, tokenizer, identity = setup_model(args, device, pretrained)
-    loader, val_loaders = setup_data(args, tokenizer)
-    epoch_steps = loader.batch_sampler.steps_per_epoch
-    total_steps = args.max_steps or args.epochs * epoch_steps
-    groups = optimization.parameter_groups(model, args.weight_decay)
-    optimizer = optimization.new_optimizer(args, groups)
-    scheduler = optimization.lr_schedule(args, optimizer, total_steps, epoch_steps)
-    scaler = policies.gradient_scaler(args, device, optimizer)
-    identity |= identities.of_data(args, loader, val_loaders)
-    state = TrainState(model, optimizer, scheduler, scaler, device, total_steps, identity)
-    if device.type != "cpu":  # for the share of a GPU's peak
-        state.flops_per_token = flops_per_token(policies.unwrapped(model), loader.dataset.span)
-    ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
-    if checkpoint:
-        checkpoints.load_checkpoint(checkpoint, state, args)
-    check_loss(args, device, model)
-    return state, tokenizer, loader, val_loaders
+    return ranks.first_on_node(data.load, args, tokenizer, dist.get_rank() == 0)
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """What the model is given of a batch besides the targets."""
+    """The keywords of the model's forward that a batch holds, without the targets."""
     names = ("input_ids", "position_ids", "cu_seq_lens", "longest_document", "target_positions")
     return {name: batch[name] for name in names}
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the loss is the model's own and documents are apart; all ranks."""
-    few_tokens = model_inputs(chat_dataset.collate(chat_dataset.examples(args)))
+    """Raise ValueError unless the loss is that of the model's own logits; all ranks."""
+    few_tokens = model_inputs(data.collate(data.examples(args)))
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
         check_logits(model, few_tokens, device, dtype, args.packing)
@@ -369,50 +335,73 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**model_inputs(batch), targets=batch["labels"])
 
 
+def new_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW; with --optimizer paged_adamw_32bit its moments make way for activations."""
+    groups = optimization.parameter_groups(model, args.weight_decay)
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    from runtime.paged_adamw import PagedAdamW  # needs bitsandbytes
+
+    return PagedAdamW(groups, lr=args.lr)
+
+
 def train(
-    args: Namespace, state: TrainState, loader: DataLoader, val_loaders: Loaders, run: Run
-) -> None:
-    """Train from where `state` is to its last step; all ranks."""
-    for micro_batches, samples in batches.steps(loader, state):
-        lr = state.scheduler.get_last_lr()[0]
-        with run.step():
-            loss, grad_norm = train_step(args, state, list(micro_batches), samples, run)
-        if run.due(args.log_every):
-            dist.all_reduce(loss)
-            run.log("train", loss=loss.item(), lr=lr, grad_norm=grad_norm.item(), **run.speed())
-        if run.due(args.eval_every):
-            run.log_validation(validation(args, state.model, val_loaders, run))
-        if run.due(args.save_every):
-            run.save()
+    args: Namespace,
+    device: torch.device,
+    model: nn.Module,
+    train_set: Any,
+    val_loaders: Loaders,
+    run: Run,
+) -> bool:
+    """Train from where the checkpoint is to the last step; all ranks.
 
-
-def train_step(
-    args: Namespace, state: TrainState, micro_batches: list[Batch], samples: list[int], run: Run
-) -> tuple[Tensor, Tensor]:
-    """One optimizer step on this rank's micro-batches of the step's `samples`; all ranks.
-
-    The loss is the mean over the target tokens of all ranks and micro-batches. FSDP and DDP
-    average gradients over ranks, hence the factor of the world size. Returns this rank's share
-    of the loss, to be summed over ranks, and the global gradient norm before clipping.
+    Returns False if an earlier run has finished, and no steps are left.
     """
-    counts = [(batch["targets"], batch["tokens"]) for batch in micro_batches]
-    targets = run.exchange(counts)  # of all ranks; or all stop, if one was asked to
-    loss = torch.zeros((), device=state.device)
-    for number, batch in enumerate(micro_batches, start=1):
-        batch = batches.to_device(batch, state.device)
-        with policies.gradient_sync(args, state.model, last=number == len(micro_batches)):
-            with policies.autocast(args, state.device):
-                share = summed_loss(state.model, batch) / targets
-            state.scaler.scale(share * dist.get_world_size()).backward()
-        loss += share.detach()
+    sampler = batches.train_sampler(args, train_set)  # the same samples on any number of ranks
+    loader = DataLoader(
+        train_set,
+        batch_sampler=sampler,
+        collate_fn=data.collate,
+        pin_memory=device.type != "cpu",
+    )
+    optimizer = new_optimizer(args, model)
+    total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
+    factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
+    scheduler = LambdaLR(optimizer, factor)
+    scaler = policies.gradient_scaler(args, device, optimizer)  # passes all through but in fp16
+    run.restore(model, optimizer, scheduler, scaler, loader, val_loaders)
+    check_loss(args, device, model)
+    if not run.begin():
+        return False
+    if run.needs_validation:
+        run.log_validation(validation(args, model, val_loaders, run))
 
-    state.scaler.unscale_(state.optimizer)
-    grad_norm = policies.clip_gradients(state.model, args.max_grad_norm)
-    state.optimizer_step(good=grad_norm.isfinite() & (targets > 0))
-    run.check_later(state, samples, loss, grad_norm)  # all end if it was not good
-    state.step += 1
-    state.consumed += len(samples)
-    return loss, grad_norm
+    for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
+        lr = scheduler.get_last_lr()[0]
+        with step:
+            loss = torch.zeros((), device=device)
+            for batch in policies.micro_batches(args, model, step):
+                with policies.autocast(args, device):
+                    # The mean over the target tokens of all ranks and micro-batches.
+                    share = summed_loss(model, batch) / step.targets
+                # FSDP and DDP average gradients over ranks, hence the factor.
+                scaler.scale(share * dist.get_world_size()).backward()
+                loss += share.detach()
+            scaler.unscale_(optimizer)
+            grad_norm = policies.clip_gradients(model, args.max_grad_norm)
+            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing, and ends the run
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()  # in fp16 also after a step that the scaler skips
+            optimizer.zero_grad()
+        if step.due(args.log_every):
+            dist.all_reduce(loss)
+            run.log_step(loss=loss.item(), lr=lr, grad_norm=grad_norm.item())
+        if step.due(args.eval_every):
+            run.log_validation(validation(args, model, val_loaders, run))
+        if step.due(args.save_every):
+            run.save()
+    return True
 
 
 @torch.no_grad()
@@ -438,22 +427,6 @@ def validation(
         "perplexity": loss.exp().item(),
         "losses": dict(zip(loaders, losses, strict=True)),
     }
-
-
-def run_without_training(args: Namespace, device: torch.device, run: Run) -> None:
-    """What --export-only, --prepare-only and --evaluate-only ask for; all ranks."""
-    if args.export_only:
-        run.export_checkpoint(*setup_model(args, device, pretrained=False))
-    elif args.prepare_only:
-        _, tokenizer, _ = load_model(args, device, pretrained=False)
-        run.write_prepared(*setup_data(args, tokenizer), tokenizer)
-    else:
-        pretrained = run.checkpoint is None or args.lora_rank > 0  # as in `prepare`
-        model, tokenizer, identity = setup_model(args, device, pretrained)
-        _, val_loaders = setup_data(args, tokenizer)
-        run.load_evaluated(model, identity, val_loaders)
-        check_loss(args, device, model)
-        run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Will it fit, and what must a step move? Memory and traffic under FSDP, from a config alone.
+"""Estimate from a config alone the memory and the traffic of training under FSDP.
 
     python memory_estimator.py --model-name meta-llama/Llama-2-70b-hf --nodes 2
     python memory_estimator.py --model-name gpt2-xl --gpus-per-node 2 --gpu-memory-gb 24 --all
@@ -10,15 +10,15 @@ scripts' policy, and run forward once on meta, to see what autograd keeps. A GB 
 formulas and their sources stand with `read_model`, `forward_pass`, `memory` and `traffic`.
 
 `fits` compares the largest of three peaks, of training, of a save and of a resume, with the memory
-of a GPU less --reserve-gb. That stands for what is not counted: the CUDA context, NCCL's buffers,
-what kernels use while they run, and what the allocator reserves beyond what is active. The latter
-can be far more: 32.14 GiB were reserved where 23.58 were active (torchtitan's issue 165); with
-PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is less. Not counted on the CPU: the processes
-themselves, and files in the page cache. Saves are sharded ones: for --checkpoint-type full rank 0
-holds 12 bytes per parameter of the model twice. "async save" is the CPU's memory with --async-save:
-pinned copies under FSDP2 and DDP, from the first save on. With --accumulate-no-sync every GPU holds
-the whole gradient besides, in the compute dtype under FSDP1, in that of the reduction under FSDP2,
-in fp32 under DDP: 2 bytes per parameter of the model, or 4.
+of a GPU less --reserve-gb. The reserve is for what is not counted: the CUDA context, NCCL's
+buffers, what kernels use while they run, and what the allocator reserves beyond what is active. The
+latter can be far more: 32.14 GiB were reserved where 23.58 were active (torchtitan's issue 165);
+with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it is less. Not counted on the CPU: the
+processes themselves, and files in the page cache. Saves are sharded ones: for --checkpoint-type
+full rank 0 holds 12 bytes per parameter of the model twice. "async save" is the CPU's memory with
+--async-save: pinned copies under FSDP2 and DDP, from the first save on. With --accumulate-no-sync
+every GPU also holds the whole gradient, in the compute dtype under FSDP1, in the reduction's under
+FSDP2, in fp32 under DDP: 2 bytes per parameter of the model, or 4.
 
 DDP is shown with the activations of FSDP; autocast keeps 5% (GPT-2, T5) to 22% (Llama) more, as
 residuals and norms stay in fp32.
@@ -46,13 +46,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
 import policies
-from runtime import adapters, arguments, hf_weights, ranks
+from runtime import adapters, arguments, hf_load, model_checks, ranks
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
+READ = ("MODEL", "BLOCKS", "RECIPE", "CHUNK", "units")  # of a script
 LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
 OTHER_LENGTH = 1024
 LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
-FLAN = functools.partial(T5Config, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+T5 = functools.partial(T5Config, decoder_start_token_id=0)
+FLAN = functools.partial(T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 LLAMA_KEYS = "hidden_size intermediate_size num_hidden_layers num_attention_heads "
 LLAMA_KEYS += "num_key_value_heads vocab_size"
 GPT2_KEYS = "n_embd n_layer n_head vocab_size"
@@ -69,7 +71,7 @@ SIZES = [  # as published, and the scripts' tiny models
         "gpt2-large": (1280, 36, 20, 50257), "gpt2-xl": (1600, 48, 25, 50257),
         "tiny-gpt2": (128, 4, 4, 384),
     }),
-    (T5Config, T5_KEYS, {
+    (T5, T5_KEYS, {
         "t5-small": (512, 64, 2048, 6, 8, 32128), "t5-base": (768, 64, 3072, 12, 12, 32128),
         "t5-large": (1024, 64, 4096, 24, 16, 32128), "t5-3b": (1024, 128, 16384, 24, 32, 32128),
         "t5-11b": (1024, 128, 65536, 24, 128, 32128), "tiny-t5": (128, 32, 512, 2, 4, 384),
@@ -85,11 +87,10 @@ SIZES = [  # as published, and the scripts' tiny models
 BUILT_IN = {name: (cls, keys, row) for cls, keys, rows in SIZES for name, row in rows.items()}
 # Bytes per parameter on the GPU and in CPU memory: AdamW's two moments in fp32. Paged ones are in
 # unified memory, which the driver moves to the CPU when the GPU is full: they count as wholly there
-# (Dettmers et al. 2023, QLoRA; bitsandbytes' PagedAdamW, by transformers' names). In 8 bits
-# (Dettmers et al. 2022) two fp32 scales for every 256 parameters stay on the GPU.
-OPTIMIZERS = {"adamw": (8, 0), "paged_adamw_32bit": (0, 8), "paged_adamw_8bit": (8 / 256, 2)}
+# (Dettmers et al. 2023, QLoRA; bitsandbytes' PagedAdamW, by transformers' names).
+OPTIMIZERS = {"adamw": (8, 0), "paged_adamw_32bit": (0, 8)}
 SHARDED = itertools.product(("shard_grad_op", "full_shard", "hybrid_shard"), (False, True))
-MODES = [("ddp", False), *SHARDED]  # strategy, with CPU offload?
+MODES = [("ddp", False), *SHARDED]  # strategy, CPU offload
 TERMS = ("parameter", "gradient", "optimizer", "unsharded", "activation", "logit")
 MOST_NODES = 4096
 SAID = {"True": "yes", "False": "no", "None": "none"}
@@ -164,16 +165,16 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "optimizer")  # fmt: skip
     add("--json", **arguments.OFF, help="all of these as a JSON object, in bytes and seconds")
     parser.set_defaults(**adapters.DEFAULTS)
-    args = parser.parse_args(argv)
+    args, problems = arguments.resolved(parser.parse_args(argv), adapters)
     at_least_one = ("batch_size", "gradient_accumulation_steps", "target_length")
     at_least_one += ("nodes", "gpus_per_node")
     above_zero = ("gpu_memory_gb", "intranode_gbps", "internode_gbps", "peak_tflops")
     limits = {
         **dict.fromkeys(("seq_length", "reserve_gb"), (0, arguments.ANY)),
         **dict.fromkeys(at_least_one, (1, arguments.ANY)),
-        **dict.fromkeys(above_zero, (arguments.TINY, arguments.ANY)),
+        **dict.fromkeys(above_zero, (arguments.LEAST, arguments.ANY)),
     }
-    problems = arguments.out_of_range(args, limits) + adapters.check_arguments(args)
+    problems = arguments.out_of_range(args, limits) + problems
     if problems:
         parser.error("; ".join(problems))
     args.fsdp = args.fsdp or 1
@@ -181,7 +182,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def load_config(name: str) -> transformers.PretrainedConfig:
-    """The configuration that `name` means: of files, a built-in size, or a model of the hub.
+    """Return the configuration that `name` means: files, a built-in size, or a model of the hub.
 
     Raises ValueError if there is none.
     """
@@ -200,9 +201,10 @@ def load_config(name: str) -> transformers.PretrainedConfig:
 
 
 def load_script(args: Namespace, config: transformers.PretrainedConfig) -> ModuleType:
-    """The script that trains a model of this configuration: --script, or the one of ours.
+    """Return the script that trains a model of this configuration: --script, or one of ours.
 
-    Raises ValueError if there is none, or it is for models of another type.
+    Raises ValueError if there is none, if it lacks what is read of it, or if it is for models of
+    another type.
     """
     if args.script is None:
         if config.model_type not in SCRIPTS:
@@ -219,23 +221,25 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    if not (hasattr(script, "MODEL") and hasattr(script, "BLOCKS")):
-        raise ValueError(f"--script {path} has no MODEL and BLOCKS, as the scripts here have")
-    hf_weights.check_type(config, script.MODEL, args.model_name)
+    missing = [name for name in READ if name not in vars(script)]
+    if missing:
+        raise ValueError(f"--script {path} has no {', '.join(missing)}, as the scripts here have")
+    hf_load.check_type(config, script.MODEL, args.model_name)
     return script
 
 
 def model_class(script: ModuleType) -> type[nn.Module]:
-    """The class of the model that a script trains: its MODEL, or what it makes of that."""
+    """Return the class of the model that a script trains: its LossModel, else its MODEL."""
     return getattr(script, "LossModel", script.MODEL)
 
 
 class FusedAttention(torch.autograd.Function):
-    """What a fused kernel keeps for its backward pass: not the scores."""
+    """A stand-in for a fused kernel: keeps for the backward pass what such a kernel keeps, which is
+    not the scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """From [batch, heads, length, head size] to [batch, length, heads, head size]."""
+        """Take [batch, heads, length, head size], return [batch, length, heads, head size]."""
         groups = query.size(1) // key.size(1)
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         output = (query @ keys.mT @ values).transpose(1, 2).contiguous()
@@ -248,8 +252,8 @@ def fused_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None,
     position_bias: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """As Transformers calls it. T5's bias meets each sequence's padding, so every layer keeps one
-    of [batch, heads, length, length]."""
+    """Compute attention as a fused kernel, called as Transformers calls one. T5's bias is masked by
+    each sequence's padding, so every layer keeps one of [batch, heads, length, length]."""
     if position_bias is not None:
         padding = torch.empty(query.size(0), 1, 1, key.size(2), dtype=torch.bool, device="meta")
         position_bias = torch.where(padding, position_bias, 0.0)
@@ -257,7 +261,7 @@ def fused_attention(
 
 
 def eager_attention(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """That of the module's own architecture."""
+    """Compute attention by the eager function of the module's own architecture."""
     return sys.modules[type(module).__module__].eager_attention_forward(module, *inputs, **options)
 
 
@@ -274,9 +278,9 @@ class Weight(NamedTuple):
 
 @dataclass
 class Unit:
-    """What an FSDP unit takes: elements and bytes, with padding."""
+    """The size of an FSDP unit in elements and bytes, with padding."""
 
-    gathered: int  # bytes of its parameters where they are whole, in the compute dtype or 4 bits
+    gathered: int  # bytes of its parameters when gathered, in the compute dtype or 4 bits
     held: int  # bytes of rank 0's shard
     trained: int  # elements that have gradients
 
@@ -286,26 +290,26 @@ class Model:
     """A model and one micro-batch of it on one GPU."""
 
     units: list[list[Weight]]  # the parameters, by FSDP unit, the root's first
-    parameters: int
-    trained: int  # of them
+    parameters: int  # how many, in elements
+    trained: int  # how many of them
     largest: int  # elements of the largest parameter
     largest_in_4bit: int
     head: int  # elements of the output head's weight
     head_is_trained: bool
-    tied: bool  # whether that is the input embedding too
+    tied: bool  # the output head's weight is the input embedding, too
     checkpointing: bool  # the script's default
-    chunked: bool  # whether the loss makes the logits of a chunk at a time
+    chunked: bool  # the loss computes the logits of a chunk of tokens at a time
     logit_count: int  # elements of the logits that are held at a time
     logits: int  # their bytes
     activations: int  # bytes, without activation checkpointing
-    inputs: int  # bytes, those that stay with activation checkpointing
+    inputs: int  # bytes of activations that stay with activation checkpointing
     block: int  # bytes that the largest block keeps when it is recomputed
     flops: int  # of a forward pass
     head_flops: int
 
 
 def read_model(args: Namespace) -> Model:
-    """Look at the model that `args` names, on meta. Units are those of the script's `wrap_model`.
+    """Return the model that `args` names, as seen on meta, in units of the script's `wrap_model`.
 
     The logits are held in T5_training.py for all target tokens: as computed, in fp32, and their
     log-softmax, or its gradient, in fp32. The others hold them for CHUNK tokens, in fp32, and cast
@@ -315,9 +319,9 @@ def read_model(args: Namespace) -> Model:
     """
     config = load_config(args.model_name)
     script = load_script(args, config)
-    config = hf_weights.text_part(config, script.MODEL)
+    config = hf_load.text_part(config, script.MODEL)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
-    arguments.check_length("--seq-length", args.seq_length, config)
+    model_checks.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
     AttentionMaskInterface.register("estimate", lambda **_: None)
     config._attn_implementation = "estimate"
@@ -329,15 +333,12 @@ def read_model(args: Namespace) -> Model:
         add_adapters(args, script, model, compute)
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5, whose head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    classes = script.BLOCKS
-    if hasattr(script, "units"):
-        classes = script.units(model)
-    policy = policies.wrap_policy(classes)
+    policy = policies.wrap_policy(script.units(model))
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
     units = weights_by_unit(args, model, wrapped)
     in_4bit = [w.shape.numel() for unit in units for w in unit if w.in_4bit]
     head = model.get_output_embeddings().weight
-    chunked = hasattr(script, "CHUNK")
+    chunked = script.CHUNK is not None
     tokens = args.batch_size * args.target_length
     each = 8
     if chunked:
@@ -352,7 +353,7 @@ def read_model(args: Namespace) -> Model:
         head=head.numel(),
         head_is_trained=head.requires_grad,
         tied=head is model.get_input_embeddings().weight,
-        checkpointing=getattr(script, "RECIPE", {}).get("activation_checkpointing", False),
+        checkpointing=script.RECIPE.get("activation_checkpointing", False),
         chunked=chunked,
         logit_count=tokens * config.vocab_size,
         logits=tokens * config.vocab_size * (each + compute.itemsize % 4),
@@ -363,7 +364,7 @@ def read_model(args: Namespace) -> Model:
 def weights_by_unit(
     args: Namespace, model: nn.Module, wrapped: list[nn.Module]
 ) -> list[list[Weight]]:
-    """The parameters of the root unit, and of each of the `wrapped` modules."""
+    """Return the parameters of the root unit, and of each of the `wrapped` modules."""
     in_4bit = set()
     if args.load_in_4bit:
         for name, parameter in model.named_parameters():
@@ -379,18 +380,19 @@ def weights_by_unit(
 
 
 def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: torch.dtype) -> None:
-    """Those of the script's --lora-rank, on all projections. None is in 4 bits: that is counted."""
+    """Add the adapters of the script's --lora-rank, on all projections; no weight becomes 4 bits,
+    as those bytes are counted elsewhere."""
     in_16_bits = Namespace(**vars(args) | {"load_in_4bit": False})
     adapters.add(in_16_bits, model, script.BLOCKS, dtype, torch.device("meta"))
 
 
 def storage_bytes(*parts: dict[int, torch.UntypedStorage]) -> int:
-    """Bytes of all storages, by address, that stand in at least one of the parts."""
+    """Return the bytes of all storages, by address, that are in at least one of the parts."""
     return sum(storage.nbytes() for storage in ChainMap(*parts).values())
 
 
 def micro_batch(model: nn.Module, args: Namespace) -> dict[str, Tensor]:
-    """The model's inputs for one forward pass on a GPU, int64 [batch, length] on meta."""
+    """Return the model's inputs for one forward pass on a GPU, int64 [batch, length] on meta."""
     ids = torch.empty(args.batch_size, args.seq_length, dtype=torch.int64, device="meta")
     batch = {"input_ids": ids, "attention_mask": torch.empty_like(ids)}
     if model.config.is_encoder_decoder:
@@ -399,7 +401,7 @@ def micro_batch(model: nn.Module, args: Namespace) -> dict[str, Tensor]:
 
 
 def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, int]:
-    """What autograd keeps of a forward pass, and its FLOPs, seen on meta.
+    """Return the bytes that autograd keeps of a forward pass, and its FLOPs, as seen on meta.
 
     Each tensor counts once, weights do not. With activation checkpointing, autograd keeps the
     blocks' inputs, and while a block is recomputed all that this one keeps.
@@ -415,14 +417,15 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     The backward pass costs twice as much again.
     """
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    # Storages by address. Those that autograd keeps, outside of the blocks and in each:
+    # Storages that autograd keeps, by address: outside of the blocks, and in each block.
     outside: dict[int, torch.UntypedStorage] = {}
     blocks: list[dict[int, torch.UntypedStorage]] = []
     inputs: dict[int, torch.UntypedStorage] = {}  # of all blocks
-    scopes = [outside]  # the last one is where the model is at work
+    scopes = [outside]  # a stack: the last one is the part of the model that is running
 
     def storages(*tensors: Any) -> dict[int, torch.UntypedStorage]:
-        """Of tensors that are no weights. They are held, so that no other takes their address."""
+        """Return, by address, the storages of tensors that are no weights. They are held, so that
+        no other takes their address."""
         found = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
         return {storage._cdata: storage for storage in found if storage._cdata not in weights}
 
@@ -439,7 +442,7 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
         scopes.pop()
 
     for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p:  # with a mask of bytes, as on a GPU
+        if isinstance(module, nn.Dropout) and module.p:  # which keeps a mask of bytes on a GPU
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
         if isinstance(module, classes):
             module.register_forward_pre_hook(enter, with_kwargs=True)
@@ -461,10 +464,10 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
 
 @functools.cache
 def flat_parameter(sizes: tuple[int, ...], shards: int, aligned: int) -> tuple[int, int]:
-    """Elements of a unit with padding, and how many of rank 0's are no padding.
+    """Return the elements of a unit with padding, and how many of rank 0's are no padding.
 
-    As FSDP1 does with use_orig_params=True (torch/distributed/fsdp/_flat_param.py): each parameter
-    begins at a multiple of `aligned`, 16 bytes in the compute dtype, and the shards are equal.
+    FSDP1 with use_orig_params=True (torch/distributed/fsdp/_flat_param.py) has each parameter begin
+    at a multiple of `aligned`, 16 bytes in the compute dtype, and makes the shards equal.
     """
     spans, end = [], 0
     for size in sizes:
@@ -476,10 +479,10 @@ def flat_parameter(sizes: tuple[int, ...], shards: int, aligned: int) -> tuple[i
 
 
 def sharded_by_rows(weights: list[Weight], shards: int, itemsize: int) -> Unit:
-    """A unit as FSDP2 shards it, with `itemsize` bytes of the compute dtype.
+    """Return a unit as FSDP2 shards it, with `itemsize` bytes of the compute dtype.
 
-    Each parameter is split by rows, and all ranks have as many as rank 0
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). What is in 4 bits has a byte in a row.
+    Each parameter is split by rows, padded to as many as rank 0 has
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Weights in 4 bits have a byte in a row.
     """
     unit = Unit(gathered=0, held=0, trained=0)
     for weight in weights:
@@ -499,8 +502,8 @@ def sharded_by_rows(weights: list[Weight], shards: int, itemsize: int) -> Unit:
 
 
 def scale_bytes(model: Model) -> int:
-    """Of what is in 4 bits, whole on every GPU: 8 bits for 64 weights, 32 bits for 256 of those,
-    and for each tensor their mean and the 16 values, in fp32."""
+    """Return the bytes of the scales of weights in 4 bits, whole on every GPU: 8 bits for 64
+    weights, 32 bits for 256 of those, and for each tensor their mean and the 16 values, in fp32."""
     total = 0
     for weight in itertools.chain.from_iterable(model.units):
         if weight.in_4bit:
@@ -510,8 +513,8 @@ def scale_bytes(model: Model) -> int:
 
 
 def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list[Unit]]:
-    """How many GPUs share the model, elements that rank 0 trains without padding, and the units.
-    DDP has one unit, and no padding."""
+    """Return how many GPUs share the model, the elements that rank 0 trains, without padding, and
+    the units. DDP has one unit, and no padding."""
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
     if strategy == "ddp":
         count = model.parameters
@@ -533,18 +536,19 @@ def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list
 
 
 def power_of_two(size: int) -> int:
-    """The least power of two that is not below `size`; 0 of 0."""
+    """Return the least power of two that is not below `size`; 0 for 0."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def state_dicts(
     fsdp: int, strategy: str, offload: bool, states: list[int], moments: int, unit: int
 ) -> tuple[int, int, int]:
-    """Bytes on each GPU at the peak of a save and of a resume, and of the save's copies on the CPU.
+    """Return bytes on each GPU at the peak of a save and of a resume, and of the save's copies on
+    the CPU.
 
-    `states` are the shards of parameters, gradients and what the GPU has of the `moments`, `unit`
-    is the largest FSDP unit in fp32. So runtime/checkpoints.py does it with torch 2.13, counted on
-    a simulated device:
+    `states` are the bytes of parameters, gradients and moments on a GPU, `moments` those of all
+    moments, also on the CPU, `unit` those of the largest FSDP unit in fp32. This is what
+    runtime/checkpoints.py takes with torch 2.13, counted on a simulated device:
 
     - A save begins with the last gradients, which go when FSDP gathers the first unit in fp32, and
       then holds two units; the copies, of weights and moments, go to the host.
@@ -570,12 +574,12 @@ def state_dicts(
 def memory(
     model: Model, args: Namespace, strategy: str, offload: bool, checkpointing: bool, optimizer: str
 ) -> dict[str, int]:
-    """Bytes on each GPU by term and at the peak, and of CPU memory in each node.
+    """Return bytes on each GPU by term and at the peak, and of CPU memory in each node.
 
     Parameters, gradients and AdamW's moments are fp32, 4 + 4 + 8 bytes per parameter, divided by
     the shards (Rajbhandari et al. 2020, ZeRO, section 3.1, where a 16-bit copy of parameters and
-    gradients comes on top: here only units that are whole have one). Offload has them on the CPU.
-    With adapters, only these have 16 bytes; the weights below are held in the compute dtype, or in
+    gradients comes on top: here only units that are whole have one). Offload holds them on the CPU.
+    With adapters, only these have 16 bytes; the frozen weights are held in the compute dtype, or in
     half a byte and the scales, which are whole on every GPU.
     """
     shards, mine, units = layout(model, args, strategy)
@@ -583,8 +587,8 @@ def memory(
     scales = scale_bytes(model)
     on_gpu, on_cpu = OPTIMIZERS[optimizer]
     # parameters, gradients, moments
-    states = [sum(unit.held for unit in units) + scales, 4 * trained, int(on_gpu * mine)]
-    cpu = int(on_cpu * mine)
+    states = [sum(unit.held for unit in units) + scales, 4 * trained, on_gpu * mine]
+    cpu = on_cpu * mine
     moments = states[2] + cpu
     unit = 4 * max(unit.trained for unit in units)
     save, resume, copies = state_dicts(args.fsdp, strategy, offload, states, moments, unit)
@@ -620,10 +624,11 @@ def memory(
 
 
 def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) -> int:
-    """Of offloaded parameters and their gradients; moments are not pinned.
+    """Return the bytes of pinned memory for offloaded parameters and gradients; moments are not
+    pinned.
 
-    What is pinned in one piece, a unit's shard under FSDP1 and a parameter's under FSDP2, takes
-    memory of a power of two (PyTorch's CachingHostAllocator).
+    Each piece, a unit's shard under FSDP1 and a parameter's under FSDP2, takes memory of a power of
+    two (PyTorch's CachingHostAllocator).
     """
     pieces = units
     if args.fsdp == 2:
@@ -636,27 +641,27 @@ def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) 
     return total
 
 
-def async_copies(model: Model, shards: int, offload: bool, moments: float) -> int:
-    """Bytes that a GPU's copies take on the CPU with --async-save, under FSDP2 and DDP.
+def async_copies(model: Model, shards: int, offload: bool, moments: int) -> int:
+    """Return the bytes that a GPU's copies take on the CPU with --async-save, under FSDP2 and DDP.
 
-    They are those of what is trained, in fp32, and of its moments, of so many bytes per parameter.
-    What comes from the GPU has a copy in pinned memory, each tensor for itself, which is kept.
-    FSDP1 has no copies but those that `state_dicts` counts, which go when they are written.
+    Copied are the trained parameters, in fp32, and their moments, of `moments` bytes per parameter.
+    Each tensor from the GPU has a copy of its own in pinned memory, which is kept. FSDP1 has no
+    copies but those that `state_dicts` counts, which are freed when they are written.
     """
     total = 0
     for weight in itertools.chain.from_iterable(model.units):
         if weight.trained:
             mine = 4 * -(-weight.shape[0] // shards) * weight.shape[1:].numel()
             total += mine if offload else power_of_two(mine)
-    return round(total * (4 + moments) / 4)
+    return total * (4 + moments) // 4
 
 
 def loss_bytes(model: Model, itemsize: int) -> int:
-    """What the loss holds at once, with `itemsize` bytes of the compute dtype.
+    """Return the bytes that the loss holds at once, with `itemsize` bytes of the compute dtype.
 
-    The chunked one has two copies of the head's gradient in fp32, in 16 bits one more, and the
-    logits of a chunk in fp32. Of a frozen head there is that one more, but logits, softmax and
-    gradient of a chunk.
+    The chunked loss holds the head's gradient twice in fp32, once more in 16 bits if that is the
+    compute dtype, and the logits of a chunk in fp32. With a frozen head it holds only the copy in
+    16 bits, and the logits, softmax and gradient of a chunk.
     """
     if not model.chunked:
         return model.logits
@@ -668,20 +673,20 @@ def loss_bytes(model: Model, itemsize: int) -> int:
 def fsdp1_peak(
     model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
 ) -> tuple[int, int, int]:
-    """Bytes of what is whole for a while, of the logits, and at the peak; FSDP1's, and DDP's.
+    """Return the bytes of unsharded tensors, of the logits, and at the peak, of FSDP1 and of DDP.
 
-    `states` are parameters, gradients and moments, `kept` and `block` what autograd keeps of all
-    blocks, and of one while it is recomputed.
+    `states` are bytes of parameters, gradients and moments, `kept` and `block` what autograd keeps
+    of all blocks, and of one while it is recomputed.
 
     FSDP holds some parameters whole, in the compute dtype. Under FULL_SHARD and HYBRID_SHARD these
     are the root, from its forward to its backward pass, the unit at work, and the one prefetched;
-    under SHARD_GRAD_OP all units, from forward to backward. The gradients are whole of the root,
-    of the unit at work, and of the one being reduced. One GPU alone shards nothing, but casts a
-    unit at a time. DDP has what autocast has cast; its gradients lie in buckets, which stay.
+    under SHARD_GRAD_OP all units, from forward to backward. The gradients of the root, of the unit
+    at work, and of the one being reduced are whole. One GPU alone shards nothing, but casts a unit
+    at a time. DDP holds what autocast has cast; its gradients lie in buckets, which stay.
 
-    The peak is in the loss, which has all activations and no gradients yet, or in the blocks, where
-    the logits are gone: activations go while gradients come, so it has the larger of the two, and
-    what a block keeps while it is recomputed. Where gradients are accumulated both phases have all.
+    The peak is in the loss, with all activations and no gradients yet, or in the blocks, after the
+    logits are freed: activations are freed as gradients come, so the larger of the two counts, and
+    what a block keeps while it is recomputed. With accumulation both phases have all gradients.
     """
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
     shards, _, units = layout(model, args, strategy)
@@ -707,12 +712,13 @@ def fsdp1_peak(
 def fsdp2_peak(
     model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
 ) -> tuple[int, int, int]:
-    """Bytes of what is whole while a block's gradients are computed, of the loss, and at the peak.
+    """Return the bytes of unsharded tensors while a block's gradients are computed, of the loss,
+    and at the peak, of FSDP2.
 
     Takes what `fsdp1_peak` takes. The peak is in one of three phases (as FSDPMemTracker finds them,
     with torch 2.13):
 
-    - the loss: no gradients yet. Where the head is frozen the block before is gathered;
+    - the loss: no gradients yet. If the head is frozen, the block before is gathered;
     - a block: its parameters, gathered, and its gradients; the next block's parameters as they are
       gathered; the gradients of the block before as they are reduced;
     - the root, at last: all gradients, and of a tied weight three, of both its uses and the sum.
@@ -746,7 +752,7 @@ def fsdp2_peak(
 
 
 def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -> dict[str, Any]:
-    """Bytes that each GPU and each node sends in a step, and the least time that this takes.
+    """Return the bytes that each GPU and each node sends in a step, and the least time it takes.
 
     When k GPUs gather or reduce-scatter a tensor in a ring, each sends (k - 1) / k of it; in an
     all-reduce twice that (Rajbhandari et al. 2020, section 7). P parameters have c bytes each in
@@ -795,7 +801,7 @@ def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -
 
 
 def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
-    """A row: for a strategy, CPU offload, activation checkpointing and an optimizer."""
+    """Return a row for a `choice`: strategy, CPU offload, activation checkpointing, optimizer."""
     strategy, offload, checkpointing, optimizer = choice
 
     def at(nodes: int) -> dict[str, Any]:
@@ -816,13 +822,13 @@ def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
 
 
 def group_of(row: dict[str, Any]) -> str:
-    """What rows of a table are grouped by."""
+    """Return the heading of a row's group: optimizer and activation checkpointing."""
     checkpointing = "with" if row["activation_checkpointing"] else "no"
     return f"{row['optimizer']}, {checkpointing} activation checkpointing"
 
 
 def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
-    """The columns, a key of the rows each, by heading; bytes as GB."""
+    """Print rows as a table; `columns` are keys of the rows by heading; bytes are shown as GB."""
     table = [[title, *columns]]
     for row in rows:
         values = [row[key] / 1e9 if "bytes" in key else row[key] for key in columns.values()]
@@ -839,7 +845,7 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
 
 
 def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
-    """What `estimate` is asked: strategy, CPU offload, activation checkpointing, optimizer."""
+    """Return what to estimate: strategy, CPU offload, activation checkpointing, optimizer."""
     recomputing = [args.activation_checkpointing]
     if args.activation_checkpointing is None:
         recomputing = [model.checkpointing]
@@ -850,20 +856,20 @@ def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     found = []
     for recompute, optimizer, mode in itertools.product(recomputing, optimizers, MODES):
         strategy, offload = mode
-        if args.lora_rank and (strategy == "ddp" or optimizer != "adamw"):  # refused, too
+        if args.lora_rank and (strategy == "ddp" or optimizer != "adamw"):  # the scripts refuse it
             continue
-        if offload and optimizer != "adamw":  # its moments are on the CPU as they are
+        if offload and optimizer != "adamw":  # a paged optimizer's moments are on the CPU already
             continue
         if strategy == "hybrid_shard" and args.gpus_per_node == 1:  # the scripts refuse it
             continue
-        if offload and args.fsdp == 1 and args.nodes * args.gpus_per_node == 1:  # and this
+        if offload and args.fsdp == 1 and args.nodes * args.gpus_per_node == 1:  # they refuse it
             continue
         found.append((strategy, offload, recompute, optimizer))
     return found
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the estimates; ends with exit code 1 where nothing fits on any number of nodes."""
+    """Print the estimates; end with exit code 1 if nothing fits on any number of nodes."""
     args = parse_args(argv)
     try:
         model = read_model(args)

@@ -1,4 +1,4 @@
-"""How a model is parallel: precision, wrapping, sharding, recomputation, compilation.
+"""Parallelism of a model: precision, wrapping, sharding, recomputation, compilation.
 
 Copy this file along with a script and the folder runtime/. It names no model: the classes of the
 transformer blocks and the device are arguments.
@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +29,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
-    fully_shard,
-    register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -38,7 +37,9 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import NewGELUActivation
 
-from runtime import ranks
+from runtime import models, ranks
+from runtime.batches import Batch
+from runtime.steps import Step
 
 # One process always falls back to NO_SHARD, and a state dict of NO_SHARD is always whole.
 warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
@@ -54,7 +55,6 @@ bfSixteen = _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 bfSixteen_fp32_reduce = _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 fpSixteen = _policy(param_dtype=torch.float16, reduce_dtype=torch.float16)
 fp32_policy = _policy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-grad_bf16 = _policy(param_dtype=torch.float32, reduce_dtype=torch.bfloat16)  # for slow networks
 
 PRECISIONS = {
     "bf16": bfSixteen,
@@ -72,6 +72,87 @@ STRATEGIES = {
 Classes = tuple[
     type[nn.Module], ...
 ]  # of a model's blocks: an encoder's and a decoder's may differ
+
+
+def resolve_arguments(args: Namespace) -> dict[str, Any]:
+    """Resolve --precision auto, bf16 where the GPU computes it natively and fp32 elsewhere, and
+    --fsdp, 1 by default."""
+    precision = args.precision
+    if precision == "auto":
+        precision = "bf16" if ranks.has_bf16() else "fp32"
+    elif precision == "fp16" and ranks.accelerator() is None:
+        ranks.say("--precision fp16 is slow on a CPU: use it for trials")
+    return {"precision": precision, "fsdp": args.fsdp or 1}
+
+
+def check_arguments(args: Namespace) -> list[str]:
+    """List what is wrong with how the model would be parallel, a sentence each."""
+    if args.prepare_only:
+        return []
+    gpus = ranks.device_count()
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    fsdp1 = args.fsdp == 1 and args.strategy != "ddp"
+    syncs_once = args.accumulate_no_sync and processes > 1
+    accumulates = args.gradient_accumulation_steps > 1 and not syncs_once
+    shards_nothing = processes == 1 or args.strategy == "no_shard"
+    trains = not (args.export_only or args.evaluate_only)
+    offloads = args.cpu_offload and gpus and args.strategy != "ddp"
+    group = args.shard_group_size or local_size
+    rules = [
+        (0 < gpus < local_size, f"--nproc_per_node {local_size} is above the {gpus} GPUs"),
+        (
+            args.cpu_offload and not offloads,
+            "--cpu-offload needs a GPU and a --strategy other than ddp",
+        ),
+        (  # the scaler looks for overflow in gradients on the CPU, and asks the other ranks there
+            offloads and args.fsdp == 2 and args.precision == "fp16",
+            "--cpu-offload with --precision fp16 needs --fsdp 1",
+        ),
+        (  # it trains wrongly, on CUDA: https://github.com/pytorch/pytorch/issues/118245
+            offloads and fsdp1 and shards_nothing and trains,
+            "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards",
+        ),
+        (
+            offloads and fsdp1 and accumulates,
+            "--cpu-offload accumulates gradients only with --fsdp 2, or with --accumulate-no-sync "
+            "on two processes or more",
+        ),
+        (
+            args.fsdp == 2 and args.strategy in ("no_shard", "ddp"),
+            f"--fsdp 2 always shards: --strategy {args.strategy} is --fsdp 1's",
+        ),
+        (
+            args.compile and not gpus and not has_cpp_compiler(),
+            "--compile on a CPU needs a C++ compiler: install g++, or name one in CXX",
+        ),
+        (  # FSDP1 keeps a shard, or fp32, as the gradient of what is whole, or bf16, in the next
+            # forward pass. A new shape is traced there, and torch.compile does not take the two.
+            args.compile and fsdp1 and accumulates,
+            "--compile accumulates gradients only with --fsdp 2, with --strategy ddp, or with "
+            "--accumulate-no-sync on two processes or more",
+        ),
+        (
+            args.accumulate_no_sync and args.strategy == "no_shard",
+            "--accumulate-no-sync cannot be used with no_shard",
+        ),
+        (  # a group of 1 would never synchronise
+            args.strategy == "hybrid_shard" and (group <= 1 or processes % group),
+            "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes",
+        ),
+    ]
+    return [sentence for is_wrong, sentence in rules if is_wrong]
+
+
+def has_cpp_compiler() -> bool:
+    """Return whether torch.compile finds the C++ compiler that it needs on a CPU, not on a GPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
+
+    try:
+        get_cpp_compiler()
+    except (RuntimeError, OSError):
+        return False
+    return True
 
 
 def wrap_policy(blocks: Classes) -> functools.partial:
@@ -115,13 +196,19 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
     return mesh
 
 
-def fully_shard_units(
-    args: Namespace, device: torch.device, model: nn.Module, policy: Callable[..., bool]
-) -> nn.Module:
-    """FSDP2: shard the modules that the policy names, and the rest as the root unit, in place.
+def fsdp2_units(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
+    """List the modules that become FSDP2 units: those that the policy names, each after the units
+    inside it, and at last the root with all the rest."""
+    inner = [
+        module
+        for module in reversed(list(model.modules()))
+        if module is not model and policy(module=module, recurse=False, nonwrapped_numel=0)
+    ]
+    return [*inner, model]
 
-    What is on meta stays there, sharded. Each parameter is a DTensor, split by rows.
-    """
+
+def fsdp2_options(args: Namespace, device: torch.device) -> dict[str, Any]:
+    """Return the keywords of `fully_shard`: the mesh, resharding, precision and offload."""
     precision = PRECISIONS[args.precision]
     reshard = None  # after the forward pass: all but the root, with which the backward pass begins
     if args.strategy == "shard_grad_op":
@@ -129,18 +216,12 @@ def fully_shard_units(
     offload = OffloadPolicy()
     if args.cpu_offload:
         offload = CPUOffloadPolicy()
-    mesh = device_mesh(args, device)
-    for module in reversed(list(model.modules())):  # a unit after those inside it
-        if module is model or policy(module=module, recurse=False, nonwrapped_numel=0):
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
-                offload_policy=offload,
-            )
-    register_fsdp_forward_method(model, "generate")  # it gathers the root then, as forward does
-    return model
+    return {
+        "mesh": device_mesh(args, device),
+        "reshard_after_forward": reshard,
+        "mp_policy": MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
+        "offload_policy": offload,
+    }
 
 
 def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
@@ -179,13 +260,6 @@ def compile_blocks(model: nn.Module, blocks: Classes) -> None:
 
 
 # The functions below hold all that differs between FSDP1, FSDP2 and DistributedDataParallel.
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside FSDP1 or DDP, with its own methods and config. FSDP2 does not wrap it."""
-    if isinstance(model, FSDPModule):
-        return model
-    return model.module
-
-
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
     """Mixed precision under DDP; FSDP casts by its MixedPrecision policy instead."""
     dtype = PRECISIONS[args.precision].param_dtype
@@ -204,10 +278,10 @@ def gradient_scaler(
     optimizer. Under FSDP2 the gradients are DTensors, of which the plain scaler sees all shards.
     """
     enabled = args.precision == "fp16"
-    if args.strategy == "ddp" or args.fsdp == 2:
+    if not enabled or args.strategy == "ddp" or args.fsdp == 2:
         return torch.amp.GradScaler(device.type, enabled=enabled)
     optimizer._step_supports_amp_scaling = False
-    return ShardedGradScaler(device.type, enabled=enabled)
+    return ShardedGradScaler(device.type)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -236,9 +310,16 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm
 
 
+def micro_batches(args: Namespace, model: nn.Module, step: Step) -> Iterator[Batch]:
+    """Yield a step's micro-batches; with --accumulate-no-sync only the last one communicates."""
+    for batch, is_last in step.micro_batches():
+        with gradient_sync(args, model, is_last):
+            yield batch
+
+
 @contextlib.contextmanager
 def gradient_sync(args: Namespace, model: nn.Module, last: bool) -> Iterator[None]:
-    """Around a micro-batch of a step: with --accumulate-no-sync only the `last` communicates."""
+    """Surround a micro-batch: with --accumulate-no-sync only the `last` of a step communicates."""
     if last or not args.accumulate_no_sync or dist.get_world_size() == 1:
         yield
         return
@@ -286,7 +367,7 @@ def generation(
         root = FSDP.summon_full_params(model, recurse=False, writeback=False)
     half = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     with evaluation(model), root, half:
-        generate = unwrapped(model).generate
+        generate = models.unwrapped(model).generate
         options = {"do_sample": False, "synced_gpus": dist.get_world_size() > 1}
         if num_beams is not None:
             options["num_beams"] = num_beams

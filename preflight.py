@@ -1,28 +1,29 @@
-"""Is every device there, and as fast as the others? Asked before a run, in about a minute.
+"""Check before a run, in about a minute, that all devices are there and none is slower than the
+others.
 
     torchrun --nnodes 1 --nproc_per_node 8 preflight.py --model-name llama-2-7b
     sbatch --nodes 4 launch.slurm preflight.py --model-name llama-2-70b --output-dir /shared/run
 
 Counts the devices of each node. Times matrix products, copies in memory and to and from the host,
 FSDP's three collectives within a node and across, and the disk of --output-dir. Says what a step of
-the model is bound by at the speeds that it found. Ends with exit code 1 where something is wrong.
+the model is bound by at the speeds that it found. Ends with exit code 1 if something is wrong.
 
 A rank is out of line if it takes longer than the median of the others, by more than 10% and by more
 than three times its own spread: the median distance of its samples from their median, relative to
-that. Samples are taken in rounds, of all measurements in turn, by all ranks at once. Who looks out
-of line is measured a second time, and named if that says so again. On a CPU, the time in which a
+that. Samples are taken in rounds, of all measurements in turn, by all ranks at once. A rank that
+looks out of line is measured again, and named if it is so twice. On a CPU, the time in which a
 process waits for a core is left out: it shows how many processes there are, not how fast one is.
-Copies in its memory may take 20% longer.
+Copies in a CPU's memory may take 20% longer.
 
-A collective is as slow as its slowest rank, so groups are compared: nodes within, and the ranks of
-equal number across. One is out of line if it is so in all three collectives of one size, as what
-slows a host or a link slows them all; a disk, in writing and reading. Bandwidth is that of the bus,
-as in nccl-tests: what a rank sends in a ring, by seconds. That is (k - 1) / k of the tensor on k
-ranks, in an all-reduce twice as much.
+A collective is as slow as its slowest rank, so groups are compared: nodes with each other, and
+across nodes the groups of equal local rank. A group is out of line if it is so in all three
+collectives of one size, because what slows a host or a link slows them all; a disk, if it is so in
+writing and reading. Bandwidth is the bus bandwidth of nccl-tests: the bytes that a rank sends in a
+ring, per second. These are (k - 1) / k of the tensor on k ranks, twice that in an all-reduce.
 
 A rank that does not answer within --timeout-seconds is named. All have ten minutes to start, and
-to join the process group: after --timeout-seconds of that a line names who is awaited. For a node
-that does not start at all torchrun itself waits.
+to join the process group; after --timeout-seconds a line names the ranks that are awaited. Torchrun
+itself waits for a node that does not start at all.
 """
 
 import concurrent.futures
@@ -62,60 +63,60 @@ warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+_tensor` is de
 ROUNDS = 5
 TOLERANCE = 0.1  # by which a rank may take longer than the others
 CPU_COPY_TOLERANCE = 0.2  # cores share caches and memory: healthy processes differed by 17%
-SAMPLE_SECONDS = 0.25  # that a sample lasts: a shorter call is repeated
-LARGE_SECONDS = 0.3  # that a large transfer may last: fewer bytes are sent where it would be longer
+SAMPLE_SECONDS = 0.25  # length of a sample: a shorter call is repeated
+LARGE_SECONDS = 0.3  # limit of a large transfer: fewer bytes are sent if it would take longer
 SMALL_BYTES = 1 << 16
-TRIAL_BYTES = 1 << 24  # are sent, or written, to know how many can be
+TRIAL_BYTES = 1 << 24  # sent, or written, to find out how many bytes a sample can have
 FILE_BYTES = 1 << 27
-BLOCK_BYTES = 1 << 22  # of a file are written or read at once
-START_SECONDS = 600.0  # that ranks may take to start, and to join: imports can be slow
+BLOCK_BYTES = 1 << 22  # written to or read from a file at once
+START_SECONDS = 600.0  # limit of the ranks' start, and of the join: imports can be slow
 POLL_SECONDS = 0.5
-ANSWER_SECONDS = 5  # that a rank has to answer the roll call
-ROLL_CALL = "roll call"  # the key in the store that asks for it
+ANSWER_SECONDS = 5  # limit of an answer to the roll call
+ROLL_CALL = "roll call"  # the store's key that asks all ranks to answer
 MATMUL = "matrix products"
 STRATEGY = "full_shard"
 BOUNDS = {"compute": "compute", "intranode": "traffic in node", "internode": "traffic across"}
 
 Members = tuple[int, ...]  # ranks that are timed together: one, or those of a group
-Seconds = dict[Members, list[float]]  # of a call, in each round
+Seconds = dict[Members, list[float]]  # seconds of a call in each round
 
 
 @dataclass
 class Place:
-    """Where a rank is, and the devices that it sees there."""
+    """A rank's host and node, and the devices that it sees there."""
 
     host: str
     node: int
     local_rank: int
-    processes: int  # of the node
+    processes: int  # how many the node has
     devices: int
     device: str  # the first one's name
 
 
 @dataclass
 class Probe:
-    """What is timed. All ranks have the same probes in the same order."""
+    """A call that is timed. All ranks have the same probes in the same order."""
 
     name: str
     unit: str
-    work: float  # of a call: work / seconds is in `unit`; 0 where the seconds are shown, as ms
-    members: Members  # make this call together; none where this rank has no part in it
+    work: float  # of a call: work / seconds is in `unit`; 0 if the seconds are shown, as ms
+    members: Members  # the ranks that make this call together; none if this rank is not in it
     call: Callable[[], object]
-    kind: str = ""  # who is out of line must be so in all probes of one kind
+    kind: str = ""  # members are out of line only if they are so in all probes of this kind
     tolerance: float = TOLERANCE
 
     def value(self, seconds: float) -> float:
-        """What is shown for a call that takes so many seconds."""
+        """Return what is shown for a call of so many seconds, in `unit`."""
         if self.work:
             return self.work / seconds
         return 1e3 * seconds
 
 
 class Watch:
-    """Follows this rank's work, which is done in another thread: that one may be in a collective
-    which waits for an absent rank. All ranks begin the same steps in the same order.
+    """A watch over this rank's work in another thread, which may be in a collective that waits for
+    an absent rank. All ranks begin the same steps in the same order.
 
-    `limit` is that of a step in seconds, but `start_limit` that of the start and of the join.
+    `limit` is that of a step in seconds, `start_limit` that of the start and of the join.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Watch:
         self.begin("start", start_limit)
 
     def begin(self, step: str, limit: float | None = None) -> None:
-        """The work is now in this step, which may last `limit` seconds (None: as long as most)."""
+        """Begin a step of the work, which may last `limit` seconds (None: as long as most)."""
         self.count += 1
         self.step = step
         self.limit = limit or self.usual_limit
@@ -141,7 +142,7 @@ class Watch:
     def follow(self, work: Future) -> tuple[int, str]:
         """Wait for the work, which returns what is wrong with the machines.
 
-        Returns which rank is to say what is wrong, and the sentence; empty if nothing is.
+        Returns the rank that must say it, and the sentence; empty if nothing is wrong.
         """
         while not work.done():
             concurrent.futures.wait([work], timeout=POLL_SECONDS)
@@ -155,7 +156,7 @@ class Watch:
         return 0, "; ".join(work.result())
 
     def name_awaited(self) -> None:
-        """Say who has not begun this step. The lowest rank of those who have does."""
+        """Print who has not begun this step, on the lowest rank of those who have."""
         self.has_named = True
         begun = self.read(f"begun {self.count}")
         if self.rank != min(begun, default=None):
@@ -166,11 +167,12 @@ class Watch:
         print(f"waiting for {who} in: {self.step}", file=sys.stderr, flush=True)
 
     def call_roll(self, work: Future) -> tuple[int, str]:
-        """Have all ranks say where they are: those who see ROLL_CALL in the store come here too.
+        """Have all ranks say where they are: whoever sees ROLL_CALL in the store comes here too.
 
-        One that is stopped, dead or cut off does not. The lowest that answers speaks.
+        A rank that is stopped, dead or cut off does not. The lowest that answers speaks. Returns
+        as `follow` does.
         """
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which has seen a rank die
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when a rank has died
         self.store.set(ROLL_CALL, "")
         concurrent.futures.wait([work], timeout=POLL_SECONDS)  # it may be about to fail here too
         answer = {"count": self.count, "step": self.step, "error": ""}
@@ -187,19 +189,19 @@ class Watch:
         return speaker, blame(self.read("answer"), places, self.world_size)
 
     def read(self, name: str) -> dict[int, Any]:
-        """What the ranks have put into the store under this name."""
+        """Return, by rank, what the ranks have put into the store under this name."""
         keys = {rank: f"{name}/{rank}" for rank in range(self.world_size)}
         there = {rank: key for rank, key in keys.items() if self.store.check([key])}
         return {rank: json.loads(self.store.get(key)) for rank, key in there.items()}
 
 
 def preflight(args: Namespace, start_limit: float = START_SECONDS) -> int:
-    """Measure and print. Returns the exit code. All ranks.
+    """Measure and print on all ranks; return the exit code.
 
     `start_limit` is that of the start, and of the join of the process group, in seconds.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(1))  # and --output-dir is left clean
+        signal.signal(number, lambda *_: sys.exit(1))  # `finally` below cleans --output-dir
     speaker = rank = int(os.environ.get("RANK", 0))
     try:
         meeting = ranks.connect(timedelta(seconds=args.timeout_seconds))
@@ -239,14 +241,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """A user's mistake is a sentence of its own; another error needs its type."""
+    """Return an error's sentence, with its type before it unless it is a user's mistake."""
     if isinstance(error, (OSError, ValueError)):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def blame(answers: dict[int, dict[str, Any]], places: dict[int, Place], world_size: int) -> str:
-    """One sentence: which ranks do not answer, or failed, or are behind; or which step hangs.
+    """Return a sentence: which ranks do not answer, or failed, or are behind; or which step hangs.
 
     An answer has the number of steps that the rank has begun, the last one, and its error.
     """
@@ -268,8 +270,8 @@ def blame(answers: dict[int, dict[str, Any]], places: dict[int, Place], world_si
 
 
 def name_ranks(some: list[int], places: dict[int, Place]) -> str:
-    """With their hosts. Those on its node know that of a rank which never came: torchrun numbers
-    them in a row."""
+    """Return the names of some ranks, with their hosts. A rank that never came gets the host of
+    another rank on its node, as torchrun numbers a node's ranks in a row."""
     names = []
     for rank in some:
         hosts = [
@@ -280,7 +282,7 @@ def name_ranks(some: list[int], places: dict[int, Place]) -> str:
 
 
 def check_machines(args: Namespace, meeting: dict[str, Any], watch: Watch) -> list[str]:
-    """Count, measure, and print on rank 0. Returns what is wrong, a sentence each. All ranks.
+    """Count, measure, and print on rank 0; return what is wrong, a sentence each. All ranks.
 
     Raises ValueError if nothing can be measured: too few devices, no such model, no disk.
     """
@@ -291,7 +293,7 @@ def check_machines(args: Namespace, meeting: dict[str, Any], watch: Watch) -> li
         raise ValueError("; ".join(wrong))
     watch.begin("joining the process group", watch.start_limit)
     device = setup(meeting)
-    precision = arguments.resolve_precision("auto")
+    precision = "bf16" if ranks.has_bf16() else "fp32"
     watch.begin("the model's config")
     model, machine, unit = ranks.on_rank_zero(read_model, args, places, precision)
     notes.append(f"unit: an FSDP unit of {args.model_name}, {unit / 1e6:,.1f} MB in {precision}")
@@ -328,7 +330,7 @@ def check_machines(args: Namespace, meeting: dict[str, Any], watch: Watch) -> li
 
 
 def introduce(store: dist.Store, rank: int, world_size: int) -> list[Place]:
-    """Where each rank is. Needs no process group, which would need the devices."""
+    """Return each rank's place. Needs no process group, which would need the devices."""
     place = Place(
         host=socket.gethostname().split(".")[0],
         node=int(os.environ.get("GROUP_RANK", 0)),
@@ -344,7 +346,7 @@ def introduce(store: dist.Store, rank: int, world_size: int) -> list[Place]:
 
 
 def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list[str]]:
-    """What is wrong with the number of nodes and devices, and what is only worth a note."""
+    """Return what is wrong with the number of nodes and devices, and what is worth a note."""
     nodes = {place.node: place for place in places}
     wrong, notes = [], []
     in_job = int(os.environ.get("SLURM_NNODES", len(nodes)))
@@ -382,8 +384,8 @@ def setup(meeting: dict[str, Any]) -> torch.device:
 def read_model(
     args: Namespace, places: list[Place], precision: str
 ) -> tuple[memory_estimator.Model, Namespace, int]:
-    """The model and the machines as the estimator sees them, and the bytes of an FSDP unit, the
-    median one, which is a block. Rank 0 alone."""
+    """Return the model and the machines as the estimator sees them, and the bytes of the median
+    FSDP unit, which is a block. Rank 0 alone."""
     processes = places[0].processes
     flags = ["--model-name", args.model_name, "--precision", precision]
     flags += ["--nodes", str(len(places) // processes), "--gpus-per-node", str(processes)]
@@ -394,8 +396,8 @@ def read_model(
 
 
 def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
-    """This rank's group in its node, and that of the same local rank in all nodes, where there is
-    more than one."""
+    """Make this rank's group in its node, and that of the same local rank in all nodes, if there
+    is more than one rank in it."""
     groups = {}
     for where, key in (("in node", "node"), ("across", "local_rank")):
         members = defaultdict(list)
@@ -407,20 +409,22 @@ def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
 
 
 def of_all_ranks(seconds: float, choose: dist.ReduceOp) -> float:
-    """The largest or the smallest."""
+    """Return the largest or the smallest of all ranks' values, as the reduction says."""
     chosen = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(chosen, choose, group=ranks.cpu_group())
     return chosen.item()
 
 
 def affordable_bytes(wanted: int, trial_seconds: float) -> int:
-    """As many as take LARGE_SECONDS, where TRIAL_BYTES took so long; the same on all ranks."""
+    """Return how many bytes take LARGE_SECONDS, if TRIAL_BYTES took `trial_seconds`, at most those
+    that are wanted; the same on all ranks."""
     slowest = of_all_ranks(trial_seconds, dist.ReduceOp.MAX)
     return int(min(wanted, TRIAL_BYTES * LARGE_SECONDS / slowest))
 
 
 def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
-    """Matrix products, copies in the device's memory, and copies from and to the host's."""
+    """Return probes of matrix products, of copies in the device's memory, and from and to the
+    host's."""
     on_gpu = device.type != "cpu"
     width, size = (8192, 1 << 28) if on_gpu else (1024, 1 << 26)
     matrix = torch.randn(width, width, device=device, dtype=dtype)
@@ -443,7 +447,7 @@ def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
 
 
 def new_buffers(size: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A tensor of `size` bytes, and a rank's shard of it; fp32, in which the sums are exact."""
+    """Return a tensor of `size` bytes and a rank's shard of it, in fp32: the sums are exact."""
     count = dist.get_world_size(group)
     shard = torch.zeros(size // 4 // count, device=device)
     return shard.new_zeros(count * shard.numel()), shard
@@ -452,7 +456,7 @@ def new_buffers(size: int, group: dist.ProcessGroup, device: torch.device) -> tu
 def collectives(
     whole: Tensor, shard: Tensor, group: dist.ProcessGroup
 ) -> dict[str, Callable[[], object]]:
-    """FSDP's, by name."""
+    """Return calls of FSDP's three collectives, by name."""
     return {
         "all-reduce": partial(dist.all_reduce, whole, group=group),
         "all-gather": partial(dist.all_gather_into_tensor, whole, shard, group=group),
@@ -463,7 +467,7 @@ def collectives(
 def wrong_results(
     where: str, group: dist.ProcessGroup, device: torch.device, places: list[Place]
 ) -> list[str]:
-    """A sentence for each collective whose result is not what it should be."""
+    """Return a sentence for each collective whose result is not what it should be."""
     whole, shard = new_buffers(TRIAL_BYTES, group, device)
     count, mine = dist.get_world_size(group), dist.get_rank(group)
     chunks = whole.view(count, -1)  # one for each rank
@@ -488,7 +492,7 @@ def wrong_results(
 
 
 def sendable_bytes(wanted: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many an all-gather moves in LARGE_SECONDS, at most those that are wanted."""
+    """Return how many bytes an all-gather moves in LARGE_SECONDS, at most those wanted."""
     whole, shard = new_buffers(TRIAL_BYTES, group, device)
     gather = partial(dist.all_gather_into_tensor, whole, shard, group=group)
     return affordable_bytes(wanted, sample(gather, 1, device))
@@ -497,7 +501,7 @@ def sendable_bytes(wanted: int, group: dist.ProcessGroup, device: torch.device) 
 def collective_probes(
     where: str, group: dist.ProcessGroup, unit: int, device: torch.device
 ) -> list[Probe]:
-    """Latency of 64 kB, and bandwidth of `unit` bytes."""
+    """Return probes of each collective: latency of 64 kB, and bandwidth of `unit` bytes."""
     count = dist.get_world_size(group)
     members = tuple(dist.get_process_group_ranks(group))
     probes = []
@@ -514,12 +518,12 @@ def collective_probes(
 
 
 def scratch(args: Namespace) -> Path:
-    """The directory of the files. A run that was killed leaves it to the next."""
+    """Return the directory of the files. A run that was killed leaves it to the next."""
     return Path(args.output_dir) / "tmp-preflight"
 
 
 class Disk:
-    """--output-dir, where the first rank of each node writes a file, and reads the next node's."""
+    """The disk of --output-dir, where each node's first rank writes a file and reads the next's."""
 
     def __init__(self, args: Namespace, places: list[Place]) -> None:
         self.nodes = len({place.node for place in places})
@@ -528,11 +532,12 @@ class Disk:
         self.directory = scratch(args)
         self.file = self.directory / f"node-{self.place.node}"
         self.next_file = self.directory / f"node-{(self.place.node + 1) % self.nodes}"
-        self.block = os.urandom(BLOCK_BYTES)  # no file system makes it smaller
+        self.block = os.urandom(BLOCK_BYTES)  # random: no file system compresses it
         self.blocks = TRIAL_BYTES // BLOCK_BYTES
 
     def on_first_ranks(self, function: Callable[[], Any]) -> list[Any]:
-        """What it returns on each node's first rank. Raises ValueError on all ranks."""
+        """Run `function` on each node's first rank, return all results; raises ValueError on all
+        ranks."""
 
         def run() -> Any:
             if self.place.local_rank != 0:
@@ -545,7 +550,7 @@ class Disk:
         return [result for result in ranks.on_every_rank(run) if result is not None]
 
     def open(self) -> list[str]:
-        """Choose the size of the files. Returns what is wrong."""
+        """Choose the size of the files; return what is wrong, a sentence each."""
         self.on_first_ranks(partial(shutil.rmtree, self.directory, ignore_errors=True))
         self.on_first_ranks(partial(self.directory.mkdir, parents=True, exist_ok=True))
         self.free = min(self.on_first_ranks(lambda: shutil.disk_usage(self.directory).free))
@@ -563,14 +568,15 @@ class Disk:
         return wrong
 
     def write(self) -> None:
-        """Down to the disk."""
+        """Write this node's file, down to the disk."""
         with self.file.open("wb", buffering=0) as file:
             for _ in range(self.blocks):
                 file.write(self.block)
             os.fsync(file.fileno())
 
     def read(self) -> None:
-        """From the disk: what this machine has of the file in memory is dropped first."""
+        """Read the next node's file from the disk: its pages in this machine's memory are dropped
+        first."""
         block = bytearray(BLOCK_BYTES)
         with self.next_file.open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -578,7 +584,7 @@ class Disk:
                 pass
 
     def probes(self) -> list[Probe]:
-        """A write and a read."""
+        """Return probes of a write and a read."""
         me: Members = ()
         if self.place.local_rank == 0:
             me = (dist.get_rank(),)
@@ -588,7 +594,7 @@ class Disk:
 
 
 def sample(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Seconds of a call, the mean of `count`. All ranks begin at once."""
+    """Return the seconds of a call, the mean of `count`. All ranks begin at once."""
     dist.barrier(group=ranks.cpu_group())
     start = time.perf_counter() - seconds_without_core(device)
     for _ in range(count):
@@ -599,7 +605,8 @@ def sample(call: Callable[[], object], count: int, device: torch.device) -> floa
 
 
 def seconds_without_core(device: torch.device) -> float:
-    """That this thread was ready and waited for a core; 0 if it does not compute itself."""
+    """Return for how long this thread was ready and waited for a core; 0 on an accelerator, as the
+    thread does not compute itself."""
     file = Path("/proc/thread-self/schedstat")
     if device.type != "cpu" or not file.exists():
         return 0.0
@@ -607,9 +614,10 @@ def seconds_without_core(device: torch.device) -> float:
 
 
 def count_calls(probe: Probe, seconds: float) -> int:
-    """How many make a sample, if one takes this rank so long. The same on all ranks.
+    """Return how many calls make a sample, if one takes this rank so long; the same on all ranks.
 
-    They last SAMPLE_SECONDS on the fastest rank, and longer on a slow one; in a group on all alike.
+    A sample lasts SAMPLE_SECONDS on the fastest rank, or on the slowest if all ranks of a group
+    make the call together.
     """
     if len(probe.members) > 1:
         seconds = of_all_ranks(seconds, dist.ReduceOp.MAX)
@@ -619,7 +627,8 @@ def count_calls(probe: Probe, seconds: float) -> int:
 
 
 def measure(probes: list[Probe], device: torch.device, watch: Watch) -> dict[str, Seconds]:
-    """Seconds of a call, by name of the probe; in a group, of its slowest rank in each round."""
+    """Return the seconds of a call, by name of the probe; for a group, those of its slowest rank in
+    each round."""
     calls = [probe.call if probe.members else lambda: None for probe in probes]
     counts = []
     for probe, call in zip(probes, calls, strict=True):
@@ -642,15 +651,15 @@ def measure(probes: list[Probe], device: torch.device, watch: Watch) -> dict[str
 
 
 def spread(samples: list[float]) -> float:
-    """The median distance from the median, relative to it."""
+    """Return the median distance of samples from their median, relative to it."""
     median = statistics.median(samples)
     return statistics.median(abs(sample - median) for sample in samples) / median
 
 
 def out_of_line(seconds: Seconds, tolerance: float = TOLERANCE) -> dict[Members, float]:
-    """Those who take longer than the others, and how many times as long as their median.
+    """Return those who take longer than the others, and how many times the others' median.
 
-    It is the median of the others alone, so that of two the slow one is named.
+    The median is of the others alone, so that of two the slow one is named.
     """
     medians = {members: statistics.median(samples) for members, samples in seconds.items()}
     found = {}
@@ -665,7 +674,7 @@ def out_of_line(seconds: Seconds, tolerance: float = TOLERANCE) -> dict[Members,
 
 
 def find_slow(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, dict[Members, float]]:
-    """Who is out of line, by name of the probe, where all probes of its kind say so."""
+    """Return who is out of line, by name of the probe, if all probes of its kind say so."""
     found = {}
     for probe in probes:
         found[probe.name] = out_of_line(results[probe.name], probe.tolerance)
@@ -683,8 +692,8 @@ def find_slow(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, dic
 def measure_twice(
     probes: list[Probe], device: torch.device, watch: Watch
 ) -> tuple[dict[str, Seconds], dict[str, dict[Members, float]]]:
-    """Seconds by name of the probe, and who is out of line in both measurements. The second one is
-    of the probes in which somebody is."""
+    """Return the seconds by name of the probe, and who is out of line in both measurements. The
+    second one repeats only the probes in which somebody was."""
     results = measure(probes, device, watch)
     suspects = find_slow(probes, results)
     doubtful = [probe for probe in probes if suspects[probe.name]]
@@ -696,7 +705,7 @@ def measure_twice(
 
 
 def name_members(members: Members, places: list[Place]) -> str:
-    """A rank or a node with its host, or the ranks of the same number in all nodes."""
+    """Return the name of a rank or a node with its host, or of the same local rank in all nodes."""
     place = places[members[0]]
     if len(members) == 1:
         return f"rank {members[0]} on {place.host}"
@@ -706,7 +715,7 @@ def name_members(members: Members, places: list[Place]) -> str:
 
 
 def describe_slow(slow: dict[str, dict[Members, float]], places: list[Place]) -> list[str]:
-    """A sentence for each rank or group that is out of line."""
+    """Return a sentence for each rank or group that is out of line."""
     found = defaultdict(list)
     for name, ratios in slow.items():
         for members, ratio in ratios.items():
@@ -718,7 +727,7 @@ def describe_slow(slow: dict[str, dict[Members, float]], places: list[Place]) ->
 
 
 def describe_row(probe: Probe, seconds: Seconds, places: list[Place]) -> dict[str, Any]:
-    """What the table and --json have of a probe, in its unit."""
+    """Return the row of a probe in the table and in --json, in its unit."""
     medians = {members: statistics.median(samples) for members, samples in seconds.items()}
     last = max(medians, key=medians.get)
     everyone = []
@@ -739,7 +748,7 @@ def describe_row(probe: Probe, seconds: Seconds, places: list[Place]) -> dict[st
 def bound(
     model: memory_estimator.Model, machine: Namespace, speeds: dict[str, float]
 ) -> dict[str, Any]:
-    """The estimator's traffic and least seconds of a step, at these speeds of the slowest ranks.
+    """Return the estimator's traffic and least seconds of a step at the slowest ranks' speeds.
 
     full_shard gathers twice for each reduce-scatter. All ranks of a node send across at once.
     """
@@ -758,14 +767,14 @@ def bound(
 
 
 def figure(value: float) -> str:
-    """Three digits or more."""
+    """Return a number with three digits or more, as text."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
 
 
 def print_report(args: Namespace, report: dict[str, Any]) -> None:
-    """As a table and what is wrong, or as JSON. Rank 0 alone."""
+    """Print the table and what is wrong, or all as JSON. Rank 0 alone."""
     if args.json:
         print(json.dumps(report), flush=True)
         return

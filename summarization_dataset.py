@@ -2,9 +2,10 @@
 
 `--dataset` is `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
 Python, no download), a CSV, TSV, JSONL, JSON or Parquet file, or a hub id. `load_summarization`
-opens it (`open_sources`), cleans it and gives each row a split (`prepare`), takes as many rows as
-asked for and tokenises them (`encode`); `collate` pads a batch. Results stay in the `datasets`
-cache, so a second process or run maps them from disk: let one process per node load first.
+opens it (`open_sources`), cleans it and gives each row a split (`clean_rows`), takes as many rows
+as asked for (`draw_rows`) and tokenises them (`encode`); `collate` pads a batch. Results stay in
+the `datasets` cache, so a second process or run maps them from disk: let one process per node load
+first.
 
 Copy this file along with the script that imports it and the folder runtime/. To use data of your
 own, return one more `Source` from `open_sources`.
@@ -13,11 +14,10 @@ own, return one more `Source` from `open_sources`.
 import argparse
 import contextlib
 import hashlib
-import importlib.util
 import random
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -28,13 +28,14 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from runtime import arguments, bad_rows, json_rows, ranks, readers, tokens
+from runtime import arguments, ranks
+from runtime.rows import bad_rows, json_rows, readers
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 EMPTY = "with an empty field"
-TOKENS = ("input_ids", "labels")  # columns of what is tokenised already
+TOKENS = ("input_ids", "labels")  # columns of rows that are tokenised already
 FEATURES = dict.fromkeys(TOKENS, List(Value("int32"))) | {"length": Value("int32")}
-BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # examples, where none are asked for
+BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # examples by default
 # Validation last: a title that stands in two lists is not trained on.
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
 
@@ -47,14 +48,14 @@ class Source:
     rows: Dataset
     columns: tuple[str, str, str]  # text, summary, and the key: rows equal in it stay together
     percent: dict[str, int]  # of the keys, for each split; "train" first
-    rule: str  # the same in words
+    rule: str  # what splits the rows, in words
     one_line: bool = False  # line breaks in texts and summaries become spaces
     titles: dict[str, str] | None = None  # the split of each title, in place of percentages
     wikihow: bool = False  # apply WikiHow's published cleaning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the group "data" to `parser`."""
+    """Add the groups "data" and "summaries" to `parser`."""
     group = parser.add_argument_group("data")
 
     def add(flag: str, text: str, **options) -> None:
@@ -83,19 +84,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--clean", line, **arguments.OFF)
     add("--bad-rows", bad_rows.HELP, choices=bad_rows.CHOICES, default="fail")
     add("--group-by-length", "batches of texts of about one length pad less", **arguments.ON)
-    summaries = parser.add_argument_group("summaries").add_argument
-    summaries("--rouge-samples", type=int, help="examples to summarise (training 32, evaluation "
-              "all)")  # fmt: skip
-    summaries("--num-beams", type=int, help="1: greedy (default: as the model's "
-              "generation_config.json)")  # fmt: skip
+
+
+def resolve_arguments(args: argparse.Namespace) -> dict[str, int]:
+    """Resolve --num-train-samples and --num-val-samples."""
+    return arguments.samples(args, *BUILT_IN.get(args.dataset, (0, 0)))
 
 
 def check_arguments(args: argparse.Namespace) -> list[str]:
-    """One sentence for each problem that shows without reading data, [] when there is none.
-
-    Fills in what --num-train-samples and --num-val-samples are by default.
-    """
-    arguments.fill_samples(args, *BUILT_IN.get(args.dataset, (0, 0)))
+    """List a sentence for each problem that shows without reading data."""
     limits = dict.fromkeys(("source_length", "target_length"), (2, arguments.ANY))
     limits |= dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, limits) + check_eval_split(args)
@@ -113,16 +110,16 @@ def check_arguments(args: argparse.Namespace) -> list[str]:
         problems.append(f"--val-dataset goes with files and hub ids, not with {args.dataset}")
     elif args.val_dataset is not None:
         problems += readers.check_name("--val-dataset", args.val_dataset)
-    return problems + check_generation(args)
+    return problems
 
 
 def wikihow_path(args: argparse.Namespace) -> Path:
-    """Of the CSV file."""
+    """Return the path of WikiHow's CSV file."""
     return Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
 
 
 def check_eval_split(args: argparse.Namespace) -> list[str]:
-    """One sentence if the data set has no --eval-split; a hub's is looked for in the load."""
+    """Return a sentence if the data set has no --eval-split; a hub's is looked for when loading."""
     split = args.eval_split
     known = ["validation"]
     if args.dataset == "wikihow":
@@ -143,7 +140,7 @@ def load_summarization(
 ) -> tuple[Dataset | None, Dataset]:
     """Return the training and the validation set: tokenised, cut to number, and cached.
 
-    With --evaluate-only these are None and --eval-split.
+    With --evaluate-only they are None and the rows of --eval-split.
 
     Both have the columns `input_ids` and `labels`, lists of at most `--source-length` and
     `--target-length` ints, the last of which is EOS. Which rows are taken depends on the data
@@ -151,8 +148,6 @@ def load_summarization(
 
     Raises ValueError, with a sentence for the user, if arguments or data do not serve.
     """
-    if problems := check_arguments(args):
-        raise ValueError("; ".join(problems))
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token")
     readers.show_progress(verbose)
@@ -168,7 +163,7 @@ def load_summarization(
         total = len(found[split])
         if total == 0:
             raise ValueError(f"{args.dataset} has no example in its split {split}")
-        examples = choose(found[split], number)
+        examples = draw_rows(found[split], number)
         if "input_ids" not in examples.column_names:
             examples = encode(examples, args, tokenizer)
         if verbose:
@@ -186,13 +181,24 @@ def load_summarization(
     return train_set, sets[-1]
 
 
+def load(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool
+) -> tuple[readers.Rows | None, dict[str, readers.Rows]]:
+    """Return the sets of `load_summarization`, the validation set by its name."""
+    train_set, val_set = load_summarization(args, tokenizer, verbose)
+    val_sets = {args.val_dataset or args.dataset: readers.Rows(val_set)}
+    if args.evaluate_only:
+        return None, val_sets
+    return readers.Rows(train_set), val_sets
+
+
 def split_rows(
     source: Source, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool
 ) -> dict[str, Dataset]:
-    """The usable rows of a source by split: texts to encode, or tokens as `encode` makes them."""
+    """Return the usable rows of a source by split: texts to encode, or tokens as of `encode`."""
     if source.columns == TOKENS:
         return load_tokens(source, args, tokenizer)
-    rows = prepare(source)
+    rows = clean_rows(source)
     if args.dataset not in BUILT_IN:
         broken = json_rows.broken_rows(source.rows)
         bad = {}
@@ -218,8 +224,8 @@ def say_full(split: str, examples: Dataset, args: argparse.Namespace) -> None:
             print(f"{split}: {full:,} of {len(examples):,} {column} fill {name}, or are cut to it")
 
 
-def choose(rows: Dataset, number: int) -> Dataset:
-    """A random choice of so many rows, in their order; 0: all."""
+def draw_rows(rows: Dataset, number: int) -> Dataset:
+    """Return a random `number` of rows (0: all), in their order."""
     if not 0 < number < len(rows):
         return rows
     indices = list(range(len(rows)))
@@ -274,14 +280,16 @@ def open_sources(args: argparse.Namespace) -> list[Source]:
 def load_tokens(
     source: Source, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Dataset]:
-    """The same of tokens made beforehand: rows as `encode` makes them, by split."""
+    """Return the rows of a source of tokens made beforehand by split, as `encode` makes them."""
+    from runtime.rows import tokens  # a copy may leave it out
+
     limits = {"input_ids": ("--source-length", args.source_length)}
     limits["labels"] = ("--target-length", args.target_length)
     shaping = ("source_length", "target_length", "source_prefix", "clean")
     rules = readers.token_rules(tokenizer)
     made_from = tokens.check_origin(source.name, source.rows, FEATURES, args, shaping, rules)
-    rows = tokens.check(source.name, source.rows, limits, tokenizer)
-    if made_from:  # as --prepare-only leaves them
+    rows = tokens.checked_columns(source.name, source.rows, limits, tokenizer)
+    if made_from:  # by --prepare-only: the rows have all columns
         rows = source.rows
     parts = [rows]
     if len(source.percent) > 1:
@@ -312,7 +320,8 @@ def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
 
 
 def read_title_lists(folder: Path) -> dict[str, str] | None:
-    """Split of each title by the authors' lists; None unless training and validation are there."""
+    """Return the split of each title by the authors' lists; None without those of training and
+    validation."""
     paths = {split: folder / name for split, name in TITLE_LISTS.items()}
     if not (paths["train"].is_file() and paths["validation"].is_file()):
         return None
@@ -326,12 +335,12 @@ def read_title_lists(folder: Path) -> dict[str, str] | None:
 
 
 def title_key(title: str) -> str:
-    """A title as in the authors' lists, which hold file names: letters and digits alone."""
+    """Return a title's letters and digits alone, as the authors' lists hold file names."""
     return "".join(filter(str.isalnum, title))
 
 
-def prepare(source: Source) -> Dataset:
-    """Clean all rows; `place` is the split of a row, or in words why it is dropped."""
+def clean_rows(source: Source) -> Dataset:
+    """Clean all rows; the column `place` is a row's split, or in words why it is dropped."""
     columns = source.columns
     titles = source.titles
     wikihow = source.wikihow
@@ -369,7 +378,8 @@ def prepare(source: Source) -> Dataset:
 
 
 def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list[str]:
-    """Return where each row goes, after a report; ValueError if not every split gets a row."""
+    """Return each row's split, or why it is dropped, after a report; ValueError if a split has no
+    row."""
     name = source.name
     splits = list(source.percent)
     places = rows["place"][:]
@@ -400,7 +410,7 @@ def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list
 
 
 def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Tokenise prepared rows into columns input_ids, labels, and length, of input_ids."""
+    """Tokenise cleaned rows into columns input_ids, labels, and length, of input_ids."""
     eos = tokenizer.eos_token_id
     prefix = args.source_prefix
     lengths = args.source_length, args.target_length
@@ -421,7 +431,7 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
 
 
 def collator(model: PreTrainedModel) -> Callable:
-    """`collate` for a model: with the tokens that its own decoder starts and is padded with.
+    """Return `collate` for a model, with the tokens that its decoder starts and is padded with.
 
     Raises ValueError if it has none.
     """
@@ -442,8 +452,17 @@ def collator(model: PreTrainedModel) -> Callable:
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
 
+def source_lengths(args: argparse.Namespace, samples: Sequence[dict]) -> list[int] | None:
+    """Return the number of source tokens of each sample; None without --group-by-length."""
+    if not args.group_by_length:
+        return None
+    if isinstance(samples, readers.Rows):
+        return samples.dataset["length"][:]
+    return [len(sample["input_ids"]) for sample in samples]
+
+
 def example(model: PreTrainedModel) -> dict[str, torch.Tensor | int]:
-    """A batch of two examples with one source, whose first target begins with the second's."""
+    """Return a batch of two examples with one source; the first target begins with the second."""
     source, target = range(10, 27), range(30, 46)
     targets = target, target[:8]
     return collator(model)([{"input_ids": source, "labels": labels} for labels in targets])
@@ -452,13 +471,13 @@ def example(model: PreTrainedModel) -> dict[str, torch.Tensor | int]:
 def collate(
     examples: list[dict], pad_token_id: int, decoder_start_token_id: int
 ) -> dict[str, torch.Tensor | int]:
-    """Pad examples to the longest of them; on a GPU to a multiple of 8, which its kernels want.
+    """Pad examples to the longest of them; on a GPU to a multiple of 8, for its kernels.
 
     Returns int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels`,
     `decoder_input_ids` and `decoder_attention_mask` [batch, target]; padding is `pad_token_id`, in
-    `labels` -100. The ints `targets` and `tokens` count the labels that are not -100, and with them
-    the source's tokens. No examples give one without any target, so that a rank with nothing left
-    can go along.
+    `labels` -100. The int `targets` counts the labels that are not -100, `tokens` these and the
+    source's tokens. Without examples the batch has one without any target, so that a rank with
+    nothing left can go along.
     """
     # One position stays visible: attention over none would be NaN.
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
@@ -491,61 +510,6 @@ def collate(
 
 
 def padded_width(rows: list[np.ndarray]) -> int:
-    """That of the longest row, at least 1; on a GPU rounded up to a multiple of 8."""
+    """Return the length of the longest row, at least 1; on a GPU rounded up to a multiple of 8."""
     multiple = 1 if ranks.accelerator() is None else 8
     return max(1, -(-max(map(len, rows)) // multiple)) * multiple
-
-
-def generated_texts(
-    batch: dict[str, torch.Tensor | int], output: torch.Tensor, tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[str, str, str]]:
-    """Source, reference and generated text of each example in a batch of `collate`.
-
-    `output` has the generated ids, int64 [batch, length]. A row without targets is no example.
-    """
-    is_target = batch["labels"] != -100
-    labels = batch["labels"].masked_fill(~is_target, tokenizer.pad_token_id)
-    parts = (batch["input_ids"], labels, output)
-    decoded = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in parts)
-    triples = zip(*decoded, strict=True)
-    return [triple for triple, row in zip(triples, is_target, strict=True) if row.any()]
-
-
-def shown(triples: list[tuple[str, str, str]]) -> str:
-    """Lines of source, reference and generated text of each example."""
-    lines = []
-    for source, reference, generated in triples:
-        lines.append(f"   source: {source[:300]}")
-        lines.append(f"reference: {reference}")
-        lines.append(f"generated: {generated}")
-    return "\n".join(lines)
-
-
-def check_generation(args: argparse.Namespace) -> list[str]:
-    """What is wrong with --rouge-samples and --num-beams, a sentence each.
-
-    Not given, the first becomes 32 in a training; in an evaluation it stays None, which is all.
-    """
-    if args.rouge_samples is None and not args.evaluate_only:
-        args.rouge_samples = 32
-    limits = {"rouge_samples": (0, arguments.ANY), "num_beams": (1, arguments.ANY)}
-    given = {name: limit for name, limit in limits.items() if getattr(args, name) is not None}
-    problems = arguments.out_of_range(args, given)
-    if args.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
-        problems.append("ROUGE needs `pip install rouge-score`, or --rouge-samples 0")
-    return problems
-
-
-def rouge(triples: list[tuple[str, str, str]]) -> dict[str, float]:
-    """Mean F-measures of ROUGE-1, -2 and -L (Lin 2004, with stemming) in percent; {} of none.
-
-    `triples` are source, reference and generated text.
-    """
-    if not triples:
-        return {}
-    from rouge_score.rouge_scorer import RougeScorer  # only who asks for ROUGE needs it
-
-    kinds = ["rouge1", "rouge2", "rougeL"]
-    scorer = RougeScorer(kinds, use_stemmer=True)
-    scores = [scorer.score(reference, generated) for _, reference, generated in triples]
-    return {k: 100 * sum(score[k].fmeasure for score in scores) / len(scores) for k in kinds}

@@ -24,7 +24,7 @@ if hasattr(F, "linear_cross_entropy"):  # since torch 2.13
 
 
 def measure(variant: str, tokens: int, width: int, vocabulary: int) -> dict[str, float]:
-    """Seconds, growth of the peak in MB (10^6 bytes), and the loss per token."""
+    """Measure seconds, growth of the peak in MB (10^6 bytes), and the loss per token."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)

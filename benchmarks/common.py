@@ -1,6 +1,5 @@
-"""What several of these programs need: shapes, random models, launches that print JSON, turns."""
+"""Parts of several benchmarks: shapes, random models, launches that print JSON, turns."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -8,7 +7,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from driven import Driven
 from torch.distributed.tensor import DTensor
 from transformers import ByT5Tokenizer, GPT2Config, PretrainedConfig, PreTrainedModel
 
@@ -23,11 +23,9 @@ import block_dataset
 import chat_dataset
 import policies
 import summarization_dataset
-from runtime import checkpoints, hf_weights, optimization, ranks
-from runtime.run import Run
-from runtime.trackers import Trackers
+from runtime import hf_load, ranks
 
-Loop = Callable[[Callable[[], None]], None]  # calls its argument where a step ends
+Loop = Callable[[Callable[[], None]], None]  # a training loop; calls its argument after each step
 GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and small ones
     "tiny": (128, 4, 4, 384),
     "30M": (512, 8, 8, 8192),
@@ -37,6 +35,7 @@ GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and
     "gpt2-large": (1280, 36, 20, 50257),
     "gpt2-xl": (1600, 48, 25, 50257),
 }
+NO_DATA = [{"input_ids": [0]}] * 4096, {}  # for `Driven`, where batches are given by hand
 
 
 def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
@@ -48,18 +47,18 @@ def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
     ByT5Tokenizer().save_pretrained(directory)
 
 
-class RandomWeights(hf_weights.WeightLoader):
+class RandomWeights(hf_load.WeightLoader):
     """Fills a model whose directory has only a config."""
 
     def __init__(
-        self, args: Namespace, model: PreTrainedModel, _: Path | None, device: torch.device
+        self, args: Namespace, model: PreTrainedModel, _: Path, device: torch.device, *__: None
     ) -> None:
         super().__init__(args, model, None, device)
-        self.directory = Path()  # so that what is not in `found`, as adapters, is initialised
+        self.directory = Path()  # not None: parameters not in `found`, as adapters, are initialised
         for (module, key), name in self.names.items():
             tensor = getattr(module, key)
             if isinstance(tensor, torch.nn.Parameter) and ".lora_" not in name:
-                shape = getattr(tensor, "whole_shape", tensor.shape)  # of what is in 4 bits
+                shape = getattr(tensor, "whole_shape", tensor.shape)  # the former in 4 bits
                 self.found[name] = Namespace(shape=shape)
 
     def _load(self, tensor: torch.Tensor, _: Namespace) -> None:
@@ -76,50 +75,11 @@ def without_files() -> None:
         model.stored_tensors = {}
         return model
 
-    hf_weights.meta_model, hf_weights.WeightLoader = meta_model, RandomWeights
-
-
-def random_state(
-    script: ModuleType, args: Namespace, device: torch.device
-) -> checkpoints.TrainState:
-    """What a script trains, without its data."""
-    model, _, _ = script.setup_model(args, device, pretrained=True)
-    groups = optimization.parameter_groups(model, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
-    schedule = optimization.lr_schedule(args, optimizer, 1000, 1000)
-    scaler = policies.gradient_scaler(args, device, optimizer)
-    return checkpoints.TrainState(model, optimizer, schedule, scaler, device, 1000, {})
-
-
-class TimedRun(Run):
-    """A run that holds no lock and saves nothing, and calls `end_of_step` after each step."""
-
-    def __init__(
-        self, args: Namespace, state: checkpoints.TrainState, end_of_step: Callable[[], None]
-    ):
-        super().__init__(args, state.device, "")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.state = state
-        self.end_of_step = end_of_step
-        self._trackers = Trackers(args, self.directory, "", 0)  # none, as it is not entered
-        self._show_bar()
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """As ever, and then a call."""
-        with super().step():
-            yield
-        self.end_of_step()
-
-    def save(self) -> None:
-        """Not here."""
-
-    def log_validation(self, metrics: dict) -> None:
-        """Not here."""
+    hf_load.meta_model, hf_load.WeightLoader = meta_model, RandomWeights
 
 
 def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]:
-    """A micro-batch of the full length, without padding, on the CPU."""
+    """Return a micro-batch of the full length, without padding, on the CPU."""
 
     def ids(length: int) -> list[list[int]]:
         return torch.randint(3, 256, (args.batch_size, length)).tolist()
@@ -135,17 +95,15 @@ def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]
 
 
 def held(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes on this rank of the storages behind these tensors, each counted once."""
+    """Count the bytes on this rank of the storages behind these tensors, each once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
     storages = [t.untyped_storage() for t in local if t.numel()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def step_and_weigh(
-    script: ModuleType, args: Namespace, state: checkpoints.TrainState, batch: dict
-) -> dict[str, int]:
-    """Make a step; bytes of parameters, gradients and AdamW's moments that this rank holds. The
-    scales of what is in 4 bits count as parameters."""
+def step_and_weigh(driven: Driven, batch: dict) -> dict[str, int]:
+    """Make a step; return the bytes of parameters, gradients and AdamW's moments that this rank
+    holds. The scales of weights in 4 bits count as parameters."""
     clip, found = policies.clip_gradients, {}
 
     def clip_and_weigh(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
@@ -153,11 +111,11 @@ def step_and_weigh(
         return clip(model, max_norm)
 
     policies.clip_gradients = clip_and_weigh
-    script.train_step(args, state, [batch], [0], Run(args, state.device, ""))
+    driven.step([batch])
     policies.clip_gradients = clip
-    moments = [x for values in state.optimizer.state.values() for x in values.values()]
-    weights = list(state.model.parameters())
-    for module in state.model.modules():
+    moments = [x for values in driven.state.optimizer.state.values() for x in values.values()]
+    weights = list(driven.model.parameters())
+    for module in driven.model.modules():
         scales = getattr(module, "quant_state", None)
         if scales:
             weights += [scales.absmax, scales.state2.absmax, scales.offset, scales.code]
@@ -166,8 +124,8 @@ def step_and_weigh(
 
 
 def trainer_options(args: Namespace, block: str) -> dict[str, object]:
-    """What a trainer of Transformers is told, as ours are; on GPUs to use FSDP1 with units of the
-    class of that name. On a CPU it has DistributedDataParallel alone."""
+    """Return arguments for a trainer of Transformers that match ours; on GPUs it uses FSDP1, with
+    units of the class that `block` names, on a CPU DistributedDataParallel."""
     gpu = torch.cuda.is_available()
     sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
         "version": 1, "transformer_layer_cls_to_wrap": [block], "use_orig_params": True,
@@ -184,7 +142,7 @@ def trainer_options(args: Namespace, block: str) -> dict[str, object]:
 
 
 def environment_for(processes: int) -> dict[str, str]:
-    """Threads for each of the processes, and no look at a hub."""
+    """Return an environment that shares the cores among processes and keeps them off the hub."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | os.environ
 
@@ -194,7 +152,7 @@ def launch(processes: int, *command: str, python: str = sys.executable) -> dict 
     torchrun = [python, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(processes), *map(str, command)]
     environment = environment_for(processes)
-    # Or each thread of `relay` would keep what it once had, and a freed tensor would stay.
+    # Else each thread of `relay` would keep its largest heap, and the memory of freed tensors.
     environment |= {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     output = subprocess.run(
         torchrun, stdout=subprocess.PIPE, text=True, check=True, env=environment
@@ -203,14 +161,14 @@ def launch(processes: int, *command: str, python: str = sys.executable) -> dict 
 
 
 class Enough(Exception):
-    """All steps are made."""
+    """The sign for a loop of `relay` to end: all its turns are made."""
 
 
 def relay(
     loops: dict[str, Loop], turns: int, device: torch.device, steps: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of `turns` turns of each loop, of so many steps, at the end of which it calls its
-    argument. A GPU is waited for at the end of a turn alone."""
+    """Run the loops in turn; return the seconds of each one's `turns` turns of `steps` steps. A
+    loop calls its argument after each step. A GPU is waited for at the end of a turn alone."""
     names, seconds = list(loops), {name: [] for name in loops}
     batons = {name: threading.Semaphore(0) for name in names}
     failed: list[BaseException] = []
@@ -257,4 +215,4 @@ def relay(
         thread.join()
     if failed:
         raise failed[0]
-    return {name: values[1:] for name, values in seconds.items()}  # the first one sets things up
+    return {name: values[1:] for name, values in seconds.items()}  # the first turn is a warm-up

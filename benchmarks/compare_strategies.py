@@ -1,4 +1,4 @@
-"""Which sharding strategy fits, and what does it cost? GPT-2 under each, in one table.
+"""Batch size, memory and time of GPT-2 under each sharding strategy, in one table.
 
     python benchmarks/compare_strategies.py --processes 2                          # on a CPU
     python benchmarks/compare_strategies.py --processes 2 --model gpt2-xl --memory-limit-gb 24
@@ -21,17 +21,18 @@ import torch
 import torch.distributed as dist
 from common import (
     GPT2,
+    NO_DATA,
     environment_for,
     random_batch,
-    random_state,
     step_and_weigh,
     without_files,
     write_gpt2,
 )
+from driven import Driven
 
 import gpt2_fsdp
 from runtime import ranks
-from runtime.run import Run, peak_memory
+from runtime.metrics import peak_memory
 
 OUT_OF_MEMORY = 3  # exit code of a trial
 
@@ -64,12 +65,12 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
         torch.cuda.set_per_process_memory_fraction(options.memory_limit_gb * 1e9 / total)
     try:
         without_files()
-        state, batch = random_state(gpt2_fsdp, args, device), random_batch(gpt2_fsdp, args)
-        sizes, seconds = step_and_weigh(gpt2_fsdp, args, state, batch), []
-        run = Run(args, device, "")
+        driven = Driven(gpt2_fsdp, args, device, sets=NO_DATA)
+        batch = random_batch(gpt2_fsdp, args)
+        sizes, seconds = step_and_weigh(driven, batch), []
         for _ in range(options.steps + 1):
             start = time.perf_counter()
-            gpt2_fsdp.train_step(args, state, [batch], [0] * args.batch_size, run)
+            driven.step([batch])
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
@@ -85,11 +86,11 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
         print(json.dumps(found | sizes))
     gpt2_fsdp.cleanup()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why
 
 
 def launch(options: argparse.Namespace, directory: str, flags: list[str]) -> dict | None:
-    """The result of one trial in a launch of its own, None if it ran out of memory or time."""
+    """Return the result of a trial in a launch of its own, None if it ran out of memory or time."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", str(options.processes), __file__]
     command += ["--steps", str(options.steps), "--memory-limit-gb", str(options.memory_limit_gb)]
@@ -111,7 +112,8 @@ def launch(options: argparse.Namespace, directory: str, flags: list[str]) -> dic
 
 
 def largest_batch(options: argparse.Namespace, directory: str, flags: list[str]) -> tuple:
-    """The largest batch per rank that fits, and its result: by doubling, then bisecting."""
+    """Find the largest batch per rank that fits, by doubling, then bisecting; return it and its
+    result."""
     results: dict[int, dict | None] = {}
 
     def fits(size: int) -> bool:

@@ -1,4 +1,4 @@
-"""What memory_estimator.py says against what a step of each script takes, side by side.
+"""Memory that memory_estimator.py says against what a step of each script takes, side by side.
 
     python benchmarks/estimate.py                              # the tiny models, two CPU processes
     python benchmarks/estimate.py --models gpt2-large llama-2-7b --processes 1       # one GPU
@@ -20,11 +20,11 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from common import launch, random_batch, random_state, step_and_weigh, without_files
+from common import NO_DATA, launch, random_batch, step_and_weigh, without_files
+from driven import Driven
 from transformers import ByT5Tokenizer
 
 import memory_estimator
-from runtime.run import Run
 
 TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 LENGTH = {"gpt2_fsdp": "--block-size", "llama_fsdp": "--max-seq-length"}
@@ -32,16 +32,16 @@ LENGTH["T5_training"] = "--source-length"
 
 
 def worker(script_name: str, flags: list[str]) -> None:
-    """Two steps; rank 0 prints the bytes that it held, and the peak, as JSON."""
+    """Make two steps; rank 0 prints the bytes that it held, and the peak, as JSON."""
     script = importlib.import_module(script_name)
     args = script.parse_args([*flags, "--dataset", "docstrings"])
     device = script.setup(args)
     without_files()
-    state, batch = random_state(script, args, device), random_batch(script, args)
-    found = step_and_weigh(script, args, state, batch)
+    driven, batch = Driven(script, args, device, sets=NO_DATA), random_batch(script, args)
+    found = step_and_weigh(driven, batch)
     if device.type == "cuda":  # the first step had no moments yet
         torch.cuda.reset_peak_memory_stats()
-        script.train_step(args, state, [batch], [0], Run(args, device, ""))
+        driven.step([batch])
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     if dist.get_rank() == 0:
         print(json.dumps(found))
@@ -49,7 +49,7 @@ def worker(script_name: str, flags: list[str]) -> None:
 
 
 def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bool) -> list[str]:
-    """The cells of one row."""
+    """Return the cells of one row: estimated / measured."""
     config = memory_estimator.load_config(name)
     script = memory_estimator.SCRIPTS[config.model_type]
     length = options.seq_length or memory_estimator.LENGTHS[config.model_type]
@@ -116,4 +116,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why

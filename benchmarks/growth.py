@@ -1,11 +1,11 @@
-"""What the ranks tell each other besides FSDP's parameters and gradients, and how it grows.
+"""Communication of the ranks besides FSDP's parameters and gradients, and how it grows.
 
     python benchmarks/growth.py                          # on 2, 4 and 8 CPU processes, 4 minutes
     python benchmarks/growth.py --fsdp 2 --processes 2 4
 
-A tiny GPT-2 makes a step on docstrings, validates, saves, and goes on from there. All calls of
-torch.distributed are counted but those of tensors that FSDP gathers and scatters itself, and what
-process groups do when they are made. Bytes and messages are those of rank 0, the busiest: the
+A tiny GPT-2 makes a step on docstrings, validates, saves, and resumes. All calls of
+torch.distributed are counted but those of tensors that FSDP gathers and scatters itself, and those
+that make process groups. Bytes and messages are those of rank 0, the busiest: the
 larger of what it sends and what it receives, in gloo's algorithms (all-gather and all-reduce pass
 along a ring; a broadcast and a barrier take log2 N turns; of a gather and a scatter rank 0 does
 all). Where a call's size differs between 4 and 8 processes, it is taken to grow linearly.
@@ -33,10 +33,10 @@ import gpt2_fsdp
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = ("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list")
 TENSORS = ("all_reduce", "all_gather", "gather", "scatter", "broadcast", "barrier")
-PHASES = {  # by the innermost of these functions
-    "open_output": "start", "step": "start", "load_checkpoint": "resume", "train_step": "step",
-    "progress": "validation batch", "validation": "validation", "train": "log", "_save": "save",
-    "save_best": "best weights", "continue_prompts": "generation", "export": "export",
+PHASES = {  # the phase, by the innermost of these functions
+    "open_output": "start", "finish": "start", "load_checkpoint": "resume", "_save": "save",
+    "progress": "validation batch", "validation": "validation", "save_best": "best weights",
+    "continue_prompts": "generation", "export": "export",
 }  # fmt: skip
 ONCE = ("start", "resume", "step", "validation batch", "validation", "log", "save", "best weights")
 OTHERS = {"/distributed/checkpoint/": "DCP", "/distributed/": "FSDP", "/transformers/": "HF"}
@@ -47,7 +47,7 @@ Sizes = dict[str, list[float]]  # by the collective of tensors: calls, numbers, 
 
 
 def place() -> tuple[str, str]:
-    """The phase of the call under way, and whose it is."""
+    """Return the phase of the call under way, and whose code makes it."""
     whose, frame = None, sys._getframe(2)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -60,12 +60,14 @@ def place() -> tuple[str, str]:
             return "resume", whose  # it looks at a checkpoint
         if who == "ours" and name in PHASES:
             return PHASES[name], whose
+        if who == "ours" and name == "train" and "step" in frame.f_locals:
+            return "log" if frame.f_locals["step"].is_over else "step", whose
         frame = frame.f_back
     return "start", whose
 
 
 class Watch:
-    """Counts torch.distributed's calls from now on."""
+    """A counter of torch.distributed's calls, from when it is made."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -114,7 +116,7 @@ def worker(flags: list[str]) -> None:
 
 
 def measure(processes: int, flags: list[str]) -> tuple[dict[str, tuple[float, Sizes]], int]:
-    """Calls and sizes of one event of each phase, and the sockets that rank 0 holds in a step."""
+    """Measure calls and sizes of one event of each phase, and rank 0's sockets in a step."""
     with tempfile.TemporaryDirectory() as directory:
         common = ["--model-name", "tiny", "--dataset", "docstrings", "--block-size", "64"]
         common += ["--batch-size", "1", "--num-train-samples", "64", "--output-dir", directory]
@@ -130,7 +132,7 @@ def measure(processes: int, flags: list[str]) -> tuple[dict[str, tuple[float, Si
         for key, count in run["calls"].items():
             phase, whose, name = key.split("|")
             if whose == "FSDP" and name == "all_gather":
-                continue  # of parameters, and states
+                continue  # FSDP's own, of parameters and states
             if phase in ONCE and (run is again) == (phase == "resume"):
                 found[key] = (
                     count / times.get(phase, 1),
@@ -143,19 +145,20 @@ def measure(processes: int, flags: list[str]) -> tuple[dict[str, tuple[float, Si
 
 
 def cost(name: str, numbers: float, size: float, ranks: int) -> tuple[float, float]:
-    """Messages and bytes of rank 0 in a collective of a tensor of so many numbers and bytes."""
+    """Return messages and bytes of rank 0 in a collective of a tensor of so many numbers and
+    bytes."""
     if name == "barrier":
         return math.ceil(math.log2(ranks)), 0
     if name == "broadcast":
         return math.ceil(math.log2(ranks)), size * math.ceil(math.log2(ranks))
-    if name == "all_reduce":  # in parts, of which none is less than a number
+    if name == "all_reduce":  # in parts of at least one number each
         return 2 * min(numbers, 2 * ranks), size * 2 * (ranks - 1) / ranks
     parts = 2 if name == "all_gather" else 1
     return parts * (ranks - 1), size * (ranks - 1)
 
 
 def total(sizes: Sizes, ranks: int) -> tuple[float, float]:
-    """Messages and bytes of rank 0 in all of them."""
+    """Return messages and bytes of rank 0 in all collectives of `sizes`."""
     messages = data = 0.0
     for name, (calls, numbers, size) in sizes.items():
         one = cost(name, numbers / calls, size / calls, ranks)
@@ -164,7 +167,7 @@ def total(sizes: Sizes, ranks: int) -> tuple[float, float]:
 
 
 def grown(few: Sizes, many: Sizes, ranks: tuple[int, int], wanted: int) -> Sizes:
-    """The sizes at `wanted` ranks, on the line through those at two numbers of `ranks`."""
+    """Return the sizes at `wanted` ranks, on the line through those at two numbers of `ranks`."""
     found = {}
     for name, values in many.items():
         slopes = [(b - a) / (ranks[1] - ranks[0]) for a, b in zip(few[name], values, strict=True)]
@@ -177,7 +180,7 @@ def grown(few: Sizes, many: Sizes, ranks: tuple[int, int], wanted: int) -> Sizes
 
 
 def formula(few: Sizes, many: Sizes, ranks: tuple[int, int]) -> str:
-    """The bytes of rank 0 among N ranks, as text."""
+    """Return the formula of rank 0's bytes among N ranks."""
     terms: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name in many:
         at_0 = grown(few, many, ranks, 0)[name][2]
@@ -195,7 +198,7 @@ def formula(few: Sizes, many: Sizes, ranks: tuple[int, int]) -> str:
 
 
 def main() -> None:
-    """Print what was measured, and what follows for more ranks."""
+    """Print what was measured, and what it grows to on more ranks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -232,4 +235,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why

@@ -5,8 +5,8 @@
 
 Rows are sentences of Python's docstrings, numbered, so that no two are the same. A loader runs in a
 process of its own, with an empty cache, and gives one batch; then again, from the cache. Memory is
-the peak of that process, with files that it maps, and of the largest of those that tokenise. Tokens
-are bytes, made by a Python tokenizer: a fast one takes less time.
+the peak of that process, with the files that it maps, and of the largest process that tokenises.
+Tokens are bytes, made by a Python tokenizer: a fast one takes less time.
 """
 
 import argparse
@@ -23,18 +23,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from driven import collate_of
 
 import gpt2_fsdp
 import llama_fsdp
 import T5_training
-from runtime import readers
+from runtime import batches
+from runtime.rows import readers
 
 SCRIPTS = {"T5": T5_training, "gpt2": gpt2_fsdp, "llama": llama_fsdp}
 CHUNK = 250_000  # rows written together
 
 
 def write_rows(path: Path, rows: int) -> None:
-    """Columns text and headline, and prompt and completion, of some 60 and 20 bytes."""
+    """Write columns text and headline, and prompt and completion, of some 60 and 20 bytes."""
     sentences = [row["headline"][:40] for row in readers.docstring_rows()]
     writer = None
     for start in range(0, rows, CHUNK):
@@ -50,28 +52,30 @@ def write_rows(path: Path, rows: int) -> None:
 
 
 def load(script: str, path: Path) -> dict[str, float]:
-    """What the first batch takes in this process: seconds, its peak and that of others, in MB."""
+    """Measure the first batch in this process: seconds, its peak and that of others, in MB."""
     module = SCRIPTS[script]
     flags = ["--model-name", "tiny", "--dataset", str(path)]
     if script == "gpt2":
         flags = ["--model-name", "tiny", "--train-file", str(path), "--val-file", str(path)]
     args = module.parse_args(flags)
     device = module.setup(args)
-    model, tokenizer, _ = module.load_model(args, device, pretrained=False)
+    model, tokenizer, _ = module.load_model(args, device)
+    collate = collate_of(module, model)
     before = peak(resource.RUSAGE_SELF)
     start = time.perf_counter()
-    more = [model] if script == "T5" else []
-    loader, _ = module.setup_data(args, tokenizer, *more)
-    batch = next(iter(loader))
+    train_set, _ = module.load_data(args, tokenizer)
+    lengths = module.data.source_lengths(train_set) if script == "T5" else None
+    samples = next(iter(batches.train_sampler(args, train_set, lengths)))
+    batch = collate([train_set[i] for i in samples])
     found = {"seconds": time.perf_counter() - start, "before": before}
     found |= {"own": peak(resource.RUSAGE_SELF), "others": peak(resource.RUSAGE_CHILDREN)}
-    found |= {"samples": len(loader.dataset), "batch": batch["tokens"]}
+    found |= {"samples": len(train_set), "batch": batch["tokens"]}
     module.cleanup()
     return found
 
 
 def peak(who: int) -> float:
-    """Largest resident memory so far, in MB."""
+    """Return the largest resident memory so far, in MB."""
     return resource.getrusage(who).ru_maxrss * 1.024e-3
 
 

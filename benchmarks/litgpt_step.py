@@ -3,8 +3,8 @@
     python -m venv ENV && ENV/bin/pip install torch==2.13.0 litgpt==0.5.13
     python benchmarks/side_by_side.py --peers litgpt --litgpt ENV/bin/python
 
-Trains with `fit` of litgpt's pretrain.py. It has no learned positions, so that its model is a
-GPT-2 with rotary ones, of the same widths, with the embedding as its head; it is not compiled.
+Trains with `fit` of litgpt's pretrain.py. litgpt has no learned positions, so its model is a GPT-2
+with rotary ones, of the same widths, with the embedding as its head; it is not compiled.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WARM_UP = 2  # steps that are not timed
 
 
 class Batches:
-    """This rank's batches of `blocks` [number, length + 1], and when each was asked for."""
+    """A rank's batches of `blocks` [number, length + 1], with the times of their first and last."""
 
     def __init__(self, blocks: torch.Tensor, batch_size: int, steps: int):
         self.blocks = blocks
@@ -38,7 +38,7 @@ class Batches:
         self.cpu_seconds: list[float] = []
 
     def look_at_clock(self) -> None:
-        """Once the GPU is done."""
+        """Note the time, once the GPU is done."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         dist.barrier()
@@ -56,7 +56,8 @@ class Batches:
 
 
 def make_state(shape: dict[str, int], length: int) -> tuple[lightning.Fabric, dict]:
-    """Fabric, and what `fit` trains: a model of GPT-2's `shape`, for `length` tokens."""
+    """Return Fabric, and the state that `fit` trains: a model of GPT-2's `shape`, for `length`
+    tokens."""
     config = Config(
         block_size=length, n_embd=shape["n_embd"], n_layer=shape["n_layer"],
         n_head=shape["n_head"], vocab_size=shape["vocab_size"],
@@ -83,7 +84,7 @@ def make_state(shape: dict[str, int], length: int) -> tuple[lightning.Fabric, di
 
 
 def main() -> None:
-    """Print what the last steps took as JSON on rank 0."""
+    """Train, and print targets and seconds of the timed steps as JSON on rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--blocks", type=Path, help="a tensor's file")
     parser.add_argument("--shape", type=json.loads, help="of GPT-2, as in its config")

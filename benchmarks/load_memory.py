@@ -1,4 +1,4 @@
-"""Memory and time of loading a Llama into FSDP: streamed, against what is done elsewhere.
+"""Memory and time of loading a Llama into FSDP: streamed, against others' ways.
 
     python benchmarks/load_memory.py                     # 1.1B parameters, fp32, 2 CPU processes
     python benchmarks/load_memory.py --model DIRECTORY --processes 8
@@ -44,27 +44,27 @@ from torch.distributed.tensor import DTensor
 from transformers import ByT5Tokenizer, LlamaConfig
 
 import llama_fsdp
-import policies
-from runtime import hf_weights, stored_tensors
+from runtime import hf_export, hf_load, models, stored_tensors
 
-FSDP2 = {"rows": 1, "scattered": 2}  # and how many tensors rank 0 may hold beside its shard
+FSDP2 = {"rows": 1, "scattered": 2}  # how many tensors rank 0 may hold beside its shard
 VARIANTS = ["streamed", "ddp", *FSDP2, "whole", "every"]
 if importlib.util.find_spec("peft") and importlib.util.find_spec("bitsandbytes"):
     VARIANTS.append("nf4")
 if torch.cuda.is_available():
-    VARIANTS += ["accelerate"]  # which has no FSDP on a CPU
+    VARIANTS += ["accelerate"]  # has no FSDP on a CPU
 SLACK, FILE = 250, 500  # MB
 
 
 def memory(peak: bool) -> float:
-    """Resident memory of this process in MB, or its peak, on the CPU."""
+    """Return the resident memory of this process in MB, or its peak, on the CPU."""
     lines = Path("/proc/self/status").read_text().splitlines()
     key = "VmHWM:" if peak else "VmRSS:"
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1.024e-3
 
 
 class AnonymousMemory(threading.Thread):
-    """While entered, looks every millisecond at this process's anonymous memory, in MB."""
+    """A thread that measures this process's anonymous memory in MB every millisecond, while
+    entered."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -73,12 +73,12 @@ class AnonymousMemory(threading.Thread):
 
     @staticmethod
     def now() -> float:
-        """RssAnon of /proc/self/status."""
+        """Return RssAnon of /proc/self/status, in MB."""
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1.024e-3
 
     def run(self) -> None:
-        """Until it is left."""
+        """Measure the peak until the context is left."""
         while not self.over:
             self.peak = max(self.peak, self.now())
             time.sleep(1e-3)
@@ -93,7 +93,7 @@ class AnonymousMemory(threading.Thread):
 
 
 def make_model(directory: Path, dtype: torch.dtype) -> None:
-    """A random Llama of 1.1B parameters, in files of 1 GB."""
+    """Write a random Llama of 1.1B parameters, in files of 1 GB."""
     shape = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22}
     shape |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32_000}
     model = transformers.LlamaForCausalLM(LlamaConfig(**shape)).to(dtype)
@@ -102,7 +102,7 @@ def make_model(directory: Path, dtype: torch.dtype) -> None:
 
 
 def read_files(directory: Path) -> float:
-    """Seconds to read all tensors once."""
+    """Read all tensors once; return the seconds."""
     start = time.perf_counter()
     for path in directory.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -112,7 +112,7 @@ def read_files(directory: Path) -> float:
 
 
 class EveryRank:
-    """Has each rank load the whole model, before it is sharded."""
+    """A loader that has each rank load the whole model, before it is sharded."""
 
     fill = None
 
@@ -123,20 +123,20 @@ class EveryRank:
 
 
 def load(variant: str, args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
-    """The wrapped model."""
+    """Load the model as `variant` does; return it wrapped."""
     if variant == "scattered":
-        hf_weights._everyone_sees = lambda *_: False
+        hf_load._everyone_sees = lambda *_: False
     if variant == "whole" and dist.get_rank() == 0:
         whole = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
         tensors = dict(whole.named_parameters())
         del whole
         stored_tensors.read = lambda path, key: tensors.pop(key).data
     if variant == "every":
-        hf_weights.WeightLoader = EveryRank
+        hf_load.WeightLoader = EveryRank
     if variant == "accelerate":
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-        # By these from_pretrained leaves the model empty on every rank but the first.
+        # With these from_pretrained leaves the model empty on every rank but the first.
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=1,
@@ -147,33 +147,36 @@ def load(variant: str, args: argparse.Namespace, device: torch.device) -> torch.
         )
         whole = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
         return Accelerator(fsdp_plugin=plugin).prepare(whole)
-    return llama_fsdp.setup_model(args, device, pretrained=True)[0]
+    model, _, init = llama_fsdp.load_model(args, device)
+    return llama_fsdp.wrap_model(args, device, model, init)
 
 
 def quantizer_mb(block: torch.nn.Module) -> float:
-    """What bitsandbytes takes on the CPU to quantise the largest matrix of a block, beside it."""
+    """Measure the MB that bitsandbytes takes on the CPU to quantise a block's largest matrix,
+    beside the matrix."""
     from bitsandbytes.functional import quantize_4bit
 
     shape = max((p.shape for p in block.parameters() if p.ndim == 2), key=lambda s: s.numel())
     matrix = torch.randn(shape)
     how = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
-    quantize_4bit(matrix[:1], **how)  # what the first call sets up stays
+    quantize_4bit(matrix[:1], **how)  # a warm-up, whose memory is kept
     with AnonymousMemory() as anonymous:
         quantize_4bit(matrix, **how)
     return anonymous.peak - anonymous.first
 
 
 def export(model: FSDP, directory: Path, args: argparse.Namespace) -> dict[str, float]:
-    """Memory and seconds of this rank."""
+    """Export the model; return memory and seconds of this rank."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     baseline, start = memory(peak=False), time.perf_counter()
-    hf_weights.export_model(model, ByT5Tokenizer(), directory / "export", args)
+    hf_export.export_model(model, ByT5Tokenizer(), directory / "export", args)
     seconds = time.perf_counter() - start
     return {"baseline_mb": baseline, "peak_mb": memory(peak=True), "seconds": seconds}
 
 
 def plain_save(directory: Path) -> float:
-    """Seconds in which rank 0 alone writes the same tensors from its memory by `save_file`."""
+    """Return the seconds in which rank 0 alone writes the same tensors from its memory by
+    `save_file`."""
     seconds = 0.0
     if dist.get_rank() == 0:
         whole = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -186,14 +189,15 @@ def plain_save(directory: Path) -> float:
 
 
 def equal_tensors(model: FSDP, directory: Path) -> int:
-    """How many tensors, whole on rank 0, are those of `from_pretrained`; -1 if one is not."""
+    """Count the tensors, whole on rank 0, that equal those of `from_pretrained`; -1 if one does
+    not."""
     plain = {}
     if dist.get_rank() == 0:
         there = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
         plain = dict(there.named_parameters())
     same = [
         torch.equal(tensor.cpu(), plain[name])
-        for name, tensor in hf_weights._whole_tensors(model)
+        for name, tensor in hf_export._whole_tensors(model)
         if plain
     ]
     return len(same) if all(same) and len(same) == len(plain) else -1
@@ -219,7 +223,7 @@ def worker(variant: str, directory: Path) -> None:
     flat = [m._flat_param for m in model.modules() if isinstance(m, FSDP)]
     sizes = [p._unpadded_unsharded_size.numel() for p in flat]
     with torch.device("meta"):
-        block = llama_fsdp.LlamaDecoderLayer(policies.unwrapped(model).config, 0)
+        block = llama_fsdp.LlamaDecoderLayer(models.unwrapped(model).config, 0)
     parameters = list(model.parameters())
     shards = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     for module in model.modules():
@@ -249,7 +253,7 @@ def worker(variant: str, directory: Path) -> None:
 
 
 def missed(ranks: list[dict]) -> list[str]:
-    """The bounds that the streamed variant misses."""
+    """Return the bounds that the streamed variant misses, a sentence each."""
     first, second = ranks[0], ranks[-1]
     rise, written = first["peak_mb"] - first["baseline_mb"], first["export"]
     export_rise = written["peak_mb"] - written["baseline_mb"]
@@ -267,7 +271,7 @@ def missed(ranks: list[dict]) -> list[str]:
 
 
 def missed_by_fsdp2(variant: str, ranks: list[dict]) -> list[str]:
-    """The bounds that a variant of FSDP2 misses."""
+    """Return the bounds that a variant of FSDP2 misses, a sentence each."""
     found = []
     for rank, mine in enumerate(ranks):
         tensors = FSDP2[variant] if rank == 0 else 1
@@ -281,7 +285,7 @@ def missed_by_fsdp2(variant: str, ranks: list[dict]) -> list[str]:
 
 
 def missed_by_nf4(ranks: list[dict]) -> list[str]:
-    """The bound that weights in 4 bits miss."""
+    """Return the bounds that weights in 4 bits miss, a sentence for each rank."""
     found = []
     for rank, mine in enumerate(ranks):
         most = 1.1 * mine["shard_mb"] + mine["block_mb"] + mine.get("quantizer_mb", 0.0)
@@ -292,7 +296,7 @@ def missed_by_nf4(ranks: list[dict]) -> list[str]:
 
 
 def main() -> int:
-    """Print a table and a JSON object; 1 if a bound is missed."""
+    """Print a table and a JSON object; return 1 if a bound is missed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -310,7 +314,7 @@ def main() -> int:
         directory = args.model or Path(temporary, "model")
         if not args.model:
             make_model(directory, getattr(torch, args.stored_dtype))
-        os.sync()  # or the first variant shares the disk with these files
+        os.sync()  # else these files are still being written when the first variant runs
         read_seconds = read_files(directory)
         for variant in VARIANTS:
             command = [__file__, "--worker", variant, "--model", directory]
@@ -342,4 +346,4 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # as the scripts do, and why
+    os._exit(code)  # as `launch` of runtime/run.py, which says why

@@ -1,11 +1,11 @@
-"""Make what `make demo` trains: a small T5 with random weights, and sentences to restore.
+"""Make the model and data of `make demo`: a small random T5, and sentences to restore.
 
     python benchmarks/make_demo.py output/demo
 
-The sentences are those of the docstrings of Python's library. The model is given the words of one
-without the commonest, such as "names open files", and is to write the sentence: "Return the names
-of all open files." Its vocabulary is learned from the sentences. A model so small repeats itself:
-its generation_config.json forbids that, as it may for any model.
+The sentences are those of the docstrings of Python's library. The model is given a sentence's words
+without the commonest, such as "names open files", and must write the sentence: "Return the names of
+all open files." Its vocabulary is learned from the sentences. A model so small repeats itself: its
+generation_config.json forbids that, as it may for any model.
 """
 
 import argparse
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from transformers import T5Config, T5ForConditionalGeneration, T5Tokenizer
 
-from runtime import readers
+from runtime.rows import readers
 
 VOCABULARY = 2048
 SHAPE = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}
@@ -33,7 +33,7 @@ LEFT_OUT = set(COMMON.split())
 
 
 def sentences() -> list[str]:
-    """The sentences of 5 to 14 words in the docstrings of Python's library, each once."""
+    """Return the sentences of 5 to 14 words in the docstrings of Python's library, each once."""
     found = {}
     for row in readers.docstrings():
         for paragraph in (row["headline"], *row["text"].split("\n\n")):
@@ -44,20 +44,20 @@ def sentences() -> list[str]:
 
 
 def keywords(sentence: str) -> str:
-    """What the model is given of a sentence."""
+    """Return the words of a sentence without the commonest: the model's input."""
     words = re.findall(r"[\w'()-]+", sentence)
     return " ".join(word for word in words if word.lower() not in LEFT_OUT)
 
 
 def make_tokenizer(texts: list[str]) -> T5Tokenizer:
-    """A unigram vocabulary of the texts, with EOS and padding as T5 has them."""
+    """Learn a unigram vocabulary of the texts, with EOS and padding as T5 has them."""
     return T5Tokenizer(extra_ids=0).train_new_from_iterator(
         texts, vocab_size=VOCABULARY, show_progress=False
     )
 
 
 def make_model(tokenizer: T5Tokenizer) -> T5ForConditionalGeneration:
-    """Random weights, the same each time."""
+    """Return a T5 with random weights, the same each time."""
     torch.manual_seed(0)
     config = T5Config(
         vocab_size=len(tokenizer),

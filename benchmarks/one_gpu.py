@@ -5,7 +5,7 @@
     python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to see that it runs
 
 Random weights in fp32 with AdamW, activation checkpointing, sequences of one document. MFU is the
-FLOPs that the model needs (`flops_per_token` in runtime/model_checks.py) against the datasheet's
+FLOPs that the model needs (`flops_per_token` in runtime/metrics.py) against the datasheet's
 peak, and against a matrix product of bf16 measured in the same process. Each runs in a launch of
 its own, because the two do not fit together; they take turns, and the launch of the median step is
 shown. Adapters, on all projections of the blocks, are in fp32.
@@ -13,6 +13,7 @@ shown. Adapters, on all projections of the blocks, are in fp32.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -22,18 +23,18 @@ import warnings
 
 import torch
 import transformers
-from common import TimedRun, launch, random_batch, random_state, without_files
+from common import NO_DATA, launch, random_batch, without_files
+from driven import Driven
 from transformers import ByT5Tokenizer
 
 import llama_fsdp
 import memory_estimator
-import policies
-from runtime.model_checks import flops_per_token
-from runtime.run import speed
+from runtime import models, ranks
+from runtime.metrics import flops_per_token, peak_tflops
 
 
 def matmul_tflops(size: int) -> float:
-    """TFLOP/s of a square matrix product in bf16, the median of 20."""
+    """Measure the TFLOP/s of a square matrix product in bf16, the median of 20."""
     left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
     seconds = []
     for _ in range(25):
@@ -46,12 +47,12 @@ def matmul_tflops(size: int) -> float:
 
 
 def peak_mb() -> float:
-    """The largest sum of MB (10^6 bytes) that CUDA's allocator had given out."""
+    """Return the most MB (10^6 bytes) that CUDA's allocator had given out at once."""
     return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0.0
 
 
 def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
-    """Steps of llama_fsdp.py; seconds of each, FLOP/s and MFU."""
+    """Make steps of llama_fsdp.py; return their median seconds, FLOP/s and MFU."""
     args = llama_fsdp.parse_args(
         ["--model-name", directory, "--dataset", "docstrings", "--attention", options.attention,
          "--max-seq-length", str(options.length), "--batch-size", str(options.batch_size),
@@ -62,25 +63,25 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     gpu = device.type == "cuda"
     found = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
     without_files()
-    state = random_state(llama_fsdp, args, device)
-    model = policies.unwrapped(state.model)
-    state.flops_per_token = flops_per_token(model, options.length)
-    run = TimedRun(args, state, lambda: None)
+    driven = Driven(llama_fsdp, args, device, sets=NO_DATA)
+    model = models.unwrapped(driven.model)
+    kernel, flops = models.attention_of(model), flops_per_token(model, options.length)
     for _ in range(options.steps + 2):
         start = time.perf_counter()
         batch = random_batch(llama_fsdp, args)  # the Trainer's loader counts too
-        llama_fsdp.train_step(args, state, [batch], [0], run)
+        driven.step([batch])
         if gpu:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     median, tokens = statistics.median(seconds[2:]), options.batch_size * options.length
-    found |= speed(state, tokens, median)
+    found["tflops_per_gpu"] = tokens / median * flops / 1e12
+    found["assumed_peak_tflops"] = peak_tflops(ranks.device_name(device)) or math.inf
     llama_fsdp.cleanup()
-    return found | {"seconds": median, "peak_mb": peak_mb(), "attention": args.attention}
+    return found | {"seconds": median, "peak_mb": peak_mb(), "attention": kernel}
 
 
 def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
-    """Steps of the Trainer on the same shape, in bf16 by autocast, with its fused AdamW."""
+    """Make steps of the Trainer on the same shape, in bf16 by autocast, with its fused AdamW."""
     warnings.filterwarnings("ignore")
     gpu, seconds = torch.cuda.is_available(), []
     config = transformers.AutoConfig.from_pretrained(directory)
@@ -93,7 +94,7 @@ def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
         how = peft.LoraConfig(r=options.lora_rank, target_modules="all-linear")
         model = peft.get_peft_model(model.bfloat16() if gpu else model, how)
     if gpu:
-        torch.cuda.reset_peak_memory_stats()  # the model stood there in fp32
+        torch.cuda.reset_peak_memory_stats()  # the model was there in fp32
     rows = [{"input_ids": torch.randint(3, 256, (options.length,))} for _ in range(8)]
     rows = [row | {"labels": row["input_ids"]} for row in rows]
     args = transformers.TrainingArguments(
@@ -153,7 +154,8 @@ def main() -> None:
 
 
 def print_table(options: argparse.Namespace, results: dict[str, list[dict]]) -> None:
-    """The launch of the median step of each loop. Both need as many FLOPs, which ours counts."""
+    """Print the launch of each loop's median step. Both loops need as many FLOPs, which ours
+    counts."""
     columns = "attention | s per step | tokens/s | TFLOP/s | MFU | of the matmul | peak, MB"
     print(f"\n| loop | {columns} |")
     print("|---|---|---|---|---|---|---|---|")
@@ -178,4 +180,4 @@ def print_table(options: argparse.Namespace, results: dict[str, list[dict]]) -> 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why

@@ -24,14 +24,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from driven import Driven
 
 import llama_fsdp
-from runtime.output import open_output
-from runtime.run import Run
 
 
 def instances(tasks: Path) -> Iterator[tuple[str, str]]:
-    """The prompt and the output of every instance of self-instruct that has an output."""
+    """Yield the prompt and the output of every instance of self-instruct that has an output."""
     for task in map(json.loads, tasks.read_text().splitlines()):
         for instance in task["instances"]:
             if instance["output"].strip():
@@ -40,25 +39,22 @@ def instances(tasks: Path) -> Iterator[tuple[str, str]]:
 
 
 def write_chats(tasks: Path, chats: Path) -> None:
-    """Each of them, as a prompt and its completion."""
+    """Write the instances as rows of a prompt and its completion."""
     with chats.open("w") as file:
         for prompt, output in instances(tasks):
             file.write(json.dumps({"prompt": prompt, "completion": output}) + "\n")
 
 
-def epoch(args: argparse.Namespace, made: tuple) -> tuple[float, int, int]:
-    """Seconds of the steps of one epoch, and this rank's useful and target tokens."""
-    state, _, loader, _ = made
-    loader.batch_sampler.consumed, batches, seconds = 0, iter(loader), 0.0
+def epoch(driven: Driven) -> tuple[float, int, int]:
+    """Train an epoch; return the seconds of its steps, and this rank's useful and target tokens."""
+    seconds = 0.0
     tokens, targets = 0, 0
-    run = Run(args, state.device, "")
-    for samples in loader.batch_sampler.steps():
-        batch = next(batches)
+    for batch in driven.loader:
         tokens += batch["tokens"]
         targets += batch["targets"]
         start = time.perf_counter()
-        llama_fsdp.train_step(args, state, [batch], samples, run)
-        if state.device.type == "cuda":
+        driven.step([batch])
+        if driven.device.type == "cuda":
             torch.cuda.synchronize()
         seconds += time.perf_counter() - start
     return seconds, tokens, targets
@@ -85,13 +81,12 @@ def main() -> None:
         kinds = {"packed": ["--packing"], "padded": ["--no-packing"]}
         args = {kind: llama_fsdp.parse_args([*common, *flag]) for kind, flag in kinds.items()}
         device = llama_fsdp.setup(args["packed"])
-        open_output(Path(f"{directory}/run"), "auto", "llama_fsdp")
-        with contextlib.redirect_stdout(sys.stderr):  # what the script says of files and memory
-            made = {kind: llama_fsdp.prepare(args[kind], device, None) for kind in kinds}
+        with contextlib.redirect_stdout(sys.stderr):  # the script prints files and memory
+            driven = {kind: Driven(llama_fsdp, args[kind], device) for kind in kinds}
         found: dict[str, list[tuple]] = {kind: [] for kind in kinds}
         for _ in range(options.epochs):
             for kind in kinds:
-                found[kind].append(epoch(args[kind], made[kind]))
+                found[kind].append(epoch(driven[kind]))
         llama_fsdp.cleanup()
     print("| batches | steps | useful tokens | targets | s an epoch | useful tokens/s |")
     print("|---|---|---|---|---|---|")
@@ -99,7 +94,7 @@ def main() -> None:
     for kind, epochs in found.items():
         seconds = statistics.median(seconds for seconds, _, _ in epochs)
         _, tokens, targets = epochs[0]
-        speed[kind], steps = tokens / seconds, made[kind][2].batch_sampler.steps_per_epoch
+        speed[kind], steps = tokens / seconds, driven[kind].loader.batch_sampler.steps_per_epoch
         numbers = f"{steps} | {tokens:,} | {targets:,} | {seconds:.2f} | {speed[kind]:,.0f}"
         print(f"| {kind} | {numbers} |")
     print(f"\npacked / padded: {speed['packed'] / speed['padded']:.2f}")
@@ -108,4 +103,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why

@@ -5,9 +5,9 @@ Or draw the memory that a model needs under each strategy.
     python memory_estimator.py --model-name llama-2-7b --json > 7b.json
     python benchmarks/plot_runs.py --estimate 7b.json --title "Llama 2 7B" --picture 7b.png
 
-It needs matplotlib. Lines are training metrics, dots are validations; memory is drawn where
+It needs matplotlib. Lines are training metrics, dots are validations; memory is drawn if
 --track-memory measured it. Of an estimate the terms under AdamW are stacked. The dot is the peak,
-which is less than their sum where not all of them are held at one time.
+which is less than their sum if not all of them are held at one time.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Events = dict[str, list[dict]]  # the lines of a metrics.jsonl by event
 
 
 def read(run: Path) -> Events:
-    """The events of a run; raises ValueError if there is no training step among them."""
+    """Read the events of a run; raises ValueError if there is no training step among them."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{path} is missing: give the --output-dir of a run")
@@ -60,7 +60,7 @@ def read(run: Path) -> Events:
 
 
 def draw(runs: dict[str, Events], panels: list[str], title: str, picture: Path) -> None:
-    """A panel for each quantity that any run has, a colour for each run."""
+    """Draw a panel for each quantity that any run has, with a colour for each run."""
     lines = [line for events in runs.values() for line in events["train"]]
     panels = [key for key in panels if any(key in line for line in lines)]
     height = 0.6 + 2.4 * max(len(panels), 2)
@@ -81,7 +81,7 @@ def draw(runs: dict[str, Events], panels: list[str], title: str, picture: Path) 
 
 
 def draw_points(axis: "plt.Axes", lines: list[dict], key: str, style: str, **options: str) -> None:
-    """One quantity by step, where it was logged."""
+    """Draw one quantity by step, where it was logged."""
     lines = [line for line in lines if key in line]
     steps = [line["step"] for line in lines]
     values = [line[key] for line in lines]
@@ -89,7 +89,8 @@ def draw_points(axis: "plt.Axes", lines: list[dict], key: str, style: str, **opt
 
 
 def draw_estimate(rows: list[dict], title: str, picture: Path) -> None:
-    """A bar for each strategy, without and with recomputation: its terms, and a dot at the peak."""
+    """Draw a bar for each strategy, without and with recomputation: its terms, a dot at the
+    peak."""
     rows = [row for row in rows if row["optimizer"] == "adamw"]
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
 
@@ -118,7 +119,7 @@ def draw_estimate(rows: list[dict], title: str, picture: Path) -> None:
 
 
 def bar_name(row: dict) -> str:
-    """What a bar stands for."""
+    """Return a bar's label: strategy, CPU offload and activation checkpointing."""
     words = [row["strategy"]]
     if row["cpu_offload"]:
         words.append("CPU offload")

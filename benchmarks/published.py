@@ -1,17 +1,17 @@
-"""What memory_estimator.py says against figures that others measured on GPUs and published.
+"""Memory that memory_estimator.py says against figures that others measured on GPUs.
 
     python benchmarks/published.py
 
 Prints a markdown table, the median and the largest error; a minute on a CPU, no GPU, no download.
 
-A run has a row where its model, batch, flags and program are known and the estimator has its kind,
-and where the figure is what was allocated or active at the peak, or reserved in expandable
-segments: elsewhere far more is reserved than is active, a third more in torchtitan's pull request
-165. So none has an optimizer in the backward pass, offloaded activations or float8, and compiled
-are only those that recompute all blocks, since torch.compile decides what is kept of others.
+A run has a row if its model, batch, flags and program are known and the estimator has its kind, and
+if the figure is what was allocated or active at the peak, or reserved in expandable segments:
+otherwise far more is reserved than is active, a third more in torchtitan's pull request 165. So no
+row has an optimizer in the backward pass, offloaded activations or float8, and only those that
+recompute all blocks are compiled, since torch.compile decides what is kept of others.
 
-What a program does otherwise than the scripts here is in a field of its row; `estimate` has the
-formulas, and beside the rows stands where it is seen in the program.
+A row's fields say what its program does otherwise than the scripts here; `estimate` has the
+formulas, and comments beside the rows say where it is seen in the program.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ FAR = 0.25  # an error above this needs a reason
 
 
 def llama(*sizes: int, **others: bool) -> LlamaConfig:
-    """Of width, width of the MLP, layers, heads, heads of keys and values, words."""
+    """Return a Llama's config of these sizes: width, width of the MLP, layers, heads, heads of keys
+    and values, words."""
     keys = memory_estimator.LLAMA_KEYS.split()
     sizes = dict(zip(keys, sizes, strict=True))
     return LlamaConfig(**sizes, max_position_embeddings=1 << 15, **others)
@@ -54,7 +55,7 @@ class Row:
     unit: str
     config: LlamaConfig
     flags: str  # of memory_estimator.py
-    logit_bytes: float  # for each of the whole logits, where the loss holds the most
+    logit_bytes: float  # for each of the whole logits, when the loss holds the most
     strategy: str = "full_shard"
     offload: bool = False
     alone: bool = False  # one GPU without FSDP
@@ -141,7 +142,7 @@ ROWS = [
 
 
 def estimate(row: Row) -> float:
-    """The peak of a GPU's memory, in the row's unit."""
+    """Return the peak of a GPU's memory, in the row's unit."""
     config = row.config
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
@@ -185,7 +186,7 @@ def estimate(row: Row) -> float:
 
 
 def errors() -> list[tuple[Row, float, float]]:
-    """The rows with their estimates and relative errors."""
+    """Return the rows with their estimates and relative errors."""
     found = []
     for row in ROWS:
         ours = estimate(row)

@@ -9,10 +9,10 @@
 `summary` in each line); without it docstrings stand in. `--only` takes words of the titles. A
 preset replaces its own part of the file and leaves the other's, after each program.
 
-With `--minutes` the program that is under way then is ended. The same command, given again, goes on
-with the rest: what stands in RESULTS.md as measured by the same command, at the same commit, with
-the same device and versions, is left as it is. What was cut short, or failed, leaves what it has
-printed, and comes last.
+With `--minutes` the program that is running when they are over is ended. The same command, given
+again, goes on with the rest: sections of RESULTS.md that were measured by the same command, at the
+same commit, with the same device and versions, are left as they are. A program that was cut short,
+or failed, leaves what it has printed, and is run again last.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-START = time.monotonic()  # before what takes seconds
+START = time.monotonic()  # before the import that takes seconds
 
 import torch  # noqa: E402
 
@@ -40,12 +40,12 @@ TITLES = {"cpu": "On a CPU", "gpu": "On GPUs"}
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes")
 LARGE_GPU = 110e9  # bytes that Llama 2 7B takes with AdamW, recomputed, at a length of 4096
 KEPT_SECONDS = 10  # of --minutes, at most a tenth, for the start and the end of this program
-LEAST_SECONDS = 20  # that must be left for another program to be started
-UNFINISHED = ("It ended with exit code", "It was ended after")  # what such an entry ends with
+LEAST_SECONDS = 20  # another program is started only if so many are left
+UNFINISHED = ("It ended with exit code", "It was ended after")  # last line of such an entry
 
 
 def gpu_programs(processes: int, large: bool) -> dict[str, str]:
-    """The command of each section on GPUs by its title: what matters most comes first.
+    """Return the command of each section on GPUs by its title, what matters most first.
 
     `large`: a GPU has 110 GB or more.
     """
@@ -83,7 +83,7 @@ def gpu_programs(processes: int, large: bool) -> dict[str, str]:
 
 
 def cpu_programs(processes: int) -> dict[str, str]:
-    """The command of each section on a CPU by its title."""
+    """Return the command of each section on a CPU by its title."""
     n = f" --processes {processes}"
     return {
         "Step time": "step_time.py --steps 7" + n,
@@ -100,7 +100,7 @@ def cpu_programs(processes: int) -> dict[str, str]:
 
 
 def programs(preset: str, processes: int, data: Path | None, large: bool) -> dict[str, str]:
-    """The command of each section, by its title, in the order in which they run."""
+    """Return the command of each section, by its title, in the order in which they run."""
     commands = cpu_programs(processes) if preset == "cpu" else gpu_programs(processes, large)
     if data is None:
         return commands
@@ -115,7 +115,8 @@ def programs(preset: str, processes: int, data: Path | None, large: bool) -> dic
 
 
 def commit() -> str:
-    """The last one that changed anything but the results, and whether more has changed since."""
+    """Return the last commit that changed anything but the results, and whether more has changed
+    since."""
 
     def git(command: str) -> subprocess.CompletedProcess:
         command = f"git {command} -- :/ ':(exclude,top)benchmarks/RESULTS.md'"
@@ -128,7 +129,7 @@ def commit() -> str:
 
 
 def about() -> str:
-    """Machine, versions and commit."""
+    """Return a line of machine, versions and commit."""
     versions = []
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -141,13 +142,14 @@ def about() -> str:
 
 
 def parse(text: str, heading: str) -> tuple[str, dict[str, str]]:
-    """What stands before the first heading of a level, and the text below each, by its words."""
+    """Return the text before the first heading of a level, and the text below each, by heading."""
     before, *parts = re.split(rf"^{heading} ", text, flags=re.MULTILINE)
     return before, {part.split("\n", 1)[0]: part.split("\n", 1)[1] for part in parts}
 
 
 def with_section(text: str, preset: str, title: str, body: str) -> str:
-    """The text of RESULTS.md with one section of a preset's part replaced, or added at its end."""
+    """Return the text of RESULTS.md with one section of a preset's part replaced, or added at its
+    end."""
     head, known = parse(text, "##")
     intro, found = parse(known.get(TITLES[preset], "\n"), "###")
     found[title] = f"\n{body.strip()}\n\n"
@@ -157,8 +159,8 @@ def with_section(text: str, preset: str, title: str, body: str) -> str:
 
 
 def entries(text: str, preset: str, title: str) -> list[str]:
-    """What a section of RESULTS.md holds, each from a line with a date on: one entry, or a whole
-    one and one that was cut short later."""
+    """Return the entries of a section of RESULTS.md, each from a line with a date on: one, or a
+    whole one and one that was cut short later."""
     _, known = parse(text, "##")
     _, found = parse(known.get(TITLES[preset], ""), "###")
     parts = re.split(r"^(?=\d{4}-\d\d-\d\d; )", found.get(title, ""), flags=re.MULTILINE)
@@ -166,12 +168,12 @@ def entries(text: str, preset: str, title: str) -> list[str]:
 
 
 def is_whole(entry: str) -> bool:
-    """Whether a program came to its end."""
+    """Tell whether an entry's program came to its end."""
     return not entry.splitlines()[-1].startswith(UNFINISHED)
 
 
 def shown(command: str) -> str:
-    """As it stands in RESULTS.md, without the directory of the data."""
+    """Return a command as RESULTS.md shows it, without the directory of the data."""
     command = re.sub(r"\S*/(\w+\.jsonl)", r"\1", command)
     return f"`python benchmarks/{command}`"
 
@@ -179,8 +181,8 @@ def shown(command: str) -> str:
 def left_to_do(
     commands: dict[str, str], text: str, preset: str, machine: str
 ) -> tuple[dict[str, str], list[str]]:
-    """The commands whose results are not in RESULTS.md, those that were tried in vain last; and the
-    titles of those that are."""
+    """Return the commands whose results are not in RESULTS.md, those that were tried in vain last,
+    and the titles of those that are."""
     new, tried, done = {}, {}, []
     for title, command in commands.items():
         ours = [
@@ -198,7 +200,7 @@ def left_to_do(
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of what a process has started, and of what these have."""
+    """Return the ids of the processes that a process has started, and of theirs."""
     found = []
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -208,14 +210,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def run(command: str, seconds: float | None) -> tuple[list[str], str]:
-    """What a program prints, and what is to be said of its end: nothing if all went well.
+    """Run a program; return what it prints, and a sentence if it failed or was ended, else "".
 
     After `seconds` it is ended, with all its processes: torchrun's workers are in other groups.
     """
     words = [sys.executable, *shlex.split(f"{FOLDER}/{command}")]
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # or what it had printed is lost
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else a kill loses what it printed
         process = subprocess.Popen(words, stdout=output, env=environment)
         said = ""
         try:
@@ -233,7 +235,7 @@ def run(command: str, seconds: float | None) -> tuple[list[str], str]:
 
 
 def measure(title: str, command: str, preset: str, machine: str, seconds: float | None) -> bool:
-    """Run a program and write its section. Returns whether it failed. A measurement of before stays
+    """Run a program and write its section; return whether it failed. An earlier measurement stays
     until there is another whole one."""
     print(f"{title}: {command}", flush=True)
     lines, said = run(command, seconds)
@@ -269,7 +271,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the programs; 1 if one of them failed."""
+    """Run the programs; return 1 if one of them failed."""
     args = parse_args()
     processes, large = args.processes or 2, False
     if args.preset == "gpu":

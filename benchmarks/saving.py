@@ -1,4 +1,4 @@
-"""How long a step waits for a save: sharded, full, and sharded in the background (--async-save).
+"""Time that a step waits for a save: sharded, full, and sharded in the background (--async-save).
 
     python benchmarks/saving.py                      # tiny and 300M parameters, 2 CPU processes
     python benchmarks/saving.py --processes 8 --shapes gpt2-xl
@@ -17,16 +17,14 @@ import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from common import GPT2, launch, write_gpt2
+from driven import Driven
 
 import gpt2_fsdp
 from runtime import ranks
-from runtime.output import open_output
-from runtime.run import Run
 
 MODES = {"sharded": [], "full": ["--checkpoint-type", "full"], "async": ["--async-save"]}
 
@@ -36,18 +34,14 @@ def worker(directory: str, flags: list[str], saves: int) -> None:
     common = ["--model-name", directory, "--from-scratch", "--dataset", "docstrings"]
     common += ["--block-size", "64", "--batch-size", "1", "--keep-checkpoints", "1"]
     args = gpt2_fsdp.parse_args([*common, *flags])
-    device, output = gpt2_fsdp.setup(args), Path(args.output_dir)
-    open_output(output, "auto", "gpt2_fsdp")
-    state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
+    device = gpt2_fsdp.setup(args)
+    driven = Driven(gpt2_fsdp, args, device)
+    saver = driven._new_saver()
     found: dict[str, list[float]] = {"stall": [], "total": [], "step": [], "step_beside": []}
-    run = Run(args, device, "")
-    saver = run.new_saver(state)
-    batches = zip(iter(loader), loader.batch_sampler.steps(), strict=False)
 
     def step(name: str) -> None:
-        batch, samples = next(batches)
         start = time.perf_counter()
-        gpt2_fsdp.train_step(args, state, [batch], samples, run)
+        driven.step()
         found[name].append(time.perf_counter() - start)
 
     step("step")
@@ -105,4 +99,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why

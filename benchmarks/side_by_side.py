@@ -1,4 +1,4 @@
-"""Side by side with what a user would pick: trainers of TRL and of Transformers, and litgpt.
+"""Speed of the scripts beside what a user would pick: trainers of TRL and Transformers, litgpt.
 
     pip install -r requirements.txt -r benchmarks/requirements.txt trl==1.16.0
     python benchmarks/side_by_side.py --tasks seed_tasks.jsonl --articles xsum_200.jsonl
@@ -37,17 +37,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import transformers
-from common import Loop, TimedRun, launch, relay, trainer_options
+from common import Loop, launch, relay, trainer_options
 from datasets import Dataset
+from driven import TimedRun
 from packing import instances
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import gpt2_fsdp
 import llama_fsdp
 import T5_training
-from runtime import readers
-from runtime.output import open_output
+from runtime.rows import readers
+from runtime.steps import Step
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{%
 if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>'
@@ -75,7 +77,8 @@ LENGTHS = {"cpu": {"pack": 1024, "block": 256}, "gpu": {"pack": 2048, "block": 1
 
 
 def write_rows(options: argparse.Namespace, directory: Path) -> list[str]:
-    """Write chats.jsonl, pairs.jsonl and texts.jsonl, and their first eight rows; all texts."""
+    """Write chats.jsonl, pairs.jsonl and texts.jsonl, and files of their first eight rows; return
+    all texts."""
     documented = [(row["text"], row["headline"]) for row in readers.docstring_rows()]
     pairs = documented[: options.rows]
     turns = [(headline, text) for text, headline in pairs]
@@ -127,7 +130,7 @@ def write_models(preset: str, texts: list[str], directory: Path) -> None:
 
 
 class Turns:
-    """What a loop tells at the ends of its steps: CPU seconds and targets of this rank in each."""
+    """The CPU seconds and targets of this rank in each step of a loop, noted as a step ends."""
 
     def __init__(self, end_of_step: Callable[[], None]):
         self.next_turn = end_of_step
@@ -136,7 +139,7 @@ class Turns:
         self.start = time.process_time()
 
     def end_of_step(self) -> None:
-        """Wait for the next turn."""
+        """Note the step's CPU seconds, and wait for the next turn."""
         self.cpu_seconds.append(time.process_time() - self.start)
         self.next_turn()
         self.start = time.process_time()
@@ -145,18 +148,22 @@ class Turns:
 class CountingRun(TimedRun):
     """A run of ours whose targets are counted."""
 
-    def __init__(self, args: argparse.Namespace, state: object, turns: Turns):
-        super().__init__(args, state, turns.end_of_step)
-        self.turns = turns
+    turns: Turns  # once it runs
 
-    def exchange(self, counts: list[tuple[int, int]]) -> Tensor:
-        """As ever."""
-        self.turns.targets.append(sum(targets for targets, _ in counts))
-        return super().exchange(counts)
+    def loop(self, end_of_step: Callable[[], None]) -> None:
+        """Train in turns."""
+        self.turns = Turns(end_of_step)
+        super().loop(self.turns.end_of_step)
+
+    def steps(self, loader: DataLoader) -> Iterator[Step]:
+        """Yield the steps; note the targets of each, which are those of all ranks, on rank 0."""
+        for step in super().steps(loader):
+            yield step
+            self.turns.targets.append(step.targets if dist.get_rank() == 0 else 0)
 
 
 def watched(trainer_class: type, turns: Turns) -> type:
-    """A trainer that takes turns, and keeps its first batch and the loss that it reports of it."""
+    """Return a trainer that takes turns, and keeps its first batch and the loss that it reports."""
 
     class Watched(trainer_class):
         first_batch: dict[str, Tensor] | None = None
@@ -185,14 +192,15 @@ def watched(trainer_class: type, turns: Turns) -> type:
 
 
 def count_targets(model: torch.nn.Module, labels: Tensor) -> Tensor:
-    """How many labels are predicted: a causal model shifts them, and has none for the first."""
+    """Count the labels that are predicted: a causal model shifts them, and skips the first."""
     if not model.config.is_encoder_decoder:
         labels = labels[:, 1:]
     return (labels != -100).sum()
 
 
 def samples(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Each of a batch alone, without padding: documents of a pack, pairs, or blocks."""
+    """Yield each sample of a batch alone, without padding: documents of a pack, pairs, or
+    blocks."""
     if "position_ids" in batch:
         starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
         ends = [*starts[1:], batch["input_ids"].shape[1]]
@@ -206,7 +214,8 @@ def samples(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 @torch.no_grad()
 def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
-    """Mean loss over the targets of all ranks' batches, of the model alone, a sample at a time."""
+    """Return the mean loss over the targets of all ranks' batches, of the model alone, a sample at
+    a time."""
     total = torch.zeros(2, dtype=torch.float64)
     for sample in samples(batch):
         count = count_targets(model, sample["labels"])
@@ -219,7 +228,7 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
 
 
 def trl_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
-    """SFTTrainer on packed chats."""
+    """Return TRL's SFTTrainer on packed chats."""
     import trl
 
     attention = "sdpa"
@@ -239,7 +248,7 @@ def trl_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
 
 
 def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
-    """Seq2SeqTrainer as in Transformers' run_summarization.py, with group_by_length."""
+    """Return Seq2SeqTrainer as in Transformers' run_summarization.py, with group_by_length."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
     model = transformers.T5ForConditionalGeneration.from_pretrained(
         args.model_name, dtype=torch.float32
@@ -266,7 +275,7 @@ def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trai
 
 
 def clm_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
-    """Trainer as in Transformers' run_clm.py: joined texts in blocks of one length."""
+    """Return Trainer as in Transformers' run_clm.py: joined texts in blocks of one length."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
     model = transformers.GPT2LMHeadModel.from_pretrained(args.model_name, dtype=torch.float32)
     texts = [text + tokenizer.eos_token for text in Dataset.from_json(args.train_file)["text"]]
@@ -281,7 +290,7 @@ def clm_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
 
 
 class Peer(NamedTuple):
-    """What is compared: a script and its flags, and a trainer."""
+    """A comparison: a script and its flags, and a trainer."""
 
     script: ModuleType
     model: str
@@ -315,25 +324,14 @@ OURS = {
 
 
 def ours(
-    options: argparse.Namespace, flags: list[str], device: torch.device, turns: dict[str, Turns]
-) -> tuple[dict[str, Loop], int]:
-    """Our loops, by their names, and the steps of an epoch."""
+    options: argparse.Namespace, flags: list[str], device: torch.device
+) -> dict[str, CountingRun]:
+    """Return our runs, by their names."""
     script = PEERS[options.worker].script
-    # What an epoch's end brings is not part of a step, and the others do not do it.
-    script.validation = lambda *_: {"loss": math.inf}
-    loops = {}
+    runs = {}
     for name, more in OURS[options.preset].items():
-        args = script.parse_args([*flags, *more])
-        state, _, loader, _ = script.prepare(args, device, None)
-
-        def loop(
-            end_of_step: Callable[[], None], name=name, args=args, state=state, loader=loader
-        ) -> None:
-            turns[name] = Turns(end_of_step)
-            script.train(args, state, loader, {}, CountingRun(args, state, turns[name]))
-
-        loops[name] = loop
-    return loops, loader.batch_sampler.steps_per_epoch
+        runs[name] = CountingRun(script, script.parse_args([*flags, *more]), device)
+    return runs
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -345,27 +343,31 @@ def worker(options: argparse.Namespace) -> None:
     flags += ["--model-name", f"./{peer.model}", "--max-steps", "100000", "--output-dir", "output"]
     args = peer.script.parse_args(flags)
     device = peer.script.setup(args)
-    open_output(Path(args.output_dir), "auto", peer.script.SCRIPT)
-    turns: dict[str, Turns] = {}
+    runs = ours(options, flags, device)
+    loops: dict[str, Loop] = {name: run.loop for name, run in runs.items()}
+    samples_per_epoch = len(next(iter(runs.values())).train_set)
+    global_batch = args.batch_size * args.gradient_accumulation_steps * dist.get_world_size()
+    their_turns: list[Turns] = []
     trainers = []
-    loops, steps = ours(options, flags, device, turns)
 
     def theirs(end_of_step: Callable[[], None]) -> None:
-        turns[options.worker] = Turns(end_of_step)
-        trainers.append(peer.trainer(args, turns[options.worker]))
+        their_turns.append(Turns(end_of_step))
+        trainers.append(peer.trainer(args, their_turns[0]))
         trainers[0].train()
 
     if peer.trainer:
         loops[options.worker] = theirs
     at_once = 10 if device.type == "cuda" else 1
+    steps = math.ceil(samples_per_epoch / global_batch)
     count = math.ceil(options.epochs * steps / at_once)
     seconds = relay(loops, count, device, at_once)
     found = {"rows": {}, "steps": count * at_once}
+    timed = slice(at_once, at_once * (count + 1))
     for name in loops:
-        timed = slice(at_once, at_once * (count + 1))
-        targets = torch.tensor([int(x) for x in turns[name].targets[timed]], device=device)
+        turns = runs[name].turns if name in runs else their_turns[0]
+        targets = torch.tensor([int(x) for x in turns.targets[timed]], device=device)
         dist.all_reduce(targets)
-        cpu = turns[name].cpu_seconds[timed]
+        cpu = turns.cpu_seconds[timed]
         found["rows"][name] = {
             "targets": targets.sum().item(),
             "seconds": sum(seconds[name]),
@@ -382,7 +384,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def beside_litgpt(options: argparse.Namespace, directory: Path) -> dict:
-    """Ours and litgpt, a launch of each in turn; as `worker` prints it, added up."""
+    """Run ours and litgpt, a launch of each in turn; return the sums of what `worker` prints."""
     length = LENGTHS[options.preset]["block"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "gpt2")
     rows = map(json.loads, directory.joinpath("texts.jsonl").read_text().splitlines())
@@ -407,7 +409,7 @@ def beside_litgpt(options: argparse.Namespace, directory: Path) -> dict:
 
 
 def report(name: str, found: dict) -> None:
-    """Print a table."""
+    """Print the table of one peer."""
     print(f"\n{PEERS[name].script.SCRIPT}.py, {found['steps']} steps of each in turn; {name} wraps "
           f"the model in {found['wrapped']}\n")  # fmt: skip
     rows = found["rows"]
@@ -462,4 +464,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why

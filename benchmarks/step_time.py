@@ -12,8 +12,8 @@
   ours under ddp there, and with ours under full_shard on GPUs.
 
 All train on the same blocks with fused AdamW in the same precision. Each loop runs in a thread of
-its own that waits while the others make their step, after a barrier of all ranks; on GPUs ten steps
-at a time, so that a step need not wait for the GPU.
+its own that waits while the others make their step, after a barrier of all ranks; on GPUs a turn is
+ten steps, so that a step need not wait for the GPU.
 """
 
 import argparse
@@ -25,46 +25,42 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
-from common import Loop, TimedRun, launch, relay, trainer_options, write_gpt2
+from common import Loop, launch, relay, trainer_options, write_gpt2
 from datasets import Dataset
+from driven import TimedRun
 
 import gpt2_fsdp
 import policies
 from runtime import batches
-from runtime.output import open_output
 
 
 def ours(args: argparse.Namespace, device: torch.device) -> tuple[Loop, Loop, Dataset]:
-    """gpt2_fsdp.py's loop, the bare one on the same model and optimizer, and the data set."""
-    state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
-    # What an epoch's end brings is not part of a step, and the others do not do it.
-    gpt2_fsdp.validation = lambda *_: {"loss": math.inf}
-
-    def loop(end_of_step: Callable[[], None]) -> None:
-        gpt2_fsdp.train(args, state, loader, {}, TimedRun(args, state, end_of_step))
+    """Return gpt2_fsdp.py's loop, the bare one on the same model and optimizer, and the data
+    set."""
+    run = TimedRun(gpt2_fsdp, args, device)
 
     def bare(end_of_step: Callable[[], None]) -> None:
+        optimizer = run.state.optimizer  # which is there: the first turn was the other loop's
         while True:
-            for batch in loader:
+            for batch in run.loader:
                 batch = batches.to_device(batch, device)
                 with policies.autocast(args, device):
-                    loss = gpt2_fsdp.summed_loss(state.model, batch) / batch["labels"].numel()
+                    loss = gpt2_fsdp.summed_loss(run.model, batch) / batch["labels"].numel()
                 loss.backward()
-                policies.clip_gradients(state.model, args.max_grad_norm)
-                state.optimizer.step()
-                state.optimizer.zero_grad()
+                policies.clip_gradients(run.model, args.max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
                 end_of_step()
 
-    return loop, bare, loader.dataset.dataset
+    return run.loop, bare, run.train_set.dataset
 
 
 def plain_collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """As Hugging Face's models want it, which shift the labels themselves."""
+    """Collate blocks for Hugging Face's models, which shift the labels themselves."""
     input_ids = torch.tensor([example["input_ids"][:-1] for example in examples])
     return {"input_ids": input_ids, "labels": input_ids}
 
@@ -72,7 +68,7 @@ def plain_collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tenso
 def accelerate_loop(
     args: argparse.Namespace, model: torch.nn.Module, rows: Dataset, describe: Callable[..., None]
 ) -> Loop:
-    """The loop of Accelerate's examples, with its FSDP plugin."""
+    """Return the loop of Accelerate's examples, with its FSDP plugin."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -113,7 +109,7 @@ def accelerate_loop(
 def trainer_loop(
     args: argparse.Namespace, model: torch.nn.Module, rows: Dataset, describe: Callable[..., None]
 ) -> Loop:
-    """Transformers' Trainer, told to use FSDP."""
+    """Return the loop of Transformers' Trainer, told to use FSDP."""
     options = transformers.TrainingArguments(
         dataloader_drop_last=True, **trainer_options(args, "GPT2Block")
     )
@@ -148,7 +144,6 @@ def worker(options: argparse.Namespace, directory: str) -> None:
               "--output-dir", f"{directory}/output"]  # fmt: skip
     args = gpt2_fsdp.parse_args(common)
     device, how = gpt2_fsdp.setup(args), {}
-    open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
     loops: dict[str, Loop] = {}
     for name, flags in OURS.items():
         loop, bare, rows = ours(gpt2_fsdp.parse_args([*common, *flags]), device)
@@ -198,7 +193,7 @@ def main() -> None:
 
 
 def report(options: argparse.Namespace, peer: str, found: dict) -> None:
-    """Print a table."""
+    """Print the table of one peer."""
     medians = {name: statistics.median(values) for name, values in found["seconds"].items()}
     tokens = options.processes * options.batch_size * options.block_size
     print(f"GPT-2 of {found['parameters']:,} parameters, {options.processes} processes x "
@@ -216,4 +211,4 @@ def report(options: argparse.Namespace, peer: str, found: dict) -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why

@@ -16,22 +16,21 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import Loop, TimedRun, launch, relay, without_files
+from common import Loop, launch, relay, without_files
+from driven import TimedRun
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import ByT5Tokenizer
 
 import memory_estimator
 import policies
 import T5_training
-from runtime.output import open_output
 
 
 class Padded(Dataset):
-    """Texts that are tokenised and padded to the full length one at a time."""
+    """A data set of texts that are tokenised and padded to the full length one at a time."""
 
     def __init__(self, rows: Dataset, tokenizer: object, lengths: tuple[int, int]):
         self.tokenizer, self.lengths = tokenizer, lengths
@@ -61,21 +60,21 @@ def worker(options: argparse.Namespace, flags: list[str]) -> None:
     without_files()
     args = T5_training.parse_args([*flags, "--max-steps", "100000", "--num-train-samples", "0"])
     device = T5_training.setup(args)
-    open_output(Path(args.output_dir), "auto", "T5_training")
     tokens = {"ours": [0], "tutorial": [0]}
-    state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
-    rows = loader.dataset.dataset
-    other, _, _ = T5_training.setup_model(args, device, pretrained=True)
+    run = TimedRun(T5_training, args, device)
+    rows = run.train_set.dataset
+    model, tokenizer, init = T5_training.load_model(args, device)
+    model = T5_training.wrap_model(args, device, model, init)
 
     def ours(end_of_step: Callable[[], None]) -> None:
         def count() -> None:
-            tokens["ours"].append(state.tokens - sum(tokens["ours"]))
+            tokens["ours"].append(run.state.tokens - sum(tokens["ours"]))
             end_of_step()
 
-        T5_training.train(args, state, loader, {}, TimedRun(args, state, count))
+        run.loop(count)
 
     def tutorial(end_of_step: Callable[[], None]) -> None:
-        model, pad, total = other, tokenizer.pad_token_id, torch.zeros(2, device=device)
+        pad, total = tokenizer.pad_token_id, torch.zeros(2, device=device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         data = Padded(rows, tokenizer, (args.source_length, args.target_length))
         padded = DataLoader(data, args.batch_size, sampler=DistributedSampler(data, shuffle=True))
@@ -137,4 +136,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as `launch` of runtime/run.py, which says why

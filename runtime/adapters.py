@@ -8,7 +8,6 @@ import argparse
 import copy
 import importlib.util
 import logging
-import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from . import hf_weights, ranks, stored_tensors
-from .arguments import ANY, INSTALL, OFF, TINY, out_of_range
+from . import hf_export, models, ranks, stored_tensors, trained
+from .arguments import ANY, INSTALL, LEAST, OFF, out_of_range
 
 DEFAULTS = {
     "lora_alpha": 16.0,
@@ -46,13 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**DEFAULTS)
 
 
-def check_arguments(args: Namespace) -> list[str]:
-    """What is wrong with the values of `add_arguments`, a sentence each.
+def resolve_arguments(args: Namespace) -> dict[str, Any]:
+    """Resolve --fsdp: adapters make FSDP2 the default."""
+    return {"fsdp": 2} if args.lora_rank and args.fsdp is None else {}
 
-    Adapters make FSDP2 the default: FSDP1 would hold gradients of the frozen weights too.
-    """
+
+def check_arguments(args: Namespace) -> list[str]:
+    """List what is wrong with the values of `add_arguments`, a sentence each."""
     problems = out_of_range(
-        args, {"lora_rank": (0, ANY), "lora_alpha": (TINY, ANY), "lora_dropout": (0, 1)}
+        args, {"lora_rank": (0, ANY), "lora_alpha": (LEAST, ANY), "lora_dropout": (0, 1)}
     )
     if not args.lora_rank:
         for name, default in DEFAULTS.items():
@@ -61,7 +62,6 @@ def check_arguments(args: Namespace) -> list[str]:
         return problems
     if args.fsdp == 1:
         problems.append("--lora-rank needs --fsdp 2: 1 holds gradients of frozen weights too")
-    args.fsdp = 2
     if args.merge and args.model_name == "tiny":
         problems.append("--merge needs a model in files: tiny is in none")
     if importlib.util.find_spec("peft") is None:
@@ -122,6 +122,7 @@ def add(
             if parameter not in frozen:
                 frozen[parameter] = nn.Parameter(parameter.to(dtype), requires_grad=False)
             setattr(module, key, frozen[parameter])
+    model.trained = Lora()
 
 
 def _say_experts(model: nn.Module, targets: list[str], dtype: torch.dtype) -> None:
@@ -131,12 +132,11 @@ def _say_experts(model: nn.Module, targets: list[str], dtype: torch.dtype) -> No
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.dim() == 3 and min(parameter.shape) > 1:
                 experts.add(name)
-    if experts and os.environ.get("RANK", "0") == "0":
+    if experts:
         held = str(dtype).removeprefix("torch.")
-        print(
+        ranks.say(
             f"--lora-rank: the experts ({', '.join(sorted(experts))}) get no adapters and stay "
-            f"frozen, as {held}: --lora-targets are {' '.join(targets)}",
-            flush=True,
+            f"frozen, as {held}: --lora-targets are {' '.join(targets)}"
         )
 
 
@@ -162,58 +162,73 @@ def _hold_in_4bit(
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:
-    """Whether a projection may be held in 4 bits: T5 looks at the dtype of some, which may not."""
+    """Return whether a projection may be held in 4 bits: T5 looks at the dtype of some."""
     return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
 
 
-def has_adapters(model: nn.Module) -> bool:
-    """Whether a model, wrapped or not, has adapters, and trains these alone."""
-    return hasattr(model, "peft_config")
+class Lora(trained.Whole):
+    """The adapters alone are trained, saved and exported."""
 
+    is_part = True
 
-def saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The part of a model's state dict that a checkpoint holds: all, or the adapters."""
-    if not has_adapters(model):
-        return state_dict
-    return {name: tensor for name, tensor in state_dict.items() if ".lora_" in name}
+    def identity(self, args: Namespace, model: nn.Module) -> dict[str, Any]:
+        """Return what the adapters are, and a checksum of what they stand beside."""
+        (config,) = model.peft_config.values()
+        base = f"tiny of --seed {args.seed}"
+        if args.model_name != "tiny":
+            base = ranks.on_rank_zero(lambda: stored_tensors.sum_of_files(model.stored_tensors))
+        targets = " ".join(sorted(config.target_modules))
+        return {
+            "adapters": f"rank {config.r}, alpha {config.lora_alpha:g}, on {targets}",
+            "base": base,
+            "in 4 bits": args.load_in_4bit,
+        }
 
+    def is_saved(self, name: str) -> bool:
+        """Return whether the tensor is an adapter's."""
+        return ".lora_" in name
 
-def identity(args: Namespace, model: nn.Module) -> dict[str, Any]:
-    """What must not differ between a run that trains adapters and its continuation."""
-    (config,) = model.peft_config.values()
-    base = f"tiny of --seed {args.seed}"
-    if args.model_name != "tiny":
-        base = ranks.on_rank_zero(lambda: stored_tensors.sum_of_files(model.stored_tensors))
-    targets = " ".join(sorted(config.target_modules))
-    return {
-        "adapters": f"rank {config.r}, alpha {config.lora_alpha:g}, on {targets}",
-        "base": base,
-        "in 4 bits": args.load_in_4bit,
-    }
+    def is_in_files(self, name: str) -> bool:
+        """Return whether the tensor is no adapter's."""
+        return ".lora_" not in name
 
-
-def export(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
-) -> None:
-    """Write a sharded model's adapters as a directory that `PeftModel.from_pretrained` loads.
-
-    They stay fp32. With --merge it is a whole model, in --export-dtype: rank 0 reads the files of
-    the base again, a tensor at a time, and adds the adapters' product in fp32. That replaces the
-    directory before when it is complete.
-    """
-    adapters = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name:
-            tensor = hf_weights.gather(parameter.detach())  # all ranks do
-            if dist.get_rank() == 0:
-                adapters[hf_weights.WRAPPERS.sub("", name)] = tensor.cpu()
-    with hf_weights.new_directory(path) as temporary:
-        if args.merge:
-            ranks.on_rank_zero(_write_merged, model, adapters, temporary, args)
+    def initialize(self, model: PreTrainedModel, module: nn.Module, name: str) -> None:
+        """Initialise an adapter as peft does: one projection as any nn.Linear, the other as 0."""
+        if ".lora_A." in name:
+            module.reset_parameters()
+        elif ".lora_B." in name:
+            nn.init.zeros_(module.weight)
         else:
-            ranks.on_rank_zero(_write_adapters, model, adapters, temporary)
-        if dist.get_rank() == 0:
-            tokenizer.save_pretrained(temporary)
+            super().initialize(model, module, name)
+
+    def exported_bytes(self, args: Namespace, trained: int, whole: int) -> int:
+        """Return the size of the adapters in fp32, or with --merge of the whole model."""
+        if args.merge:
+            return super().exported_bytes(args, trained, whole)
+        return 4 * trained
+
+    def export(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
+    ) -> None:
+        """Write the adapters as a directory that `PeftModel.from_pretrained` loads.
+
+        They stay fp32. With --merge it is a whole model, in --export-dtype: rank 0 reads the files
+        of the base again, a tensor at a time, and adds the adapters' product in fp32. That replaces
+        the directory before when it is complete.
+        """
+        found = {}
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                tensor = hf_export.gather(parameter.detach())  # all ranks do
+                if dist.get_rank() == 0:
+                    found[models.WRAPPERS.sub("", name)] = tensor.cpu()
+        with hf_export.new_directory(path) as temporary:
+            if args.merge:
+                ranks.on_rank_zero(_write_merged, model, found, temporary, args)
+            else:
+                ranks.on_rank_zero(_write_adapters, model, found, temporary)
+            if dist.get_rank() == 0:
+                tokenizer.save_pretrained(temporary)
 
 
 def _write_adapters(model: nn.Module, adapters: dict[str, Tensor], directory: Path) -> None:
@@ -235,12 +250,12 @@ def _write_merged(
     layers = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
-            layers[hf_weights.plain_name(f"{name}.weight")] = module
-    files = hf_weights.WeightFiles(directory, args)
+            layers[models.plain_name(f"{name}.weight")] = module
+    files = hf_export.WeightFiles(directory, args)
     for name, stored in model.stored_tensors.items():
         if name not in layers:
             for part in stored.parts():  # experts are written one by one, as they stand
-                files.add(hf_weights.text_key(part.key), part.read())
+                files.add(models.text_key(part.key), part.read())
             continue
         layer = layers.pop(name)
         stem = name.removesuffix("weight")
@@ -249,8 +264,8 @@ def _write_merged(
         product = lora_B @ lora_A
         if layer.fan_in_fan_out:  # the weight is [width, outputs]
             product = product.T
-        key = hf_weights.text_key(stored.key)
+        key = models.text_key(stored.key)
         files.add(key, stored.read().float() + product * layer.scaling["default"])
     assert not layers, f"not in the files: {', '.join(layers)}"
     files.finish()
-    hf_weights.save_settings(model, directory, args)
+    hf_export.save_settings(model, directory, args)

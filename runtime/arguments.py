@@ -2,23 +2,19 @@
 
 import argparse
 import importlib.util
-import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
-
-from transformers import PretrainedConfig
 
 from . import ranks
 
 OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
 INSTALL = "pip install -r requirements-extras.txt"
-STRATEGIES = ["full_shard", "shard_grad_op", "hybrid_shard", "no_shard", "ddp"]
-TRACKERS = ["tensorboard", "wandb", "trackio"]
 PAGED = "paged_adamw_32bit"
-PRECISIONS = ["bf16", "bf16-fp32-reduce", "fp16", "fp32"]
+TRACKERS = ["tensorboard", "wandb", "trackio"]
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -41,21 +37,26 @@ class Parser(argparse.ArgumentParser):
         ranks.exit_with(message)
 
 
-def add_model(parser: argparse.ArgumentParser, default: str) -> Callable:
+def add_model(parser: argparse.ArgumentParser) -> Callable:
     """Declare --model-name in the group "model"; return what adds a flag to that."""
     add = parser.add_argument_group("model").add_argument
-    add("--model-name", default=default, help="hub id, local directory, or tiny (random weights, "
+    add("--model-name", help="hub id, local directory, or tiny (random weights, "
         "bytes as tokens, no download)")  # fmt: skip
     return add
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of every script; `set_defaults` changes a default. `began`, which is no
-    flag, is the day on which the run began, such as 2026-11-23, once `Run` knows it."""
+def add_common(
+    parser: argparse.ArgumentParser, strategies: Iterable[str], precisions: Iterable[str]
+) -> None:
+    """Declare the flags of every script; `set_defaults` changes a default.
+
+    `strategies` and `precisions` are the choices that policies.py has. `began`, which is no flag,
+    is the day on which the run began, such as 2026-11-23, once `Run` knows it.
+    """
     parser.set_defaults(began=None)
     _add_run(parser)
     _add_optimization(parser)
-    _add_sharding(parser)
+    _add_sharding(parser, list(strategies), list(precisions))
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +70,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         "--evaluate-only",
         **OFF,
         help="validate without training, into evaluation.json: the newest checkpoint, or that of "
-        "--resume; --model-name itself if there is none, with --resume none, or if it is another "
-        "directory than the training's, such as final/",
+        "--resume; --model-name itself if there is none, or with --resume none",
     )
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
@@ -113,12 +113,6 @@ def _add_optimization(parser: argparse.ArgumentParser) -> None:
     )
     add("--epochs", type=int, default=2, help="passes over the training set")
     add("--max-steps", type=int, default=0, help="train just so many steps (0: --epochs decides)")
-    add(
-        "--optimizer",
-        choices=["adamw", PAGED],
-        default="adamw",
-        help="paged: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU; --fsdp 1",
-    )
     add("--lr", type=float, default=3e-4, help="peak learning rate")
     add(
         "--lr-schedule",
@@ -133,7 +127,9 @@ def _add_optimization(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of weights, data order and dropout")
 
 
-def _add_sharding(parser: argparse.ArgumentParser) -> None:
+def _add_sharding(
+    parser: argparse.ArgumentParser, strategies: list[str], precisions: list[str]
+) -> None:
     add = parser.add_argument_group("sharding").add_argument
     add(
         "--fsdp",
@@ -141,12 +137,12 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
         choices=[1, 2],
         help="1: FullyShardedDataParallel, 2: fully_shard (default: 1)",
     )
-    add("--strategy", choices=STRATEGIES, default="full_shard", help="what is sharded")
+    add("--strategy", choices=strategies, default="full_shard", help="what is sharded")
     add("--shard-group-size", type=int, default=0, help="hybrid_shard's (0: the ranks of a node)")
     add("--cpu-offload", **OFF, help="keep parameters, gradients and optimizer state on the CPU")
     add(
         "--precision",
-        choices=["auto", *PRECISIONS],
+        choices=["auto", *precisions],
         default="auto",
         help="auto: bf16 where the GPU has it, else fp32; what is trained stays fp32",
     )
@@ -154,175 +150,125 @@ def _add_sharding(parser: argparse.ArgumentParser) -> None:
     add("--compile", **OFF, help="torch.compile of each block; on a CPU with a C++ compiler")
 
 
-def fill_samples(args: Namespace, train: int, val: int) -> None:
-    """What --num-train-samples and --num-val-samples are where the user has said nothing."""
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """Declare --optimizer, for a script that has AdamW paged, too."""
+    parser.add_argument_group("optimizer").add_argument(
+        "--optimizer",
+        choices=["adamw", PAGED],
+        default="adamw",
+        help="paged: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU; --fsdp 1",
+    )
+
+
+def check_optimizer(args: Namespace) -> list[str]:
+    """List what is wrong with --optimizer, a sentence each."""
+    if args.optimizer != PAGED:
+        return []
+    if ranks.accelerator() is None or args.cpu_offload:
+        ranks.say(f"--optimizer {PAGED} pages nothing on a CPU")
+    problems = []
+    if not Path(__file__).with_name("paged_adamw.py").is_file():
+        problems.append(f"--optimizer {PAGED} needs runtime/paged_adamw.py, which is not here")
+    if args.fsdp == 2:
+        problems.append(f"--optimizer {PAGED} needs --fsdp 1: bitsandbytes takes no DTensors")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        problems.append(f"--optimizer {PAGED} needs bitsandbytes: {INSTALL}")
+    return problems
+
+
+def samples(args: Namespace, train: int, val: int) -> dict[str, int]:
+    """Resolve --num-train-samples and --num-val-samples: these, where the user has said nothing."""
+    found = {}
     if args.num_train_samples is None:
-        args.num_train_samples = train
+        found["num_train_samples"] = train
     if args.num_val_samples is None:
-        args.num_val_samples = val
+        found["num_val_samples"] = val
+    return found
 
 
 def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> list[str]:
-    """One sentence for each value below its lower limit, or not below its upper one."""
+    """List a sentence for each value below its lower limit, or not below its upper one."""
     problems = []
     for name, (low, high) in limits.items():
         value = getattr(args, name)
         if low <= value < high:
             continue
         flag = f"--{name.replace('_', '-')}"
-        bounds = "above 0" if low == TINY else f"at least {low}"
+        bounds = "above 0" if low == LEAST else f"at least {low}"
         if high < ANY:
             bounds += f" and below {high:,}"
         problems.append(f"{flag} {value} is out of range: it must be {bounds}")
     return problems
 
 
-TINY = 1e-12  # the lower limit of what must be above 0
+LEAST = 1e-12  # the lower limit of what must be above 0
 ANY = 2**31  # an upper limit that no user meets
 LIMITS = {
     **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
     **dict.fromkeys(("log_every", "keep_checkpoints"), (1, ANY)),
     **dict.fromkeys(("max_steps", "eval_every", "save_every", "profile", "seed"), (0, ANY)),
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
-    **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (TINY, 1_000_000)),
-    **dict.fromkeys(("max_shard_size", "timeout_minutes"), (TINY, 1_000_000)),
+    **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (LEAST, 1_000_000)),
+    **dict.fromkeys(("max_shard_size", "timeout_minutes"), (LEAST, 1_000_000)),
     "stall_minutes": (0, ANY),
     "warmup_ratio": (0, 1),
 }
 
 
-def common_problems(args: Namespace) -> list[str]:
-    """What is wrong with the values of `add_common`, a sentence each."""
+OPTIONAL = {  # flags, by the file of this folder that a copy may leave out
+    "track": "trackers.py",
+    "profile": "profiling.py",
+    "prepare_only": "rows/tokens.py",
+    "load_in_4bit": "nf4.py",
+}
+
+
+def check_arguments(args: Namespace) -> list[str]:
+    """List what is wrong with the flags of every script, a sentence each; policies has the rest."""
+    output = Path(args.output_dir)
+    is_model = output.is_dir() and output.resolve() == Path(args.model_name).expanduser().resolve()
     problems = out_of_range(args, LIMITS)
     if args.export_only + args.prepare_only + args.evaluate_only > 1:
         problems.append("--export-only, --prepare-only and --evaluate-only: give one of them")
-    gpus = ranks.device_count()
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    accumulates = args.gradient_accumulation_steps > 1
-    syncs_once = args.accumulate_no_sync and processes > 1
-    output = Path(args.output_dir)
     if output.is_file():
         problems.append(f"--output-dir {output} is a file: name a directory")
-    if output.is_dir() and output.resolve() == Path(args.model_name).expanduser().resolve():
+    if is_model:
         problems.append(f"--output-dir {output} is the model's own directory: name another")
-    if args.prepare_only:
-        return problems  # what follows is about training, and about GPUs
-    if 0 < gpus < local_size:
-        problems.append(f"--nproc_per_node {local_size} is above the {gpus} GPUs")
-    if args.cpu_offload:
-        problems += offload_problems(args, gpus, processes)
-    if args.fsdp == 2 and args.strategy in ("no_shard", "ddp"):
-        reason = ""
-        if getattr(args, "lora_rank", 0):
-            reason = " (adapters need it)"
-        problems.append(f"--fsdp 2 always shards{reason}: --strategy {args.strategy} is --fsdp 1's")
-    if args.optimizer == PAGED and args.fsdp == 2:
-        problems.append(f"--optimizer {PAGED} needs --fsdp 1: bitsandbytes takes no DTensors")
+    for name, file in OPTIONAL.items():
+        if getattr(args, name, False) and not (Path(__file__).parent / file).is_file():
+            problems.append(f"--{name.replace('_', '-')} needs runtime/{file}, which is not here")
     for name in args.track:
         if importlib.util.find_spec(name) is None:
             problems.append(f"--track {name} needs {name}: {INSTALL}")
-    if args.optimizer == PAGED and importlib.util.find_spec("bitsandbytes") is None:
-        problems.append(f"--optimizer {PAGED} needs bitsandbytes: {INSTALL}")
-    if args.compile and not gpus and not has_cpp_compiler():
-        problems.append("--compile on a CPU needs a C++ compiler: install g++, or name one in CXX")
-    # FSDP1 keeps a shard, or fp32, as the gradient of what is whole, or bf16, in the next forward
-    # pass. A new shape is traced there, and torch.compile does not take the two.
-    fsdp1 = args.strategy != "ddp" and args.fsdp != 2
-    if args.compile and accumulates and fsdp1 and not syncs_once:
-        problems.append(
-            "--compile accumulates gradients only with --fsdp 2, with --strategy ddp, or with "
-            "--accumulate-no-sync on two processes or more"
-        )
-    if args.accumulate_no_sync and args.strategy == "no_shard":
-        problems.append("--accumulate-no-sync cannot be used with no_shard")
-    if args.strategy == "hybrid_shard":
-        group = args.shard_group_size or local_size
-        if group <= 1 or processes % group:  # a group of 1 would never synchronise
-            problems.append(
-                "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
-                "processes"
-            )
     return problems
 
 
-def offload_problems(args: Namespace, gpus: int, processes: int) -> list[str]:
-    """Where --cpu-offload cannot be, or would train wrongly, a sentence each."""
-    if args.strategy == "ddp" or not gpus:
-        return ["--cpu-offload needs a GPU and a --strategy other than ddp"]
-    problems = []
-    if args.fsdp == 2 and args.precision == "fp16":
-        # The scaler looks for overflow in gradients on the CPU, and asks the other ranks there.
-        problems.append("--cpu-offload with --precision fp16 needs --fsdp 1")
-    if args.fsdp == 2:
-        return problems
-    trains = not (args.export_only or args.evaluate_only)
-    if (processes == 1 or args.strategy == "no_shard") and trains:
-        # FSDP1 then trains wrongly, on CUDA: https://github.com/pytorch/pytorch/issues/118245
-        problems.append(
-            "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards"
-        )
-    syncs_once = args.accumulate_no_sync and processes > 1
-    if args.gradient_accumulation_steps > 1 and not syncs_once:
-        problems.append(
-            "--cpu-offload accumulates gradients only with --fsdp 2, or with --accumulate-no-sync "
-            "on two processes or more"
-        )
-    return problems
+def resolved(args: Namespace, *rooms: ModuleType) -> tuple[Namespace, list[str]]:
+    """Return the arguments with values for what was left open, and a sentence for each mistake.
 
-
-def has_cpp_compiler() -> bool:
-    """Whether torch.compile finds the C++ compiler that it needs on a CPU, but not on a GPU."""
-    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
-
-    try:
-        get_cpp_compiler()
-    except (RuntimeError, OSError):
-        return False
-    return True
-
-
-def resolve_precision(precision: str) -> str:
-    """`auto` is bf16 where the GPU computes it natively, and fp32 elsewhere."""
-    if precision == "auto":
-        return "bf16" if ranks.has_bf16() else "fp32"
-    on_cpu = ranks.accelerator() is None
-    if precision == "fp16" and on_cpu and os.environ.get("RANK", "0") == "0":
-        print("--precision fp16 is slow on a CPU: use it for trials", flush=True)
-    return precision
+    Each of the `rooms` has `resolve_arguments`, which returns such values by name, and
+    `check_arguments`, which looks at the result.
+    """
+    for room in rooms:
+        args = Namespace(**vars(args) | room.resolve_arguments(args))
+    return args, [problem for room in rooms for problem in room.check_arguments(args)]
 
 
 def checked(args: Namespace, problems: list[str]) -> Namespace:
-    """The arguments with their precision and FSDP's version resolved.
+    """Return the arguments, or end with all that is wrong in one line.
 
-    Ends with all that is wrong in one line: the `problems` of the script's own flags, and those of
-    the common ones.
+    `problems` are those of the flags that are not declared here.
     """
-    problems = common_problems(args) + problems
+    problems = check_arguments(args) + problems
     if problems:
         ranks.exit_with("; ".join(problems))
-    args.precision = resolve_precision(args.precision)
-    args.fsdp = args.fsdp or 1
-    on_cpu = ranks.accelerator() is None or args.cpu_offload
-    if args.optimizer == PAGED and on_cpu and os.environ.get("RANK", "0") == "0":
-        print(f"--optimizer {PAGED} pages nothing on a CPU", flush=True)
     return args
 
 
 def without_training(args: Namespace) -> dict[str, Any]:
-    """The values that an evaluation depends on: all but those of the run and its optimization."""
+    """Return the values that an evaluation depends on: not the run's and the optimization's."""
     parser = argparse.ArgumentParser()
     _add_run(parser)
     _add_optimization(parser)
-    unused = vars(parser.parse_args([])).keys() - {"batch_size", "seed"}
+    unused = {"optimizer", *vars(parser.parse_args([]))} - {"batch_size", "seed"}
     return {name: value for name, value in vars(args).items() if name not in unused}
-
-
-def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
-    """Raise ValueError if a model of this configuration has fewer positions than `length`.
-
-    A configuration that names no number, such as one with relative positions, has no limit.
-    """
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and length > positions:
-        raise ValueError(f"{flag} {length} is above the model's {positions} positions")

@@ -1,5 +1,5 @@
-"""Attention for packed documents: flash-attn's kernel or torch's own, given to Transformers. On a
-machine without an accelerator torch's computes a document at a time.
+"""Attention for packed documents, given to Transformers: flash-attn's kernel or torch's own. On a
+machine without an accelerator scaled_dot_product_attention computes a document at a time.
 
 Names no model. A layer that asks for what a kernel does not compute is refused.
 """
@@ -34,11 +34,11 @@ HELP = "flash-attn's kernel, torch's own, or one with a mask; auto: the first th
 
 
 def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
-    """The attention kernel for packed documents that `name` (flash or varlen) means.
+    """Return the attention kernel for packed documents that `name` (flash or varlen) means.
 
     It takes queries, keys and values [positions, heads, head size] in bf16 or fp16 (on a CPU also
-    fp32) with fewer heads in the latter two (GQA), cumulative document lengths (int32), the largest
-    of the lengths and the scale. Its `origin` says whose it is, and of which version. Raises
+    fp32), the latter two maybe with fewer heads (GQA), cumulative document lengths (int32), the
+    largest of the lengths and the scale. Its attribute `origin` is its module and version. Raises
     ValueError with the reason if it cannot run here.
     """
     if name == "varlen" and ranks.accelerator() is None:
@@ -81,7 +81,7 @@ def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
 
 
 def flash_module() -> ModuleType:
-    """The newest module of flash-attn whose function for packed documents can be called here.
+    """Return the newest module of flash-attn whose function for packed documents runs here.
 
     Raises ValueError, with what each of those tried says, if there is none.
     """
@@ -97,7 +97,7 @@ def flash_module() -> ModuleType:
         try:
             module = importlib.import_module(name)
             known = inspect.signature(module.flash_attn_varlen_func).parameters
-        except Exception as error:  # any, of a package built for another torch or driver
+        except Exception as error:  # of any type, if it was built for another torch or driver
             reason, *_ = str(error).splitlines() or [type(error).__name__]
             said.append(f"{name}: {reason}")
             continue
@@ -112,7 +112,7 @@ def flash_module() -> ModuleType:
 
 
 def version_of(module: ModuleType) -> str:
-    """A module's version: what it says itself, or else what pip knows of it."""
+    """Return a module's version: its own `__version__`, or else that of its package."""
     if hasattr(module, "__version__"):
         return module.__version__
     package = module.__name__.partition(".")[0]
@@ -123,7 +123,7 @@ def version_of(module: ModuleType) -> str:
 def per_document(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """What the kernels compute, on a CPU: there is no mask over the whole pack."""
+    """Compute on a CPU what the kernels do, a document at a time, without a mask over the pack."""
     outputs = []
     lengths = ends.diff().tolist()
     for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
@@ -138,25 +138,26 @@ def per_document(
 per_document.origin = "scaled_dot_product_attention, a document at a time"
 
 
-def check_arguments(args: Namespace, precision: str) -> list[str]:
-    """A sentence if --attention names a kernel that cannot run here."""
+def check_arguments(args: Namespace) -> list[str]:
+    """List a sentence if --attention names a kernel that cannot run here."""
     if args.attention in ("flash", "varlen") and not args.prepare_only:
         try:
-            varlen_kernel(args.attention, precision)
+            varlen_kernel(args.attention, args.precision)
         except ValueError as error:
             return [str(error)]
     return []
 
 
 def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str:
-    """The first that runs here and computes what a `model_class` of `config` asks for."""
+    """Return the first attention that runs here and computes what a `model_class` of `config` asks
+    for."""
     if not model_class._supports_sdpa:
         return "eager"
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
     has_window = window is not None and window < args.max_seq_length
-    # A compiled graph would break at a CPU's documents, which are there one by one.
+    # A compiled graph would break in `per_document`, the varlen kernel of a CPU.
     breaks = args.compile and ranks.accelerator() is None
     has_more = has_window or _has_chunks(args, config) or _dropout(config)
     if has_more or breaks or not model_class._supports_attention_backend:
@@ -169,7 +170,7 @@ def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTr
 
 
 def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
-    """Give Transformers an attention called "packed", with no mask: `cu_seq_lens` says it all.
+    """Give Transformers an attention called "packed", with `cu_seq_lens` in place of a mask.
 
     The cumulative lengths, and the longest of the lengths, are made once a batch, by `collate`, and
     reach every layer as keywords. A layer that asks for what the kernel does not compute raises
@@ -182,7 +183,7 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
         scaling: float, cu_seq_lens: Tensor | None = None, longest_document: int = 0,
         sliding_window: int | None = None, is_causal: bool | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """From [batch, heads, length, head size] to [batch, length, heads, head size]."""
+        """Take [batch, heads, length, head size], return [batch, length, heads, head size]."""
         if cu_seq_lens is None:
             raise ValueError(
                 f"--attention flash and varlen need cu_seq_lens, which {type(module).__name__} is "
@@ -217,14 +218,15 @@ def _dropout(config: PretrainedConfig) -> float:
 
 
 def _has_chunks(args: Namespace, config: PretrainedConfig) -> bool:
-    """Whether sequences may be longer than the chunks in which Llama 4's layers attend."""
+    """Tell whether sequences may be longer than the chunks in which Llama 4's layers attend."""
     chunk = getattr(config, "attention_chunk_size", None)
     return chunk is not None and chunk < args.max_seq_length
 
 
-def _check(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
-    """Raise ValueError if a `model_class` of `config` cannot use --attention, or not rightly."""
-    name = args.attention
+def _require(
+    name: str, args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]
+) -> None:
+    """Raise ValueError if a `model_class` of `config` cannot use attention `name` rightly."""
     if name == "sdpa" and not model_class._supports_sdpa:
         raise ValueError(f"--attention sdpa: {model_class.__name__} has none, use eager")
     if name in ("flash", "varlen"):
@@ -250,21 +252,23 @@ def _check(args: Namespace, config: PretrainedConfig, model_class: type[PreTrain
         )
 
 
-def choose(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
-    """Have a `model_class` of `config` use --attention; raises ValueError if it cannot.
+def set_attention(
+    args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]
+) -> str:
+    """Have a `model_class` of `config` use --attention, and return whose kernel that is.
 
-    `args.attention` is not auto then, and `args.attention_kernel` says whose kernel it is: the
-    run's record names what runs.
+    Raises ValueError if it cannot.
     """
     if args.prepare_only:
-        return  # nothing is computed
-    if args.attention == "auto":
-        args.attention = automatic(args, config, model_class)
-    _check(args, config, model_class)
-    name = args.attention_kernel = args.attention
+        return "none"  # nothing is computed
+    name = args.attention
+    if name == "auto":
+        name = automatic(args, config, model_class)
+    _require(name, args, config, model_class)
     config._attn_implementation = name
-    if name in ("flash", "varlen"):
-        kernel = varlen_kernel(name, args.precision)
-        args.attention_kernel = f"{name} ({kernel.origin})"
-        register(kernel, args.max_seq_length)
-        config._attn_implementation = "packed"
+    if name not in ("flash", "varlen"):
+        return name
+    kernel = varlen_kernel(name, args.precision)
+    register(kernel, args.max_seq_length)
+    config._attn_implementation = "packed"
+    return f"{name} ({kernel.origin})"

@@ -1,4 +1,4 @@
-"""The order of samples, the loaders, and the steps of an epoch.
+"""The order of samples, cut into global batches, and what brings a batch to the device.
 
 Sample order is a function of the seed, the epoch and the global batch, and of the lengths where
 batches are grouped by length. It does not depend on the number of ranks.
@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .checkpoints import TrainState
 from .ranks import accelerator
-from .readers import Rows
+
+Batch = dict[str, Tensor | int]  # as a script's `collate` makes it
 
 
 class GlobalBatchSampler:
-    """A batch sampler for a DataLoader: this rank's micro-batches of each global batch.
+    """The batch sampler of a DataLoader: this rank's micro-batches of each global batch.
 
     The epoch's permutation is cut into global batches, one per optimizer step. Each is dealt out to
     the ranks in turn, then cut into micro-batches. No sample is dropped or repeated: some
@@ -57,7 +56,7 @@ class GlobalBatchSampler:
         self.consumed = 0
 
     def steps(self) -> Iterator[list[int]]:
-        """The samples, of all ranks, in each remaining step of the epoch."""
+        """Yield the samples, of all ranks, of each remaining step of the epoch."""
         if self.seed is None:
             order = torch.arange(self.num_samples, dtype=torch.int32)
         else:
@@ -93,11 +92,10 @@ class GlobalBatchSampler:
                 yield mine[start : start + self.batch_size]
 
 
-def train_loader(
-    args: Namespace, dataset: Any, collate: Callable, lengths: list[int] | None = None
-) -> DataLoader:
-    """The loader of this rank's micro-batches of `dataset`, which has len() and [i]. The rows of a
-    `datasets.Dataset` reach `collate` as NumPy arrays, see `Rows`.
+def train_sampler(
+    args: Namespace, dataset: Any, lengths: list[int] | None = None
+) -> GlobalBatchSampler:
+    """Return the order in which `dataset`, which has len(), is trained on; `lengths` group it.
 
     Raises ValueError if it has fewer samples than there are processes.
     """
@@ -106,63 +104,33 @@ def train_loader(
             f"there are {len(dataset)} training samples, fewer than the {dist.get_world_size()} "
             "processes: use fewer processes, or more data"
         )
-    sampler = GlobalBatchSampler(
+    return GlobalBatchSampler(
         len(dataset), args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
     )
-    return _loader(dataset, sampler, collate)
 
 
 def val_loader(args: Namespace, dataset: Any, collate: Callable) -> DataLoader:
-    """The same for validation: in the order of the data set, a micro-batch at a time."""
+    """Return this rank's batches of a validation set, in its order."""
     sampler = GlobalBatchSampler(len(dataset), args.batch_size, 1, seed=None)
-    return _loader(dataset, sampler, collate)
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        pin_memory=accelerator() is not None,
+        generator=torch.Generator(),  # or each pass would draw from dropout's
+    )
 
 
-def first(loader: DataLoader, samples: int | None) -> Iterator[dict[str, Tensor | int]]:
-    """The batches of this rank that hold the first `samples` of all ranks; None: all of them."""
+def first(loader: DataLoader, samples: int | None) -> Iterator[Batch]:
+    """Return this rank's batches that hold the first `samples` of all ranks; None: all of them."""
     count = None
     if samples is not None:
         count = math.ceil(samples / loader.batch_sampler.global_batch)
     return itertools.islice(loader, count)
 
 
-def _loader(dataset: Any, sampler: GlobalBatchSampler, collate: Callable) -> DataLoader:
-    if isinstance(dataset, Dataset):
-        dataset = Rows(dataset)
-    return DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        pin_memory=accelerator() is not None,
-        generator=torch.Generator(),  # or each epoch would draw from dropout's
-    )
-
-
-def steps(
-    loader: DataLoader, state: TrainState
-) -> Iterator[tuple[Iterator[dict[str, Tensor]], list[int]]]:
-    """Each remaining step of the run: this rank's micro-batches, and the samples of all ranks.
-
-    Begins where `state` is. The caller advances `state.step` and `state.consumed` in each step. A
-    data set whose samples differ between epochs has a method `set_epoch`.
-    """
-    sampler = loader.batch_sampler
-    while state.step < state.total_steps:
-        sampler.epoch = state.epoch
-        sampler.consumed = state.consumed
-        if hasattr(loader.dataset, "set_epoch"):
-            loader.dataset.set_epoch(state.epoch)
-        micro_batches = iter(loader)
-        for samples in sampler.steps():
-            yield itertools.islice(micro_batches, sampler.accumulation), samples
-            if state.step == state.total_steps:
-                return
-        state.epoch += 1
-        state.consumed = 0
-
-
-def to_device(batch: dict[str, Tensor | int], device: torch.device) -> dict[str, Tensor | int]:
-    """The batch with its tensors on `device`, copied while the host goes on."""
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch with its tensors on `device`, copied while the host goes on."""
     found = dict(batch)
     for name, value in batch.items():
         if isinstance(value, Tensor):

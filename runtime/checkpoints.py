@@ -1,4 +1,4 @@
-"""What is trained, and its checkpoints: save, check, load, prune.
+"""Checkpoints: save, check, load, prune.
 
 A checkpoint is a directory `step-00000200`, complete or absent: shards written by
 `torch.distributed.checkpoint`, or one file, and train_state.json with the counters, and size and
@@ -19,7 +19,6 @@ import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -28,6 +27,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, Metadata
 from torch.distributed.checkpoint import state_dict as dcp_state
@@ -37,62 +37,36 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
-from tqdm import tqdm
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+)
 
-from . import adapters, hf_weights, identities
+from . import identities, models, ranks, trained
 from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
+from .state import TrainState
 
 FULL = "full.pt"  # --checkpoint-type full
 STEP, BEST, DAMAGED = r"step-\d{8,}", r"best-\d{8,}", r"damaged-step-\d{8,}"  # names of ours
-COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "identity")
-
-
-@dataclass
-class TrainState:
-    """What is trained and saved: one object, the same in every script."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LambdaLR
-    scaler: torch.amp.GradScaler
-    device: torch.device
-    total_steps: int
-    identity: dict[str, Any]  # what must not differ between a run and its continuation
-    flops_per_token: float | None = None  # None: not known
-    step: int = 0  # optimizer steps done
-    epoch: int = 0
-    consumed: int = 0  # samples of this epoch, of all ranks
-    tokens: int = 0  # of all steps and ranks, without padding
-    best_loss: float = float("inf")
-    best_step: int = 0
-    validation_due: bool = False  # a stop came before the validation of this step was done
-
-    def optimizer_step(self, good: torch.Tensor) -> None:
-        """Step the optimizer and the schedule. If `good`, a bool [] that is the same on all ranks,
-        is false, no weight, moment or count of steps changes; fp16's scaler decides by itself."""
-        if self.scaler.is_enabled():
-            self._scaled_step()
-        else:
-            # As fp16's scaler says it to the fused optimizer, whose kernel then does nothing. The
-            # host does not wait for it, unless the optimizer runs on the host.
-            place = self.optimizer.param_groups[0]["params"][0].device
-            self.optimizer.found_inf = good.logical_not().float().to(place)
-            self.optimizer.step()
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-
-    def _scaled_step(self) -> None:
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        overflowed = self.scaler.get_scale() < scale
-        if not overflowed:
-            self.scheduler.step()
+FORMAT = 1  # of a checkpoint; another one is refused
+COUNTERS = (
+    "step", "epoch", "consumed", "tokens", "best_loss", "best_step", "validation_due", "identity",
+)  # fmt: skip
 
 
 class SaveError(OSError):
     """Two saves in a row failed, or the last one, or the export."""
+
+
+@contextlib.contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Tell an error in writing `path` as one of a save."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise SaveError(f"{path} could not be written, is the disk full? ({error})") from None
 
 
 class Saver:
@@ -134,6 +108,7 @@ class Saver:
         # Under one key for all ranks only rank 0's would be kept.
         rng = {str(dist.get_rank()): _random_states()}
         tensors = {"model": model, "optimizer": optimizer, "rng": rng}
+        tensors |= _other_tensors(state)
         path = self.directory / f"step-{state.step:08d}"
         best = best_path(self.directory.parent, state)
 
@@ -193,8 +168,7 @@ class Saver:
             self.saved_step = -1
             if self.failures > 1:
                 raise SaveError(f"{error}, the second time in a row") from None
-            if dist.get_rank() == 0:
-                tqdm.write(f"{error}: the next save tries again")
+            ranks.say(f"{error}: the next save tries again")
 
 
 class _HostCopies:
@@ -216,7 +190,9 @@ class _HostCopies:
         """Return `tensors` with a copy of each that training would change."""
         state = self.state
         moments = [x for values in state.optimizer.state.values() for x in values.values()]
-        live = {_storage(x) for x in (*state.model.parameters(), *state.model.buffers(), *moments)}
+        others, _ = tree_flatten(_other_tensors(state))
+        lasting = (*state.model.parameters(), *state.model.buffers(), *moments, *others)
+        live = {_storage(x) for x in lasting}
 
         def changes(value: Any) -> bool:
             is_tensor = isinstance(value, torch.Tensor)
@@ -234,14 +210,14 @@ class _HostCopies:
 
 
 def _storage(value: Any) -> int:
-    """Where a tensor's memory begins, or a DTensor's of this rank; 0 of what has none."""
+    """Return the address of a tensor's memory, of a DTensor this rank's; 0 of other values."""
     if isinstance(value, DTensor):
         value = value.to_local()
     return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else 0
 
 
 def best_path(output: Path, state: TrainState) -> Path:
-    """Where `Saver.save_best` put the weights of the best step."""
+    """Return the path at which `Saver.save_best` put the weights of the best step."""
     return output / "checkpoints" / f"best-{state.best_step:08d}"
 
 
@@ -274,6 +250,21 @@ def held_step(path: Path) -> int | None:
         return _read_description(path)["step"]
     except (OSError, ValueError):
         return None
+
+
+def check_format(path: Path) -> None:
+    """Raise ValueError if a checkpoint is whole, but of another format; rank 0 alone."""
+    try:
+        saved = json.loads((path / "train_state.json").read_text())
+    except (OSError, ValueError):  # damaged
+        return
+    if isinstance(saved, dict) and saved.get("format") != FORMAT:
+        crc = saved.pop("crc", None)
+        if crc in (None, json_sum(saved)):
+            raise ValueError(
+                f"{path} has format {saved.get('format')}, and this version reads {FORMAT}: go on "
+                "with the version that wrote it, or give another --output-dir"
+            )
 
 
 def _read_description(path: Path) -> dict[str, Any]:
@@ -389,7 +380,7 @@ def _make_full(directory: Path) -> dict[str, list[int]]:
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    """What this rank's generators of random numbers are at, as tensors, which need no pickle."""
+    """Return the states of this rank's random generators as tensors, which need no pickle."""
     _, words, gauss = random.getstate()
     _, keys, *position, cached = numpy.random.get_state()
     states = {
@@ -415,12 +406,12 @@ def _restore_random_states(states: dict[str, torch.Tensor]) -> None:
 
 
 def _describe(state: TrainState) -> dict[str, Any]:
-    """What train_state.json holds besides the files' sums."""
-    saved = {name: getattr(state, name) for name in COUNTERS}
+    """Return what train_state.json holds besides the files' sums."""
+    saved = {"format": FORMAT} | {name: getattr(state, name) for name in COUNTERS}
+    saved["others"] = sorted(state.others)
     saved["schedule"] = state.scheduler.last_epoch
     saved["lr"] = state.scheduler.get_last_lr()[0]  # of the next step
     saved["scaler"] = state.scaler.state_dict()
-    saved["validation_due"] = state.validation_due
     saved["world_size"] = dist.get_world_size()
     return saved
 
@@ -446,12 +437,12 @@ def check_files(path: Path) -> None:
 
 
 def json_sum(saved: dict[str, Any]) -> int:
-    """CRC-32 of what train_state.json holds besides it."""
+    """Return the CRC-32 of what train_state.json holds besides it."""
     return zlib.crc32(json.dumps(saved, sort_keys=True).encode())
 
 
 def file_sum(path: Path) -> list[int]:
-    """Size in bytes and CRC-32 of a file: `dcp.load` accepts altered bytes silently."""
+    """Return a file's size in bytes and CRC-32: `dcp.load` accepts altered bytes silently."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -460,27 +451,33 @@ def file_sum(path: Path) -> list[int]:
 
 
 def _options(model: nn.Module) -> dcp_state.StateDictOptions:
-    """FSDP1 copies what it puts into a state dict. The copies go to the host one by one: on the
-    GPU they would take as much again as the model and its optimizer. FSDP2 and DDP copy nothing."""
+    """Return the options of the state dicts that are saved.
+
+    FSDP1 copies what it puts into one. The copies go to the host one by one: on the GPU they would
+    take as much again as the model and its optimizer. FSDP2 and DDP copy nothing.
+    """
     return dcp_state.StateDictOptions(
-        cpu_offload=isinstance(model, FSDP), strict=not adapters.has_adapters(model)
+        cpu_offload=isinstance(model, FSDP), strict=not trained.of(model).is_part
     )
 
 
 def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds of a model's state dict: all weights, tied ones once, or adapters."""
+    """Return what a checkpoint holds of a model's state dict; tied weights are there once."""
     tied = _tied_names(model)
-    once = {name: tensor for name, tensor in state_dict.items() if name not in tied}
-    return adapters.saved_part(model, once)
+    part = trained.of(model)
+    return {
+        name: tensor
+        for name, tensor in state_dict.items()
+        if name not in tied and part.is_saved(name)
+    }
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tied weights, each with the first one."""
-    inner = model if isinstance(model, FSDPModule) else model.module
+    """Return the further names of tied weights, each with the first one."""
     first: dict[nn.Parameter, str] = {}
     further = {}
-    for name, parameter in inner.named_parameters(remove_duplicate=False):
-        name = hf_weights.plain_name(name)
+    for name, parameter in models.unwrapped(model).named_parameters(remove_duplicate=False):
+        name = models.plain_name(name)
         if parameter in first:
             further[name] = first[parameter]
         else:
@@ -490,7 +487,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _shards(path: Path) -> Iterator[Path]:
-    """The directory that `dcp.load` reads; rank 0 makes one of a full checkpoint for the while."""
+    """Yield the directory that `dcp.load` reads; of a full checkpoint rank 0 makes one for it."""
     if not (path / FULL).is_file():
         yield path
         return
@@ -565,14 +562,64 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _read_random_states(shards: Path) -> dict[str, torch.Tensor]:
-    """This rank's `_random_states`; {} of a checkpoint of an older version, which pickled them."""
+    """Return this rank's `_random_states`."""
     rank = str(dist.get_rank())
     there = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
     states = {key: value for key, value in _random_states().items() if f"rng.{rank}.{key}" in there}
-    if states:
-        tensors = {"rng": {rank: states}}
-        dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    tensors = {"rng": {rank: states}}
+    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
     return states
+
+
+def _other_tensors(state: TrainState) -> dict[str, Any]:
+    """Return the tensors of what a script trains besides, and its numbers as tensors.
+
+    Numbers and DTensors have one name for all ranks; plain tensors are each rank's own.
+    """
+    if not state.others:
+        return {}
+    shared, own = {}, {}
+    for name, other in state.others.items():
+        for path, value in tree_flatten_with_path(other.state_dict())[0]:
+            key = f"{name}{keystr(path)}"
+            if isinstance(value, DTensor):
+                shared[key] = value
+            elif isinstance(value, torch.Tensor):
+                own[key] = value
+            elif isinstance(value, int | float):
+                dtype = torch.float64 if isinstance(value, float) else torch.int64
+                shared[key] = torch.tensor(value, dtype=dtype)
+    return {"others": shared, "others of ranks": {str(dist.get_rank()): own}}
+
+
+def _read_others(shards: Path, state: TrainState, saved: dict[str, Any]) -> None:
+    """Restore what a script trains besides; what is no tensor or number stays as it is.
+
+    Raises ValueError if the checkpoint has something else, or of another number of ranks.
+    """
+    if sorted(state.others) != saved["others"]:
+        names = ", ".join(saved["others"]) or "nothing"
+        raise ValueError(f"run.restore: the checkpoint holds {names} besides the model, not "
+                         f"{', '.join(sorted(state.others)) or 'nothing'}")  # fmt: skip
+    if not state.others:
+        return
+    tensors = _other_tensors(state)
+    own = tensors["others of ranks"][str(dist.get_rank())]
+    if own and saved["world_size"] != dist.get_world_size():
+        raise ValueError(
+            f"run.restore: {', '.join(sorted(state.others))} is each rank's own, saved by "
+            f"{saved['world_size']} processes: go on with as many"
+        )
+    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    loaded = tensors["others"] | tensors["others of ranks"][str(dist.get_rank())]
+    for name, other in state.others.items():
+        leaves, structure = tree_flatten_with_path(other.state_dict())
+        values = []
+        for path, value in leaves:
+            found = loaded.get(f"{name}{keystr(path)}", value)
+            is_number = isinstance(value, int | float) and isinstance(found, torch.Tensor)
+            values.append(type(value)(found.item()) if is_number else found)
+        other.load_state_dict(tree_unflatten(values, structure))
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -591,38 +638,36 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     """
     saved = json.loads((path / "train_state.json").read_text())
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    identities.check(path, state.identity, args)
+    identities.compare_saved(path, state.identity, args)
     random_states = {}
     with _shards(path) as shards:
         _read_weights(shards, state.model)
         _read_optimizer(shards, state.model, state.optimizer)
+        _read_others(shards, state, saved)
         if saved["world_size"] == world_size:
             random_states = _read_random_states(shards)
-    state.scheduler.last_epoch = saved["schedule"] - 1
-    state.scheduler.step()
+    while state.scheduler.last_epoch < saved["schedule"]:  # any schedule, with this run's flags
+        state.scheduler.step()
     lr = state.scheduler.get_last_lr()[0]
-    planned = saved.get("lr", lr)  # older checkpoints do not know it
-    if rank == 0 and not math.isclose(lr, planned):
-        print(f"the learning rate goes on at {lr:.3g}, not at {planned:.3g} as planned before: "
-              "--lr, the schedule or the number of steps have changed")  # fmt: skip
+    if not math.isclose(lr, saved["lr"]):
+        ranks.say(
+            f"the learning rate goes on at {lr:.3g}, not at {saved['lr']:.3g} as planned before: "
+            "--lr, the schedule or the number of steps have changed"
+        )
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
         setattr(state, name, saved[name])
-    state.validation_due = saved.get("validation_due", False)  # older checkpoints do not know it
     try:
         on_every_rank(check_files, best_path(Path(args.output_dir), state))
     except ValueError as error:
-        if state.best_step and rank == 0:
-            print(f"{error}: the best weights so far are lost")
+        if state.best_step:
+            ranks.say(f"{error}: the best weights so far are lost")
         state.best_loss, state.best_step = float("inf"), 0
     # Last: what stands above may draw random numbers.
     if random_states:
         _restore_random_states(random_states)
         return
     set_seed(args.seed + state.step * world_size + rank)
-    if rank == 0 and saved["world_size"] == world_size:
-        print(f"an older version saved {path.name}: dropout reseeded")
-    elif rank == 0:
-        there = saved["world_size"]
-        print(f"{there} processes saved this, {world_size} go on: dropout reseeded")
+    there = saved["world_size"]
+    ranks.say(f"{there} processes saved this, {world_size} go on: dropout reseeded")

@@ -1,4 +1,4 @@
-"""Is there room for what a run will leave? Asked before anything is trained."""
+"""Refuses a run for whose checkpoints and models the disk has no room, before it trains."""
 
 import shutil
 from argparse import Namespace
@@ -10,12 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from . import adapters, ranks
-from .checkpoints import TrainState
-from .hf_weights import EXPORT_DTYPES
+from . import ranks, trained
+from .state import TrainState
 
 
-def check(state: TrainState, args: Namespace) -> None:
+def require(state: TrainState, args: Namespace) -> None:
     """Raise ValueError, on all ranks, if --output-dir is on a disk too full for this run.
 
     A checkpoint has the trained parameters and AdamW's two moments, 12 bytes for each in fp32;
@@ -23,19 +22,17 @@ def check(state: TrainState, args: Namespace) -> None:
     that is made one file. Then there are the best weights, best/ and final/. What an earlier run
     left there makes way.
     """
-    trained, whole = count_parameters(state.model)
+    trainable, whole = count_parameters(state.model)
     checkpoints = args.keep_checkpoints + 1
     if args.checkpoint_type == "full":
         checkpoints += 1
-    exported = EXPORT_DTYPES[args.export_dtype].itemsize * whole
-    if adapters.has_adapters(state.model) and not args.merge:
-        exported = 4 * trained
-    needed = 12 * trained * checkpoints + 2 * 4 * trained + 2 * exported
+    exported = trained.of(state.model).exported_bytes(args, trainable, whole)
+    needed = 12 * trainable * checkpoints + 2 * 4 * trainable + 2 * exported
     ranks.on_rank_zero(_compare, needed, Path(args.output_dir), checkpoints)
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """How many parameters of a wrapped model are trained, and how many it has; all ranks."""
+    """Count the parameters of a wrapped model that are trained, and all of them; all ranks."""
     in_4bit = {}
     for module in model.modules():
         if hasattr(module, "quantize"):
@@ -52,7 +49,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def _compare(needed: int, directory: Path, checkpoints: int) -> None:
-    """Rank 0 alone."""
+    """Raise ValueError if there is less room than `needed`; rank 0 alone."""
     places = [*directory.glob("checkpoints/*"), directory / "best", directory / "final"]
     there = sum(file.stat().st_size for place in places for file in place.rglob("*"))
     free = shutil.disk_usage(directory).free + there

@@ -1,6 +1,6 @@
-"""What must not differ between a run and its continuation: model, data, global batch and seed.
+"""The identity of a run, which its continuation must share: model, data, global batch and seed.
 
-A checkpoint holds it as a dict, what it is by what it is called.
+A checkpoint holds it as {name: value}.
 """
 
 import json
@@ -20,11 +20,11 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import adapters, arguments, events, ranks, readers
+from . import arguments, metrics, models, ranks, trained
+from .rows import readers
 
-GROUPING = "grouping by length"
 IRRELEVANT = {  # to model and data
-    "attention", "attention_kernel", "num_beams", "rouge_samples", "eval_split",
+    "attention", "optimizer", "num_beams", "rouge_samples", "eval_split",
 }  # fmt: skip
 OF_FILES = {  # in a configuration: what it says of its files
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -44,26 +44,23 @@ def began(checkpoint: Path | None, finished: Path | None) -> str:
     if checkpoint is not None:
         saved = json.loads((checkpoint / "train_state.json").read_text())
     elif finished is not None:
-        saved = events.last_start(finished)
+        saved = metrics.last_start(finished)
     return saved.get("identity", {}).get("began", date.today().isoformat())
 
 
 def of_model(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
-    """What tells this script's model from others, by names, shapes and configuration; all ranks
-    call it before wrapping. Raises ValueError if the nodes have other configurations."""
+    """Return what tells this script's model from others, by names, shapes and configuration.
+
+    All ranks call it before wrapping. Raises ValueError if the nodes have other configurations.
+    """
     named = []
     for name, parameter in model.named_parameters():
-        shape = getattr(parameter, "whole_shape", parameter.shape)  # of what is in 4 bits
-        named.append((name, list(shape)))
+        named.append((name, list(models.whole_shape(parameter))))
     config = described(model)
     if any(other != config for _, other in _on_all_nodes(config)):
         raise ValueError(f"--model-name {args.model_name}: the nodes have another config.json each")
     identity = {"script": script, "model": checksum([*named, config])}
-    if getattr(args, "lora_rank", 0) and not adapters.has_adapters(model):
-        raise ValueError("--lora-rank: load_model has added no adapters to this model")
-    if adapters.has_adapters(model):
-        identity |= adapters.identity(args, model)
-    return identity
+    return identity | trained.of(model).identity(args, model)
 
 
 def described(model: nn.Module) -> list[tuple[str, Any]]:
@@ -86,15 +83,13 @@ def of_data(
     _compare_ranks(sums)
     if loader is None:
         return {}
-    found = {
+    return {
         "data": checksum([sums[name] for name in sets]),
         "global batch": loader.batch_sampler.global_batch,
         "seed": args.seed,
         "began": args.began,
+        "--group-by-length": loader.batch_sampler.lengths is not None,
     }
-    if loader.batch_sampler.lengths is not None:
-        found[GROUPING] = "of halves of an epoch"
-    return found
 
 
 def _names(args: Namespace) -> str:
@@ -112,8 +107,8 @@ def sum_of(dataset: Any, name: str) -> list[Any]:
     rows = getattr(dataset, "dataset", None)
     if isinstance(rows, Dataset):
         crc = readers.content_sum(rows, crc)
-    elif stride > 1 and dist.get_rank() == 0:
-        print(
+    elif stride > 1:
+        ranks.say(
             f"{name}: known by {len(samples)} of {len(dataset):,} samples; a change between them "
             "is not seen when the run goes on"
         )
@@ -153,7 +148,7 @@ def _compare_ranks(sums: dict[str, list[Any]]) -> None:
 
 
 def as_lists(sample: Any) -> Any:
-    """A sample with lists in place of arrays."""
+    """Return a sample with lists in place of arrays."""
     if isinstance(sample, dict):
         return {name: as_lists(value) for name, value in sample.items()}
     if isinstance(sample, list | tuple):
@@ -164,11 +159,11 @@ def as_lists(sample: Any) -> Any:
 
 
 def checksum(items: list[Any]) -> str:
-    """Their number and the CRC-32 of what they print as: tells data, or shapes, from others."""
+    """Return the number of items and the CRC-32 of what they print as."""
     return f"{len(items)} items, crc {zlib.crc32(repr(items).encode()):08x}"
 
 
-def check(path: Path, here: dict[str, Any], args: Namespace) -> None:
+def compare_saved(path: Path, here: dict[str, Any], args: Namespace) -> None:
     """Raise ValueError with all that differs between the run that wrote `path` and this one."""
     saved = json.loads((path / "train_state.json").read_text())["identity"]
     compare(f"{path} was saved by a run", saved, here, path.parent.parent, args)
@@ -181,7 +176,8 @@ def compare(
     `directory`, had, and the one `here`."""
     differing = [name for name in here if here[name] != saved.get(name)]
     if not differing:
-        _say_other_name(directory, args)
+        if "adapters" not in here:  # whose frozen weights are those of --model-name
+            _say_other_name(directory, args)
         return
     if "script" in differing:
         differing = ["script"]  # from which all else follows
@@ -192,8 +188,6 @@ def compare(
         flags = [flag for flag in flags if flag.startswith("--model-name ")]
     if flags and {"model", "data"} & set(differing):
         remedy = f"give what it had of {', '.join(flags)}, or another --output-dir"
-    if GROUPING in differing:
-        remedy = "go on with the version of the script that wrote it, or give another --output-dir"
     if differing == ["global batch"]:
         per_rank, rest = divmod(saved["global batch"], dist.get_world_size())
         batch = math.gcd(per_rank, 8)
@@ -205,21 +199,21 @@ def compare(
 
 def _say_other_name(directory: Path, args: Namespace) -> None:
     """Say, on rank 0, that another --model-name changes nothing but the name."""
-    before = events.last_start(directory)["arguments"].get("model_name", args.model_name)
-    if before != args.model_name and not getattr(args, "lora_rank", 0) and dist.get_rank() == 0:
-        print(
+    before = metrics.last_start(directory)["arguments"].get("model_name", args.model_name)
+    if before != args.model_name:
+        ranks.say(
             f"the run began with --model-name {before}, not {args.model_name}: the weights are "
             "those of its checkpoint"
         )
 
 
 def _changed_flags(directory: Path, args: Namespace) -> list[str]:
-    """The flags of model and data that had other values when the run in `directory` last started,
-    each with that value and the one in `args`."""
+    """List the flags of model and data that had other values when the run in `directory` last
+    started, each with that value and the one in `args`."""
     parser = ArgumentParser()
-    arguments.add_common(parser)
+    arguments.add_common(parser, [], [])
     common = vars(parser.parse_args([])).keys()
-    before = events.last_start(directory)["arguments"]
+    before = metrics.last_start(directory)["arguments"]
     found = []
     for name, value in vars(args).items():
         if name not in common | IRRELEVANT and before.get(name, value) != value:

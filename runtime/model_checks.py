@@ -1,19 +1,15 @@
-"""Checks of a model before it trains: its loss is its own, and it sees only what it should; and
-what a token costs."""
+"""Checks of a model before it trains: its loss is its own, and it sees only what it should."""
 
 import contextlib
-import copy
 import re
 from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig, PreTrainedModel
 
-from . import adapters, arguments
+from . import ranks
 from .batches import to_device
 from .ranks import true_on_any
 
@@ -22,39 +18,6 @@ SWITCHED_OFF = {  # ends of names in a config
     "rescale_every": "a validation would leave weights divided, in checkpoints and exports too",
 }
 TINY_LIMIT = 50_000_000  # parameters that --model-name tiny may have
-
-
-def flops_per_token(model: nn.Module, length: float) -> float | None:
-    """FLOP that a token costs in a forward and a backward pass, in a document of `length` tokens.
-
-    They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N parameters stand in matrix
-    products, the head's among them, L layers have heads of d in all, and T is the length, masked or
-    not. Recomputed activations do not count, nor do adapters. Frozen weights below adapters are
-    4 N: they have no gradients. Both terms are read off two forward passes of a copy of the
-    unwrapped Transformers `model` on meta: a pass over n tokens costs a n + b n^2. None where the
-    model looks at values in its forward pass, for on meta there are none.
-    """
-    config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"  # other kernels are not counted, or do not run on meta
-    with torch.device("meta"):
-        twin = type(model)(config)
-
-    def cost(tokens: int) -> int:
-        ids = torch.empty(1, tokens, dtype=torch.int64, device="meta")
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            twin(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
-        return counter.get_total_flops()
-
-    try:
-        short, long = cost(8), cost(16)
-    except RuntimeError:
-        return None
-    quadratic = (long - 2 * short) / (2 * 8**2)
-    linear = (short - quadratic * 8**2) / 8
-    passes = 3
-    if adapters.has_adapters(model):
-        passes = 2
-    return passes * linear + 3 * quadratic * length
 
 
 def logit_scale_and_cap(config: PretrainedConfig) -> tuple[float, float | None]:
@@ -76,13 +39,12 @@ def fit_config(
     """
     for name in lengths:
         flag = f"--{name.replace('_', '-')}"
-        arguments.check_length(flag, getattr(args, name), config)
+        check_length(flag, getattr(args, name), config)
     for name, value in config.to_dict().items():
         for end, reason in SWITCHED_OFF.items():
             if name.endswith(end) and value:
                 setattr(config, name, type(value)(0))
-                if dist.get_rank() == 0:
-                    print(f"{name} is 0 here, not the model's {value}: {reason}", flush=True)
+                ranks.say(f"{name} is 0 here, not the model's {value}: {reason}")
     _say_longrope(config, max((getattr(args, name) for name in lengths), default=0))
     if getattr(config, "attention_type", None) == "block_sparse":
         raise ValueError(
@@ -100,15 +62,24 @@ def fit_config(
         )
 
 
+def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
+    """Raise ValueError if a model of this configuration has fewer positions than `length`.
+
+    A configuration that names no number, such as one with relative positions, has no limit.
+    """
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise ValueError(f"{flag} {length} is above the model's {positions} positions")
+
+
 def _say_longrope(config: PretrainedConfig, length: int) -> None:
     """Print, on rank 0, that documents of one batch do not leave each other alone, if so."""
     rope = getattr(config, "rope_parameters", None) or {}
     limit = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "longrope" and limit and length > limit and dist.get_rank() == 0:
-        print(
+    if rope.get("rope_type") == "longrope" and limit and length > limit:
+        ranks.say(
             f"a text above {limit} tokens has Transformers scale the positions of its whole batch, "
-            f"of shorter texts too: up to {limit} each is trained on as it is alone",
-            flush=True,
+            f"of shorter texts too: up to {limit} each is trained on as it is alone"
         )
 
 
@@ -182,7 +153,7 @@ def check_decoder(
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Around forward passes that are not part of the training: without torch.compile, and with the
+    """Surround forward passes that are no part of the training: without torch.compile, and with the
     random states restored."""
     devices = [] if device.type == "cpu" else [device.index]
     with (

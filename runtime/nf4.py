@@ -1,7 +1,7 @@
 """Linear layers whose frozen weight is held in 4 bits; importing this needs bitsandbytes.
 
 The format is NF4 with double quantisation (Dettmers et al. 2023, QLoRA): 4 bits for a weight, 8 for
-the largest of 64 weights, and 32 for every 256 of those.
+the scale of 64 weights, the largest of them, and 32 for every 256 scales.
 """
 
 import torch
@@ -13,17 +13,17 @@ BLOCK = 64  # weights that share a scale
 
 
 class Linear4bit(nn.Linear):
-    """Takes the place of a linear layer. The weight is bytes, [weights / 2, 1], for FSDP2 to shard.
+    """A linear layer whose weight is bytes, [weights / 2, 1], for FSDP2 to shard.
 
-    They are on meta until `set_packed`, or a loader, puts there what `quantize` makes. The scales
-    stay whole on every rank, 1/64 of a byte for each weight.
+    They are on meta until `set_packed`, or a loader, replaces them by those of `quantize`. The
+    scales stay whole on every rank, 1/64 of a byte for each weight.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         width, outputs = linear.in_features, linear.out_features
         super().__init__(width, outputs, bias=False, device="meta")
         self.bias = linear.bias
-        self.dtype = dtype  # that it computes in
+        self.dtype = dtype  # of the computation
         self.storage = torch.uint8
         if torch.__version__ < "2.13":
             # FSDP2 would cast uint8 to its param_dtype, so the bytes are stored as that dtype.
@@ -38,7 +38,7 @@ class Linear4bit(nn.Linear):
         self.weight.whole_shape = (self.out_features, self.in_features)
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """What `self.weight` must hold for the whole `weight`, floats of [outputs, width].
+        """Return the bytes that `self.weight` must hold for `weight`, floats of [outputs, width].
 
         Quantise whole tensors: the second quantisation takes the mean of all scales.
         """
@@ -53,6 +53,6 @@ class Linear4bit(nn.Linear):
         return packed
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """As nn.Linear's."""
+        """Compute what nn.Linear does, with the weight dequantised."""
         packed = self.weight.view(torch.uint8)
         return matmul_4bit(inputs, packed, quant_state=self.quant_state, bias=self.bias)

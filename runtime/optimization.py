@@ -1,18 +1,12 @@
-"""Parameter groups, the learning-rate schedule, and the check that a step was good."""
+"""AdamW's parameter groups, and the learning rate by step."""
 
 import math
-import os
 from argparse import Namespace
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch import nn
 
-from . import ranks
-from .checkpoints import TrainState
-from .hf_weights import WRAPPERS
+from .models import WRAPPERS
 
 
 def note_decay(model: nn.Module) -> None:
@@ -31,7 +25,10 @@ def note_decay(model: nn.Module) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """AdamW's groups of what is trained, with and without weight decay, as `note_decay` found."""
+    """Return groups of the trained parameters for an optimizer, with and without weight decay.
+
+    `note_decay` has found which are which, before wrapping.
+    """
     inner = next(module for module in model.modules() if hasattr(module, "decayed"))
     decayed, others = [], []
     for name, parameter in inner.named_parameters():
@@ -47,22 +44,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     ]
 
 
-def new_optimizer(args: Namespace, groups: list[dict]) -> Optimizer:
-    """AdamW, of PyTorch, or of bitsandbytes where --optimizer asks for it."""
-    if args.cpu_offload and os.environ.get("OMP_NUM_THREADS") == "1":  # so torchrun sets it
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=args.lr, fused=True)
-    from .paged_adamw import PagedAdamW
-
-    return PagedAdamW(groups, lr=args.lr)
-
-
-def lr_schedule(
-    args: Namespace, optimizer: Optimizer, total_steps: int, epoch_steps: int
-) -> LambdaLR:
-    """The learning rate by optimizer step: a warm-up, then the shape of --lr-schedule."""
+def learning_rate(args: Namespace, total_steps: int, epoch_steps: int) -> Callable[[int], float]:
+    """Return the factor of --lr by optimizer step: a warm-up, then the shape of --lr-schedule."""
     warmup = math.ceil(args.warmup_ratio * total_steps)
 
     def factor(step: int) -> float:
@@ -77,60 +60,4 @@ def lr_schedule(
             return (1 + math.cos(math.pi * progress)) / 2
         return 1.0
 
-    return LambdaLR(optimizer, factor)
-
-
-class HostCopy:
-    """Numbers of the device, on their way to the host."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=True)  # which is in pinned memory
-        self._arrived = None
-        if numbers.device.type != "cpu":
-            self._arrived = torch.Event(numbers.device)
-            self._arrived.record()
-
-    def read(self) -> list[Any]:
-        """Wait for the numbers, but not for what the device has been given to do since."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._numbers.tolist()
-
-
-class StepCheck:
-    """A step that is under way on the device, to be checked when the host can know how it went.
-
-    Such a step changes nothing if it is bad, see `TrainState.optimizer_step`.
-    """
-
-    def __init__(
-        self, state: TrainState, samples: list[int], counts: HostCopy, loss: Tensor,
-        grad_norm: Tensor,
-    ):  # fmt: skip
-        self.state = state
-        self.step = state.step + 1
-        self.samples = samples  # of all ranks
-        self.counts = counts  # of all ranks; the first is that of target tokens
-        self.numbers = HostCopy(torch.stack([loss, grad_norm.to(loss)]))  # this rank's share, all's
-
-    def check(self) -> None:
-        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
-
-        fp16 may overflow: then the scale was halved. If it is below 1, the run ends too.
-        """
-        if self.counts.read()[0] == 0:
-            ranks.exit_with(f"step {self.step} has no target tokens, in samples {self.samples}")
-        loss, grad_norm = self.numbers.read()
-        if math.isfinite(grad_norm):
-            return
-        reason = ""
-        scaler = self.state.scaler
-        if scaler.is_enabled():
-            if scaler.get_scale() >= 1:
-                return
-            reason = ", and the loss scale of fp16 would fall below 1"
-        where = ranks.ranks_where(not math.isfinite(loss)) or "none"
-        ranks.exit_with(
-            f"step {self.step}: gradient norm {grad_norm}, loss not finite on ranks {where}, "
-            f"samples {self.samples}{reason}"
-        )
+    return factor

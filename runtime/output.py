@@ -1,4 +1,4 @@
-"""OUTPUT_DIR: who holds it, what an earlier run has left there, and the status of this one."""
+"""OUTPUT_DIR: its lock, the checkpoints that an earlier start has left there, and its status."""
 
 import contextlib
 import json
@@ -8,19 +8,20 @@ import shutil
 import socket
 import threading
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from . import checkpoints, ranks
-from .events import last_start, read_events
+from .metrics import last_start, read_events, replace_text
 
 LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
 
 
 def pid_namespace() -> str:
-    """What tells a machine since its start, and on it a container, in which a pid is one process.
+    """Return a name for a machine's start, and a container on it, in which a pid is one process.
 
     Containers may have one host name, and each a process of the same number.
     """
@@ -63,7 +64,7 @@ class Lock:
             self.release()
 
     def is_held(self) -> bool:
-        """Whether this run holds the lock; rank 0 alone."""
+        """Return whether this run holds the lock; rank 0 alone."""
         return self.heart is not None and not self.left.is_set()
 
     def release(self) -> None:
@@ -78,7 +79,7 @@ class Lock:
         return json.dumps(self.mine | {"heartbeat": time.time()})
 
     def _holder(self) -> tuple[dict[str, Any], tuple[str, int]]:
-        """Who holds the lock, and the file's text and time, which change with each heartbeat."""
+        """Return the lock's holder, and its text and time, which change with each heartbeat."""
         text = self.path.read_text(errors="replace")
         holder = None
         with contextlib.suppress(ValueError):  # torn, or not ours
@@ -116,7 +117,7 @@ class Lock:
             time.sleep(0.2)
 
     def _create(self) -> bool:
-        """Whether the lock was free, and is taken now."""
+        """Take the lock if it is free; return whether it was."""
         try:
             with self.path.open("x") as file:
                 try:
@@ -229,11 +230,13 @@ def _find_checkpoints(directory: Path) -> list[Path]:
         if not found:
             raise ValueError(f"there is no checkpoint but {text}")
         print(f"left alone: {text}", flush=True)
+    for path in found:
+        checkpoints.check_format(path)
     return found[::-1]
 
 
 def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list[Path]:
-    """Those that --resume may mean, of the ones `found` in `directory`, the newest first."""
+    """Return those that --resume may mean, of the ones `found` in `directory`, newest first."""
     newest = found[0] if found else None
     if resume == "none" and newest:
         raise ValueError(f"--resume none would start over {newest}: give another --output-dir")
@@ -256,6 +259,7 @@ def _given_checkpoint(resume: str) -> Path:
     path = Path(resume).resolve()
     if not (re.fullmatch(checkpoints.STEP, path.name) and path.is_dir()):
         raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
+    checkpoints.check_format(path)
     return path
 
 
@@ -272,33 +276,42 @@ def _set_aside(path: Path, error: ValueError, is_last: bool) -> None:
     path.rename(aside)
 
 
-def find_evaluated(directory: Path, resume: str, model_name: str) -> Path | None:
-    """The checkpoint that --evaluate-only means; None: the model itself. All ranks.
+def find_evaluated(directory: Path, args: Namespace) -> Path | None:
+    """Return the checkpoint that --evaluate-only means; None: the model itself. All ranks.
 
-    Nothing in the output directory changes: a damaged checkpoint raises ValueError, and stays.
+    It is that of --resume, else the newest in `directory`, unless that is the run of another
+    --model-name: this is refused. Nothing in the directory changes: a damaged checkpoint raises
+    ValueError, and stays.
     """
-    path = ranks.on_rank_zero(_choose_evaluated, directory, resume, model_name)
+    path = ranks.on_rank_zero(_choose_evaluated, directory, args)
     if path is not None:
         ranks.on_every_rank(_check_visible, path)
         ranks.on_every_rank(checkpoints.check_files, path)
     return path
 
 
-def _choose_evaluated(directory: Path, resume: str, model_name: str) -> Path | None:
-    """Of --resume, else the newest, unless --model-name is a directory that the run in `directory`
-    did not begin with, such as its final/; rank 0 alone."""
-    if resume == "none":
+def _choose_evaluated(directory: Path, args: Namespace) -> Path | None:
+    if args.resume == "none":
         return None
-    if resume != "auto":
-        return _given_checkpoint(resume)
+    if args.resume != "auto":
+        return _given_checkpoint(args.resume)
     newest = next(iter(_find_checkpoints(directory)), None)
-    if newest is None or not Path(model_name).is_dir():
-        return newest
-    start = last_start(directory)
-    if "model_name" not in start["arguments"]:
-        raise ValueError(f"--evaluate-only: say --resume {newest}, or --resume none for the model")
-    began_with = Path(start.get("directory", ""), start["arguments"]["model_name"])
-    return newest if began_with.resolve() == Path(model_name).resolve() else None
+    if newest is not None:
+        start = last_start(directory)
+        here = _resolved(Path.cwd(), args.model_name)
+        trained = start["arguments"].get("model_name", args.model_name)
+        if _resolved(Path(start.get("directory", "")), trained) != here:
+            raise ValueError(
+                f"--model-name {args.model_name} is not {trained}, which the run in {directory} "
+                "trains: --resume none evaluates it"
+            )
+    return newest
+
+
+def _resolved(place: Path, name: str) -> str:
+    """Return the name of a model, or the whole path of its directory, given from `place`."""
+    path = place / name
+    return str(path.resolve()) if path.is_dir() else name
 
 
 def write_status(directory: Path, word: str, began: int) -> None:
@@ -320,22 +333,6 @@ def write_status(directory: Path, word: str, began: int) -> None:
         file.truncate()
 
 
-def truncate_metrics(directory: Path, step: int, without_val: bool = False) -> None:
-    """Drop the lines of metrics.jsonl after `step` (0: all), and what is no event; rank 0 alone.
-
-    `without_val` drops the validation of that step too, which is made again.
-    """
-    events, others = read_events(directory)
-    if step and others:
-        print(f"{directory / 'metrics.jsonl'}: {others} lines that are no events are left out")
-    kept = []
-    for line, values in events:
-        is_again = without_val and (values["event"], values["step"]) == ("val", step)
-        if step and values["step"] <= step and not is_again:
-            kept.append(line)
-    replace_text(directory / "metrics.jsonl", "".join(kept))
-
-
 def write_evaluation(
     directory: Path, found: dict[str, Any], triples: list[tuple[str, str, str]] | None
 ) -> None:
@@ -347,10 +344,3 @@ def write_evaluation(
             lines.append(json.dumps(line) + "\n")
         replace_text(directory / "predictions.jsonl", "".join(lines))
     replace_text(directory / "evaluation.json", json.dumps(found, indent=1) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file that is complete or as before, never half; rank 0 alone."""
-    temporary = path.with_name(f"tmp-{path.name}")
-    temporary.write_text(text)
-    temporary.replace(path)

@@ -1,7 +1,7 @@
 """AdamW whose moments the GPU pages out to the CPU; importing this needs bitsandbytes.
 
-They stand in CUDA's unified memory, as in QLoRA (Dettmers et al. 2023). On a CPU they are ordinary
-tensors.
+The moments are in CUDA's unified memory, as in QLoRA (Dettmers et al. 2023). On a CPU they are
+ordinary tensors.
 """
 
 import warnings
@@ -16,27 +16,21 @@ NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and PyTor
 
 
 class PagedAdamW(PagedAdamW32bit):
-    """bitsandbytes', with the state dicts of PyTorch's AdamW, which FSDP can shard.
+    """bitsandbytes' PagedAdamW32bit with the state dicts of PyTorch's AdamW, which FSDP can shard.
 
-    So a checkpoint of one goes on with the other. bitsandbytes' own have numbers of steps that are
-    no tensors, and moments that FSDP takes for settings.
+    So a checkpoint of one goes on with the other. bitsandbytes' own state dicts have numbers of
+    steps that are no tensors, and moments that FSDP takes for settings.
     """
 
-    found_inf: Tensor | bool = False  # whether the next step does nothing, as of a fused AdamW
-
-    def step(self, closure: None = None) -> None:
-        """A step, unless `found_inf`, at which the host looks here."""
-        if not self.found_inf:
-            super().step(closure)
-
     def update_step(self, group: dict, parameter: Tensor, *place: int) -> None:
-        """A rank may have nothing of a parameter: a CUDA kernel of no blocks ends the process."""
+        """Update a parameter, unless this rank has nothing of it: a CUDA kernel of no blocks would
+        end the process."""
         if parameter.numel():
             super().update_step(group, parameter, *place)
 
     def state_dict(self) -> dict[str, Any]:
-        """As AdamW's: moments in fp32, shaped as this rank's part of the parameter and not copied,
-        and `step`, a scalar in fp32 on the CPU."""
+        """Return AdamW's state dict: moments in fp32, shaped as this rank's part of the parameter
+        and not copied, and `step`, a scalar in fp32 on the CPU."""
         whole = torch.optim.Optimizer.state_dict(self)
         state = {}
         for key, values in whole["state"].items():
@@ -52,7 +46,7 @@ class PagedAdamW(PagedAdamW32bit):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy AdamW's state into the moments, which are made if need be. Settings stay."""
+        """Copy AdamW's state into the moments, which are made if need be. Settings are kept."""
         for group_number, group in enumerate(self.param_groups):
             keys = state_dict["param_groups"][group_number]["params"]  # names, or numbers
             for number, parameter in enumerate(group["params"]):

@@ -1,4 +1,4 @@
-"""What --profile leaves in OUTPUT_DIR: one step's trace, and what filled a GPU that ran out."""
+"""Files that --profile leaves in OUTPUT_DIR: a step's trace, and what filled a GPU that ran out."""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from tqdm import tqdm
 
 @contextlib.contextmanager
 def trace(directory: Path, step: int) -> Iterator[None]:
-    """Around a step: rank 0 writes what its CPU and GPU did, and when."""
+    """Trace the step that is run inside: rank 0 writes what its CPU and GPU did, and when."""
     if dist.get_rank() != 0:
         yield
         return
-    with torch.profiler.profile() as profiler:  # of all devices that it knows; waits for them
+    with torch.profiler.profile() as profiler:  # traces all devices, and waits for them at the end
         yield
     path = directory / f"trace-step-{step}.json.gz"
     profiler.export_chrome_trace(str(path))
@@ -23,14 +23,14 @@ def trace(directory: Path, step: int) -> Iterator[None]:
 
 
 def record_memory(device: torch.device) -> None:
-    """Have the GPU's allocator remember, from now on, what is allocated by which line. The record
-    itself is in host memory, and of bounded length. C++ stacks would slow the whole run."""
+    """Have the GPU's allocator record, from now on, which line allocates what. The record is in
+    host memory, and of bounded length. It has no C++ stacks, which would slow the whole run."""
     if device.type == "cuda":
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
 
 
 def write_memory(directory: Path, error: BaseException | None) -> None:
-    """Write this rank's record, if the error is that its GPU's memory was not enough."""
+    """Write this rank's record of allocations, if the error is that the GPU ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         path = directory / f"memory-rank-{dist.get_rank()}.pickle"
         torch.cuda.memory._dump_snapshot(str(path))

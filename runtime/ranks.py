@@ -1,4 +1,4 @@
-"""Helpers for the processes of a run: work on all of them or on some, and ends that say why.
+"""Helpers for the processes of a run: work on all or some of them, and exits that say why.
 
 Imports nothing else of this repository. All ranks call a function together unless it says
 otherwise.
@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-GRACE_SECONDS = 20  # that a rank leaves to another to say what went wrong
-JOIN_SECONDS = 300.0  # that ranks have to reach each other, once all have come
+GRACE_SECONDS = 20  # in which another rank can say what went wrong
+JOIN_SECONDS = 300.0  # limit in which ranks must reach each other, once all have come
 APART = (
     "all ranks have come, but after {:.0f} s they have not reached each other: set "
     "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between the nodes (ip -br "
     "address lists them), as a host name may stand for 127.0.1.1"
 )
-LOST = (  # what gloo, the store and NCCL say of a peer that is gone
+LOST = (  # parts of the errors of gloo, the store and NCCL if a peer is gone
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection was likely closed",
@@ -39,13 +39,14 @@ LOST = (  # what gloo, the store and NCCL say of a peer that is gone
 
 _cpu_group: dist.ProcessGroup | None = None
 _join_store: dist.Store | None = None  # of several processes; a connection of its own
-_failure_store: dist.Store | None = None  # another one, which no call that waits holds up
-_joins = 0  # so many times all have come to `joining`
-_has_failed = False  # this rank, and it has told the others
+_failure_store: dist.Store | None = None  # another connection, which no waiting call blocks
+_joins = 0  # how often all have come to `joining`
+_has_failed = False  # this rank has failed, and has told the others
 
 
 def accelerator() -> str | None:
-    """The type of the accelerator that this machine's processes use, such as cuda; None on a CPU.
+    """Return the type of the accelerator that this machine's processes use, such as cuda; None on a
+    CPU.
 
     One without a process-group backend of its own, such as mps, is not used.
     """
@@ -58,14 +59,14 @@ def accelerator() -> str | None:
 
 
 def device_count() -> int:
-    """Number of accelerators that this process sees; 0 on a CPU."""
+    """Return the number of accelerators that this process sees; 0 on a CPU."""
     if accelerator() is None:
         return 0
     return torch.accelerator.device_count()
 
 
 def local_device() -> torch.device:
-    """This process's accelerator, which becomes the current one, or the CPU."""
+    """Return this process's accelerator, which becomes the current one, or the CPU."""
     kind = accelerator()
     if kind is None:
         return torch.device("cpu")
@@ -75,14 +76,14 @@ def local_device() -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """Such as NVIDIA H100 80GB HBM3, or cpu."""
+    """Return a device's name, such as NVIDIA H100 80GB HBM3, or cpu."""
     if device.type == "cpu":
         return "cpu"
     return torch.get_device_module(device).get_device_name()
 
 
 def has_bf16() -> bool:
-    """Whether an accelerator computes bf16 natively."""
+    """Tell whether there is an accelerator that computes bf16 natively."""
     kind = accelerator()
     if kind is None:
         return False
@@ -90,15 +91,22 @@ def has_bf16() -> bool:
 
 
 def set_seed(seed: int) -> None:
-    """Seed all that draws random numbers. Transformers' function does so too, but importing it
-    takes as long as all the rest of Transformers."""
+    """Seed Python's, NumPy's and PyTorch's random numbers. Transformers' function does so too, but
+    importing it takes as long as all the rest of Transformers."""
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)  # of every device
 
 
+def use_all_cores() -> None:
+    """Divide the cores among a node's processes; torchrun gives each of them one thread."""
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
 def join_cpu_group(timeout: timedelta) -> None:
-    """Make the group for objects and tensors in CPU memory; call it after `init_process_group`.
+    """Make the group for objects and tensors in CPU memory, after `init_process_group`.
 
     The default group has the backend of the device alone. With a mixed one (cpu:gloo,cuda:nccl)
     FSDP1 takes the optimizer's shards for CPU tensors (`_get_pg_default_device` answers cpu) and
@@ -111,17 +119,17 @@ def join_cpu_group(timeout: timedelta) -> None:
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """The group that `join_cpu_group` made; None is the default group."""
+    """Return the group that `join_cpu_group` made; None is the default group."""
     return _cpu_group
 
 
 def on_every_rank(
     function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    """Run `function` on each rank. All ranks return all results.
+    """Run `function` on each rank; all ranks return all results.
 
-    The first rank's OSError or ValueError is raised on all ranks. `group` is one for CPU tensors
-    (default: that of `cpu_group`).
+    The lowest failing rank's OSError or ValueError is raised on all ranks. `group` is one for CPU
+    tensors (default: that of `cpu_group`).
     """
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, _outcome(function, *args), group=group or cpu_group())
@@ -134,9 +142,9 @@ def on_every_rank(
 def on_rank_zero(
     function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None
 ) -> Any:
-    """Run `function` on rank 0 alone. All ranks return its result, or raise its error.
+    """Run `function` on rank 0 alone; all ranks return its result, or raise its error.
 
-    Rank 0 does not wait until all have it: it is passed on in log2 N turns.
+    Rank 0 does not wait until all have the result, which is passed on in log2 N turns.
     """
     outcomes: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -173,8 +181,8 @@ def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def gather_in_turn(mine: list[Any], count: int | None) -> list[Any]:
-    """The first `count` items of all ranks (None: all), in the order in which they were dealt out:
-    one to each in turn."""
+    """Return the first `count` items of all ranks (None: all), in the order in which they were
+    dealt out: one to each rank in turn."""
     world_size = dist.get_world_size()
     wanted = mine
     if count is not None:
@@ -185,25 +193,31 @@ def gather_in_turn(mine: list[Any], count: int | None) -> list[Any]:
     return [items[turn] for turn in range(rounds) for items in everyone if turn < len(items)]
 
 
+def say(text: str) -> None:
+    """Print a line on rank 0, above a progress bar."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        tqdm.write(text)
+
+
 def progress(items: Any, text: str) -> tqdm:
-    """`items` with a bar, on rank 0 and on a terminal; it goes when they are done."""
+    """Return `items` with a bar, on rank 0 and on a terminal; it goes when they are done."""
     return tqdm(items, desc=text, leave=False, disable=hide_bar())
 
 
 def hide_bar() -> bool | None:
-    """What tqdm takes as `disable`, for a bar on rank 0 alone."""
+    """Return tqdm's argument `disable`, for a bar on rank 0 alone."""
     if dist.get_rank() != 0:
         return True
     return None  # shown, but only on a terminal
 
 
 def connect(timeout: timedelta) -> dict[str, Any]:
-    """Store, rank and world size for `init_process_group`: torchrun's, or those of one process."""
+    """Return store, rank and world size for `init_process_group`: torchrun's, or of one process."""
     global _join_store, _failure_store
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        # When torchrun restarts its workers, the addresses of those before are still in the store.
+        # When torchrun restarts its workers, the addresses of the old ones are still in the store.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         _join_store = store.clone()
         _failure_store = store.clone()
@@ -213,7 +227,7 @@ def connect(timeout: timedelta) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Around `init_process_group`, which takes the store, rank and world size that this yields.
+    """Yield store, rank and world size to the `init_process_group` that is called inside.
 
     Afterwards joins the group of `cpu_group`. Both have the limit of `joining`.
     """
@@ -225,7 +239,7 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def joining(timeout: timedelta, limit: float = JOIN_SECONDS) -> Iterator[None]:
-    """Around the making of process groups: ends the process if they are not joined in `limit` s.
+    """End the process if the process groups made inside are not joined in `limit` seconds.
 
     Both gloo and NCCL wait in silence for a rank that they cannot reach, gloo for the group's
     time-out. A thread ends that wait with a sentence. `limit` counts from when all ranks have come,
@@ -256,7 +270,7 @@ def _end_apart(limit: float) -> NoReturn:
 
 
 def tell_failure() -> None:
-    """Tell the other ranks that this one ends with an error: torchrun will ask them to stop."""
+    """Tell the other ranks that this one ends with an error, after which torchrun stops them."""
     global _has_failed
     _has_failed = True
     if _failure_store is not None:
@@ -265,7 +279,7 @@ def tell_failure() -> None:
 
 
 def failure_told() -> bool:
-    """Whether a rank has told its failure. Any thread may call it."""
+    """Tell whether a rank has told its failure. Any thread may call it."""
     if _failure_store is not None:
         with contextlib.suppress(RuntimeError):
             return _failure_store.check(["failure"])
@@ -273,19 +287,19 @@ def failure_told() -> bool:
 
 
 def another_failed() -> bool:
-    """Whether a rank has told its failure, but not this one. Any thread may call it."""
+    """Tell whether another rank has told its failure, and not this one. Any thread may call it."""
     return not _has_failed and failure_told()
 
 
 def true_on_any(condition: bool) -> bool:
-    """Whether `condition` is true on any rank."""
+    """Tell whether `condition` is true on any rank."""
     count = torch.tensor(int(condition))
     dist.all_reduce(count, group=cpu_group())
     return count.item() > 0
 
 
 def ranks_where(condition: bool) -> list[int]:
-    """The ranks on which `condition` is true; one number of each rank is summed for it."""
+    """Return the ranks on which `condition` is true, by a sum of one number for each rank."""
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     flags[dist.get_rank()] = condition
     dist.all_reduce(flags, group=cpu_group())
@@ -293,17 +307,19 @@ def ranks_where(condition: bool) -> list[int]:
 
 
 def exit_with(error: object) -> NoReturn:
-    """End with exit code 1 and one sentence, said by rank 0. Any number of ranks may call it."""
+    """End this rank with exit code 1 and one sentence, which rank 0 says. Any number of ranks may
+    call it."""
     if int(os.environ.get("RANK", 0)) != 0:
         # Rank 0's end ends this rank too. If this rank alone is in trouble, it speaks in the end.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.suppress(ValueError):  # which another than the main thread gets
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE_SECONDS)
     say_error(error)
     raise SystemExit(1)
 
 
 def say_error(error: object) -> None:
-    """Print one sentence, which also ends torchrun's report of the failure, the last on the screen.
+    """Print one sentence, which torchrun's report of the failure, the last on screen, repeats.
 
     Any rank and any thread may call it.
     """
@@ -317,8 +333,8 @@ def say_error(error: object) -> None:
 
 
 def peer_is_lost(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone.
+    """Tell whether a collective failed because another rank is gone.
 
-    NCCL's other errors, such as of a full /dev/shm, have the same class: they are this rank's own.
+    NCCL's other errors, such as of a full /dev/shm, have the same class, but are this rank's own.
     """
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)

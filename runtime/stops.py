@@ -1,4 +1,4 @@
-"""Requests to stop a run: who makes them, and when they end it at once."""
+"""Requests to stop a run, by a signal or by the end of torchrun."""
 
 import os
 import select
@@ -18,35 +18,36 @@ UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
 
 class Stopped(Exception):
-    """A rank was asked to stop. Raised on all ranks, where nothing is half done."""
+    """A rank was asked to stop. All ranks raise it together, at a point where nothing is half
+    done."""
 
 
 class StopRequest:
-    """While entered, knows whether this process was asked to stop: by SIGTERM, SIGINT or SIGUSR1,
-    or by the end of its torchrun, which leaves its workers running when it is killed.
+    """A watch for requests to stop this process, while entered: SIGTERM, SIGINT, SIGUSR1, or the
+    end of its torchrun, which leaves its workers running when it is killed.
 
     While there is nothing to lose, as in the load and the export, a request ends the process at
-    once: `end` is called with what to say of it, and must not return. Otherwise the ranks agree to
-    stop where a step, or a batch of a validation, begins.
+    once: `end` is called with a message, and must not return. Otherwise the ranks agree to stop
+    where a step, or a batch of a validation, begins.
 
-    Python runs a signal's handler between bytecodes, so not in a rank that loads, compiles, or
-    waits in a collective for another that is gone. A thread that reads the wakeup descriptor can:
-    after SIGTERM in a step it ends the process, unless the step ends soon.
+    Python runs a signal's handler between bytecodes, so not while a rank loads, compiles, or waits
+    in a collective for another that is gone. A thread that reads the wakeup descriptor sees the
+    signal then, too: after SIGTERM in a step it ends the process, unless the step ends soon.
 
-    The thread also hears when another rank has told its failure, and ends this process `patience`
-    seconds later: the torchrun of another node may not ask it to stop.
+    The thread also sees when another rank has told its failure, and ends this process `patience`
+    seconds later, because the torchrun of another node may not ask it to stop.
     """
 
     def __init__(self, end: Callable[[str], None], patience: float = 60.0) -> None:
         self.end = end
         self.patience = patience
-        self.name = ""  # of what asked this process to stop
-        self.terminated = False  # by SIGTERM
+        self.name = ""  # what asked this process to stop, such as SIGTERM
+        self.terminated = False  # SIGTERM has come
         self.nothing_to_lose = True
-        self._lock = threading.Lock()  # of what stands above, and of the deadline
-        self._deadline = float("inf")  # of a step after SIGTERM
-        self._began: float | None = None  # the step under way
-        self._slowest = 0.0  # seconds of a step
+        self._lock = threading.Lock()  # guards the three above, and the deadline
+        self._deadline = float("inf")  # when a step must have ended after SIGTERM
+        self._began: float | None = None  # when the step under way did
+        self._slowest = 0.0  # seconds of the slowest step
         self._heard: float | None = None  # when another rank had told its failure
 
     def __enter__(self) -> "StopRequest":
@@ -109,14 +110,14 @@ class StopRequest:
             self._deadline = time.monotonic() + 5 + 2 * self._slowest
 
     def begin_step(self) -> bool:
-        """Whether this rank was asked to stop."""
+        """Note that a step begins; return whether this rank was asked to stop."""
         with self._lock:
             self._began = time.monotonic()
             self._set_deadline()
             return bool(self.name)
 
     def end_step(self) -> None:
-        """The step is over: a save or an export may take its time."""
+        """Note that the step is over: a save or an export has no deadline."""
         with self._lock:
             if self._began is not None:
                 self._slowest = max(self._slowest, time.monotonic() - self._began)
@@ -131,11 +132,12 @@ class StopRequest:
 
 
 def _ignore(*_: object) -> None:
-    """The thread sees the signal."""
+    """Do nothing: the thread sees the signal."""
 
 
 def _forget_in_child() -> None:
-    """Processes that `datasets` forks end on a signal as any do, and wake nobody else's thread."""
+    """Restore signals' defaults in processes that `datasets` forks, which must not wake the thread
+    of this one."""
     if signal.getsignal(signal.SIGTERM) is _ignore:
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
@@ -146,7 +148,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def kill_forked() -> None:
-    """Kill what tokenises for `datasets`: without this process it would wait for work for ever."""
+    """Kill the processes that tokenise for `datasets`: without this one they would wait for work
+    for ever."""
     multiprocess = sys.modules.get("multiprocess")
     if multiprocess is not None:
         for child in multiprocess.active_children():

@@ -1,6 +1,6 @@
-"""Tensors in safetensors files: where each stands, read whole or some rows at a time.
+"""Tensors in safetensors files: listed without reading them, then read whole or by rows.
 
-A tensor may be stacked of several in the files, such as a layer's experts.
+A model's tensor may be stacked of several in the files, such as a layer's experts.
 """
 
 import json
@@ -15,7 +15,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor stands in a directory's files, and what its header says."""
+    """The place of a tensor in a directory's files, and its header."""
 
     path: Path
     key: str
@@ -23,23 +23,23 @@ class StoredTensor(NamedTuple):
     dtype: str  # as safetensors calls it, such as F32
 
     def rows(self) -> int:
-        """Its size in the first dimension; 1 of a scalar."""
+        """Return the tensor's size in the first dimension; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     def under(self, directory: Path) -> "StoredTensor":
-        """The same tensor in the `directory` of another rank."""
+        """Return the same tensor in the `directory` of another rank."""
         return self._replace(path=directory / self.path.name)
 
     def parts(self) -> list["StoredTensor"]:
-        """The tensors in the files that it is made of: itself."""
+        """Return the tensors in the files that this one is made of: itself."""
         return [self]
 
     def read(self) -> torch.Tensor:
-        """All of it. On a CPU it may be a part of the mapped file."""
+        """Read the whole tensor, which may be a view of the mapped file."""
         return read(self.path, self.key)
 
     def read_rows(self, start: int, end: int) -> torch.Tensor:
-        """Some of its rows; the others are not read."""
+        """Read some rows of the tensor and no others; a scalar is one row."""
         with safe_open(self.path, framework="pt") as file:
             if not self.shape:
                 return file.get_tensor(self.key)[None]
@@ -49,41 +49,41 @@ class StoredTensor(NamedTuple):
 class StackedTensor(NamedTuple):
     """A tensor each of whose rows is made of tensors in the files, such as a layer's experts."""
 
-    converter: WeightConverter  # of Transformers: its operations stack them
+    converter: WeightConverter  # Transformers', whose operations stack the tensors
     sources: dict[str, list[StoredTensor]]  # by the converter's pattern, in the order of the rows
     shape: list[int]
 
     @property
     def key(self) -> str:
-        """The first of its keys in the files."""
+        """The first of the tensor's keys in the files."""
         return self.parts()[0].key
 
     @property
     def dtype(self) -> str:
-        """As safetensors calls it."""
+        """The dtype as safetensors calls it, such as F32."""
         return self.parts()[0].dtype
 
     def rows(self) -> int:
-        """Its size in the first dimension."""
+        """Return the tensor's size in the first dimension."""
         return self.shape[0]
 
     def under(self, directory: Path) -> "StackedTensor":
-        """The same tensor in the `directory` of another rank."""
+        """Return the same tensor in the `directory` of another rank."""
         there = {}
         for pattern, parts in self.sources.items():
             there[pattern] = [part.under(directory) for part in parts]
         return self._replace(sources=there)
 
     def parts(self) -> list[StoredTensor]:
-        """The tensors in the files that it is made of."""
+        """Return the tensors in the files that this one is made of."""
         return [part for parts in self.sources.values() for part in parts]
 
     def read(self) -> torch.Tensor:
-        """All of it, and beside it no more than a row at a time."""
+        """Read the whole tensor, holding beside it no more than a row at a time."""
         return self.read_rows(0, self.rows())
 
     def read_rows(self, start: int, end: int) -> torch.Tensor:
-        """Some of its rows, at least one; the tensors of the others are not read."""
+        """Read some rows of the tensor, at least one; the files' tensors of others are not read."""
         for number in range(start, end):
             tensors = {pattern: [parts[number].read()] for pattern, parts in self.sources.items()}
             row = _stack(self.converter, tensors)  # [1, ...]
@@ -97,7 +97,7 @@ Stored = StoredTensor | StackedTensor
 
 
 def _stack(converter: WeightConverter, tensors: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-    """The tensor that Transformers makes of `tensors`, which are listed by source pattern."""
+    """Return the tensor that Transformers makes of `tensors`, listed by source pattern."""
     for operation in converter.operations:
         tensors = operation.convert(
             tensors,
@@ -109,9 +109,9 @@ def _stack(converter: WeightConverter, tensors: dict[str, list[torch.Tensor]]) -
 
 
 def stacks_rows(converter: WeightConverter) -> bool:
-    """Whether row i is made of the i-th tensor of each pattern alone, so that it can be by itself.
+    """Tell whether row i needs the i-th tensor of each pattern alone, so that it can be made alone.
 
-    So Transformers stacks experts that are stored one by one, but for a few models.
+    Transformers stacks experts that are stored one by one in this way, but for a few models.
     """
     first, *others = converter.operations
     if not isinstance(first, MergeModulelist) or first.dim != 0:
@@ -125,7 +125,7 @@ def stacked_tensor(
     directory: Path,
     name: str,
 ) -> StackedTensor:
-    """The tensor `name`, of which only the shape is computed; raises ValueError if it has none."""
+    """Return the stacked tensor `name`, computing only its shape; ValueError if it has none."""
     metas = {}
     for pattern, parts in sources.items():
         metas[pattern] = [torch.empty(part.shape, device="meta") for part in parts]
@@ -140,7 +140,7 @@ def stacked_tensor(
 
 
 def headers(directory: Path) -> Iterator[StoredTensor]:
-    """Every tensor in a directory's safetensors files, unread; raises ValueError for a bad file."""
+    """Yield every tensor in a directory's safetensors files, unread; ValueError for a bad file."""
     names = {"model.safetensors"}
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -164,20 +164,21 @@ def headers(directory: Path) -> Iterator[StoredTensor]:
 
 
 def read(path: Path, key: str) -> torch.Tensor:
-    """One tensor; the file is opened each time, or its mapped pages would count as memory held."""
+    """Read one tensor; the file is opened each time, or its mapped pages would count as memory
+    held."""
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(key)
 
 
 def sum_of_files(files: dict[str, Stored]) -> str:
-    """A checksum of stored tensors: of all names, shapes and dtypes, and of a row of each."""
+    """Return a checksum of stored tensors: of names, shapes and dtypes, and of a row of each."""
     described = [(name, files[name].shape, files[name].dtype) for name in sorted(files)]
     rows = sum_of_rows(files[name] for name in sorted(files))
     return f"{zlib.crc32(repr(described).encode()):08x} {rows:08x}"
 
 
 def sum_of_rows(tensors: Iterable[Stored]) -> int:
-    """The CRC-32 of a row of each tensor."""
+    """Return the CRC-32 of the middle row of each tensor."""
     checksum = 0
     for stored in tensors:
         middle = stored.rows() // 2

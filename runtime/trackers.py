@@ -1,7 +1,7 @@
-"""Experiment trackers, which are sent the numbers of metrics.jsonl too; rank 0 alone has them.
+"""Experiment trackers, which also get the numbers of metrics.jsonl; only rank 0 has them.
 
-What they need is imported when a run asks for it. A tracker is no part of the training: one that
-fails is told of once, and left alone after that.
+Their packages are imported when a run asks for them. The training does not depend on a tracker: one
+that fails is named once, and not used after that.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ Send = Callable[[dict[str, float], int], None]  # numbers by name, and their ste
 
 
 class Trackers:
-    """Those of --track, while entered; a run that goes on at `step` does so in them, too."""
+    """The trackers of --track, open while entered; a run that continues at `step` does so in them,
+    too."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, step: int) -> None:
         self.args = args
@@ -51,7 +52,7 @@ class Trackers:
                 send(numbers, step)
 
     def run_id(self) -> str:
-        """One for all runs in this directory."""
+        """Return the id of all runs in this directory, which the first one makes."""
         path = self.directory / "id"
         if not path.exists():
             path.write_text(uuid.uuid4().hex[:8])
@@ -61,7 +62,7 @@ class Trackers:
     def _tolerant(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # whatever theirs may be: the training goes on
+        except Exception as error:  # of whatever type: the training goes on
             self.sends.pop(name, None)
             first_line = (str(error) or type(error).__name__).splitlines()[0]
             tqdm.write(f"--track {name} failed and is left out from here on: {first_line}")
@@ -71,7 +72,7 @@ class Trackers:
 def _tensorboard(trackers: Trackers) -> Iterator[Send]:
     from torch.utils.tensorboard import SummaryWriter
 
-    # What stands there of later steps is trained again.
+    # Later steps that are logged there already are trained again.
     writer = SummaryWriter(trackers.directory / "tensorboard", purge_step=trackers.step + 1)
     for name, value in vars(trackers.args).items():
         writer.add_text(f"arguments/{name}", str(value), trackers.step)

@@ -1,4 +1,4 @@
-"""Says where a rank is when it takes too long, so that the one that differs can be seen."""
+"""A watchdog that prints where a rank is when it takes too long, to see which rank differs."""
 
 import faulthandler
 import os
@@ -8,19 +8,19 @@ import time
 
 
 class Watchdog:
-    """While entered, prints this rank's phase and Python stacks, once, when a phase lasts too long.
+    """A thread that prints this rank's phase and Python stacks, once, if a phase lasts too long.
 
-    `minutes` is that limit (0: never).
+    It runs while entered; `minutes` is the limit of a phase (0: never).
     """
 
     def __init__(self, minutes: float) -> None:
         self.seconds = 60 * minutes
-        self.name: str | None = None  # of the phase that is watched
+        self.name: str | None = None  # the phase that is watched
         self.since = 0.0
         self._left = threading.Event()
 
     def phase(self, name: str | None) -> None:
-        """What begins now, such as "step 7"; None: what may take its time."""
+        """Begin a phase, such as "step 7"; None: one without a limit."""
         self.since = time.monotonic()
         self.name = name
 

@@ -37,7 +37,8 @@ def count(name: str, times: int, place: int) -> None:
 
 def step(script: object, args: object, device: torch.device) -> dict[str, float]:
     """Bytes held after backward and after the step, and bytes sent."""
-    model, _, _ = script.setup_model(args, device, pretrained=True)
+    model, _, init = script.load_model(args, device)
+    model = script.wrap_model(args, device, model, init)
     optimizer = torch.optim.AdamW(optimization.parameter_groups(model, 0.1))
     ids = torch.arange(16).reshape(2, 8)
     inputs = {"decoder_input_ids": ids} if script.__name__ == "T5_training" else {}

@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from killed import before_each_step
 
-from runtime import checkpoints, ranks, run
+from runtime import checkpoints, life, ranks
+from runtime.state import TrainState
 
 
 def limit(size: int) -> None:
@@ -32,10 +34,9 @@ def limit(size: int) -> None:
 if __name__ == "__main__":
     script, fault = importlib.import_module(sys.argv[1]), sys.argv[2]
     rank, step = int(sys.argv[3]), int(sys.argv[4])
-    train_step = script.train_step
 
-    def faulty_step(args, state, *others):
-        """Do harm where the real one would begin."""
+    def harm(state: TrainState) -> None:
+        """Do harm where the step begins."""
         here = int(os.environ.get("RANK", 0)) == rank
         if fault == "full" and state.step == step:
             limit(resource.RLIM_INFINITY)
@@ -58,9 +59,8 @@ if __name__ == "__main__":
                 limit(100_000)
             if fault == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(args, state, *others)
 
-    script.train_step = faulty_step
+    before_each_step(harm)
     write = checkpoints._write
 
     def slow_write(*args):
@@ -71,5 +71,5 @@ if __name__ == "__main__":
     if fault == "slow":
         checkpoints._write = slow_write
     if fault == "told":
-        run.StopRequest = functools.partial(run.StopRequest, patience=2.0)
-    run.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))
+        life.StopRequest = functools.partial(life.StopRequest, patience=2.0)
+    life.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))

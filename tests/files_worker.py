@@ -1,4 +1,4 @@
-"""Run under torchrun by test_hf_weights.py: persistent buffers and frozen parameters on ranks.
+"""Run under torchrun by test_hf_files.py: persistent buffers and frozen parameters on ranks.
 
 files_worker.py MODEL_DIRECTORY OUTPUT
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import ByT5Tokenizer, PegasusConfig, PegasusForConditionalGeneration
@@ -21,7 +22,8 @@ from transformers import initialization as init
 from transformers.models.pegasus.modeling_pegasus import PegasusDecoderLayer, PegasusEncoderLayer
 
 import policies
-from runtime import checkpoints, hf_weights
+from runtime import checkpoints, hf_export, hf_load, models
+from runtime.state import TrainState
 
 CPU = torch.device("cpu")
 EXPORT = Namespace(export_dtype="fp32", max_shard_size=2e-4)  # several files
@@ -52,22 +54,24 @@ class CountingPegasus(PegasusForConditionalGeneration):
             init.ones_(module.scale)
 
 
-def wrap(directory: Path, strategy: str, pretrained: bool) -> torch.nn.Module:
-    """The model in `directory`, or its allocated storage, under a strategy."""
+def wrap(directory: Path, strategy: str, checkpoint: Path | None = None) -> torch.nn.Module:
+    """Return the model in `directory` under a strategy, allocated only if a checkpoint fills it."""
     config = PegasusConfig.from_pretrained(directory)
-    model = hf_weights.meta_model(CountingPegasus, config, directory)
-    args = Namespace(fsdp=1, cpu_offload=False, precision="fp32", strategy=strategy)
+    model = hf_load.meta_model(CountingPegasus, config, directory)
+    args = Namespace(
+        fsdp=1, cpu_offload=False, precision="fp32", strategy=strategy, prepare_only=False
+    )
     if strategy == "fsdp2":
         args.fsdp, args.strategy = 2, "full_shard"
-    source = directory if pretrained else None
-    fill = hf_weights.WeightLoader(args, model, source, CPU).fill
+    fill = hf_load.WeightLoader(args, model, directory, CPU, checkpoint).fill
     blocks = (PegasusEncoderLayer, PegasusDecoderLayer)
     if strategy == "ddp":
-        hf_weights.materialize(model, fill)
+        hf_load.materialize(model, fill)
         return DDP(model)
     if strategy == "fsdp2":
-        model = policies.fully_shard_units(args, CPU, model, policies.wrap_policy(blocks))
-        hf_weights.materialize(model, fill)
+        for module in policies.fsdp2_units(model, policies.wrap_policy(blocks)):
+            fully_shard(module, **policies.fsdp2_options(args, CPU))
+        hf_load.materialize(model, fill)
         return model
     return FSDP(
         model,
@@ -79,22 +83,22 @@ def wrap(directory: Path, strategy: str, pretrained: bool) -> torch.nn.Module:
     )
 
 
-def train_state(model: torch.nn.Module) -> checkpoints.TrainState:
+def train_state(model: torch.nn.Module) -> TrainState:
     """A new optimizer and schedule for the model."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return checkpoints.TrainState(model, optimizer, schedule, scaler, CPU, 2, {})
+    return TrainState(model, optimizer, schedule, scaler, CPU, 2, {})
 
 
-def train(state: checkpoints.TrainState) -> None:
+def train(state: TrainState) -> None:
     """One step, which the model counts."""
     tokens = torch.arange(2, 34).view(2, 16)
     state.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     state.optimizer.step()
     state.optimizer.zero_grad()
     state.scheduler.step()
-    policies.unwrapped(state.model).counter.seen += 1
+    models.unwrapped(state.model).counter.seen += 1
     state.step += 1
 
 
@@ -104,22 +108,23 @@ def main() -> None:
     dist.init_process_group("gloo")
     for first, second in (("full_shard", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "full_shard")):
         path = output / first
-        state = train_state(wrap(directory, first, pretrained=True))
-        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "loaded", EXPORT)
+        state = train_state(wrap(directory, first))
+        hf_export.export_model(state.model, ByT5Tokenizer(), path / "loaded", EXPORT)
         train(state)
         checkpoints.Saver(path, state, keep=1, full=False).save()
-        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "saved", EXPORT)
+        hf_export.export_model(state.model, ByT5Tokenizer(), path / "saved", EXPORT)
         train(state)
-        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "trained", EXPORT)
-        state = train_state(wrap(directory, second, pretrained=False))
+        hf_export.export_model(state.model, ByT5Tokenizer(), path / "trained", EXPORT)
+        checkpoint = path / "checkpoints/step-00000001"
+        state = train_state(wrap(directory, second, checkpoint))
         checkpoints.load_checkpoint(
-            path / "checkpoints/step-00000001",
+            checkpoint,
             state,
             Namespace(seed=0, output_dir=path, model_name="made"),
         )
-        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
+        hf_export.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
         train(state)
-        hf_weights.export_model(state.model, ByT5Tokenizer(), path / "continued", EXPORT)
+        hf_export.export_model(state.model, ByT5Tokenizer(), path / "continued", EXPORT)
     dist.destroy_process_group()
 
 

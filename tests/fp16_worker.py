@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from ten_steps import local, strategy_flags
 
-from runtime import batches, checkpoints, ranks
+from benchmarks.driven import Driven
+from runtime import ranks
 from runtime.output import open_output
-from runtime.run import Run
 
 STRATEGIES = {  # what differs between them is the same in every script
     "T5_training": ("full_shard", "fsdp2"),
@@ -31,18 +31,17 @@ STRATEGIES = {  # what differs between them is the same in every script
 SCALE = 2.0**12  # the default, 2**16, overflows once in the first step of the Llama
 
 
-def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tuple[dict, tuple]:
-    """Losses of all the steps, and the loss scale after them; then state and loader."""
-    state, _, loader, _ = script.prepare(args, device, None)
-    if state.scaler.is_enabled():
-        state.scaler.load_state_dict(state.scaler.state_dict() | {"scale": SCALE})
+def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tuple[dict, Driven]:
+    """Losses of all the steps, and the loss scale after them; then the training."""
+    driven = Driven(script, args, device)
+    scaler = driven.state.scaler
+    if scaler.is_enabled():
+        scaler.load_state_dict(scaler.state_dict() | {"scale": SCALE})
     losses = []
-    run = Run(args, device, script.__name__)
-    for micro_batches, samples in batches.steps(loader, state):
-        loss, _ = script.train_step(args, state, list(micro_batches), samples, run)
+    for loss, _ in driven.all():
         dist.all_reduce(loss)
         losses.append(loss.item())
-    return {"losses": losses, "scale": state.scaler.get_scale()}, (state, loader)
+    return {"losses": losses, "scale": scaler.get_scale()}, driven
 
 
 def shards(model: torch.nn.Module) -> list[torch.Tensor]:
@@ -50,12 +49,10 @@ def shards(model: torch.nn.Module) -> list[torch.Tensor]:
     return [local(parameter.detach()).clone() for parameter in model.parameters()]
 
 
-def overflow(
-    script: types.ModuleType, args: Namespace, state: checkpoints.TrainState, batch: dict,
-    place: str,
-) -> dict:  # fmt: skip
+def overflow(driven: Driven, batch: dict, place: str) -> dict:
     """One step whose gradients overflow on rank 1: in its `loss`, so before they are reduced, or in
     its `shard`, after that. What moved, on any rank."""
+    script, state = driven.module, driven.state
     summed_loss, unscale = script.summed_loss, state.scaler.unscale_
     before = shards(state.model)
     scale, schedule = state.scaler.get_scale(), state.scheduler.last_epoch
@@ -74,9 +71,8 @@ def overflow(
         state.scaler.unscale_ = infinite_shard
     ended = False
     try:
-        run = Run(args, state.device, "")
-        script.train_step(args, state, [batch], [0], run)
-        run.check_steps()
+        driven.step([batch])
+        driven.check()
     except SystemExit:
         ended = True
     script.summed_loss = summed_loss
@@ -100,19 +96,18 @@ def try_strategy(
     flags = [*flags, *strategy_flags(strategy), "--output-dir", str(directory)]
     exact, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
     args = script.parse_args([*flags, "--precision", "fp16"])
-    half, (state, loader) = train(script, args, device)
-    batch = next(iter(loader))
-    steps = {"loss": overflow(script, args, state, batch, "loss")}
+    half, driven = train(script, args, device)
+    batch = driven.batch()
+    steps = {"loss": overflow(driven, batch, "loss")}
     if strategy != "ddp":  # there all ranks have the same gradients
-        steps["shard"] = overflow(script, args, state, batch, "shard")
-    steps["none"] = overflow(script, args, state, batch, "nowhere")
+        steps["shard"] = overflow(driven, batch, "shard")
+    steps["none"] = overflow(driven, batch, "nowhere")
 
-    checkpoints.Saver(directory, state, keep=1, full=False).save()
-    checkpoint = directory / f"checkpoints/step-{state.step:08d}"
-    resumed, *_ = script.prepare(args, device, checkpoint)
-    same = resumed.scaler.state_dict() == state.scaler.state_dict()
-    resumed.scaler.load_state_dict(state.scaler.state_dict() | {"scale": 1.5})
-    steps["last"] = overflow(script, args, resumed, batch, "loss")
+    resumed = Driven(script, args, device, driven.save(keep=1))
+    scaler, saved = resumed.state.scaler, driven.state.scaler.state_dict()
+    same = scaler.state_dict() == saved
+    scaler.load_state_dict(saved | {"scale": 1.5})
+    steps["last"] = overflow(resumed, batch, "loss")
     return {"fp32": exact, "fp16": half, "overflows": steps, "scaler_resumed": same}
 
 

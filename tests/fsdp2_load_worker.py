@@ -19,8 +19,7 @@ import torch.distributed as dist
 from ten_steps import local
 from torch.distributed.tensor import DTensor
 
-import policies
-from runtime import hf_weights, ranks
+from runtime import hf_export, hf_load, models, ranks
 
 WAYS = {
     "1-D mesh": ["--fsdp", "2"],
@@ -43,9 +42,9 @@ def without_weights(directory: Path, place: Path) -> Path:
 
 def main() -> None:
     """All loads in one process group."""
-    result, output, models = sys.argv[1:]
+    result, output, directories = sys.argv[1:]
     rank, found, device = int(os.environ["RANK"]), {}, None
-    for name, directory in json.loads(models).items():
+    for name, directory in json.loads(directories).items():
         script = importlib.import_module(name)
         for way, flags in WAYS.items():
             own = ["--model-name", directory, *LENGTHS[name], "--export-dtype", "fp32"]
@@ -55,15 +54,16 @@ def main() -> None:
                 place = Path(directory)
                 if seen_by == "rank 0" and rank != 0:
                     place = without_weights(place, Path(output) / f"{name} {rank}")
-                hf_weights.model_directory = lambda _, place=place: place
-                model, tokenizer, _ = script.setup_model(args, device, pretrained=True)
+                hf_load.model_directory = lambda _, place=place: place
+                model, tokenizer, init = script.load_model(args, device)
+                model = script.wrap_model(args, device, model, init)
                 path = Path(output) / name / way / seen_by
-                hf_weights.export_model(model, tokenizer, path, args)
-                tied = policies.unwrapped(model).get_output_embeddings().weight
+                hf_export.export_model(model, tokenizer, path, args)
+                tied = models.unwrapped(model).get_output_embeddings().weight
                 mine = {
                     "bytes": sum(local(p).nbytes for p in model.parameters()),
                     "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
-                    "tied": tied is policies.unwrapped(model).get_input_embeddings().weight,
+                    "tied": tied is models.unwrapped(model).get_input_embeddings().weight,
                 }
                 key = f"{name}, {way}, {seen_by}"
                 found[key] = ranks.on_every_rank(lambda mine=mine: mine)

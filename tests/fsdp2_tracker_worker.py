@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -78,8 +79,8 @@ def main() -> None:
     name, ranks = sys.argv[1], int(sys.argv[2])
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     config = memory_estimator.load_config(name)
-    options = memory_estimator.parse_args(["--model-name", name, *sys.argv[3:]])
-    script = memory_estimator.load_script(options, config)
+    flags = memory_estimator.parse_args(["--model-name", name, *sys.argv[3:]])
+    script = memory_estimator.load_script(flags, config)
     AttentionInterface.register("fused", attention)
     AttentionMaskInterface.register("fused", lambda **_: None)
     config._attn_implementation = "fused"
@@ -90,18 +91,19 @@ def main() -> None:
     with torch.device("meta"):
         model = memory_estimator.model_class(script)(config)
     policies.fuse_gelu(model)
-    if options.lora_rank:
-        memory_estimator.add_adapters(options, script, model, torch.bfloat16)
+    if flags.lora_rank:
+        memory_estimator.add_adapters(flags, script, model, torch.bfloat16)
     with FakeTensorMode():
         place_on_cpu(model)
-        units = script.units(model) if hasattr(script, "units") else script.BLOCKS
-        model = policies.fully_shard_units(args, CPU, model, policies.wrap_policy(units))
-        if getattr(script, "RECIPE", {}).get("activation_checkpointing"):
+        options = policies.fsdp2_options(args, CPU)
+        for unit in policies.fsdp2_units(model, policies.wrap_policy(script.units(model))):
+            fully_shard(unit, **options)
+        if script.RECIPE.get("activation_checkpointing"):
             policies.checkpoint_activations(model, script.BLOCKS)
         ids = torch.zeros(1, length, dtype=torch.int64)
         target = ids
         if config.is_encoder_decoder:
-            target = ids[:, : options.target_length].clone()
+            target = ids[:, : flags.target_length].clone()
         batch = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids),

@@ -3,7 +3,7 @@
 gpt2_worker.py OUTPUT.pt MODEL_DIRECTORY TRAIN.txt VAL.txt BATCH VARIANTS.json
 """
 
-import argparse
+import ast
 import contextlib
 import io
 import json
@@ -15,21 +15,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from copied import copied
+from ema import EMA
 from ten_steps import compile_without_compiler, local, ten_steps
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
-import policies
-from runtime import checkpoints, free_space, ranks
-from runtime.checkpoints import TrainState
+from benchmarks.driven import Driven
+from runtime import free_space, models, ranks
 from runtime.output import open_output
-from runtime.run import Run
 
 
-def bad_steps(args: argparse.Namespace, state: TrainState, batch: dict) -> dict[str, tuple]:
+def bad_steps(driven: Driven) -> dict[str, tuple]:
     """A step with an infinite loss on rank 1, and one without targets. Of each: the ranks on which
     it changed a weight, a moment or the count of steps, and what rank 0 says when it is checked."""
+
+    state, batch = driven.state, driven.batch()
 
     def held() -> list[torch.Tensor]:
         moments = [x for values in state.optimizer.state.values() for x in values.values()]
@@ -43,17 +45,82 @@ def bad_steps(args: argparse.Namespace, state: TrainState, batch: dict) -> dict[
     found = {}
     for name, loss, step in (("infinite", infinite, batch), ("empty", summed_loss, without)):
         before = [tensor.clone() for tensor in held()]
-        run = Run(args, state.device, "")
         gpt2_fsdp.summed_loss = loss
-        gpt2_fsdp.train_step(args, state, [step], [7, 8], run)
-        gpt2_fsdp.summed_loss = summed_loss
-        pairs = zip(before, held(), strict=True)
-        changed = ranks.ranks_where(not all(torch.equal(old, new) for old, new in pairs))
         said = io.StringIO()
         with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-            run.check_steps()
+            driven.step([step], [7, 8])
+            driven.check()
+        gpt2_fsdp.summed_loss = summed_loss
+        driven.all_steps.unchecked.clear()
+        pairs = zip(before, held(), strict=True)
+        changed = ranks.ranks_where(not all(torch.equal(old, new) for old, new in pairs))
         found[name] = changed, said.getvalue()
     return found
+
+
+def other_optimizers(flags: list[str], device: torch.device) -> dict[str, dict]:
+    """Of optimizers that are not fused, one from another file: what a bad step changes and says,
+    and losses and weights of a run and of its continuation from a checkpoint."""
+    found = {}
+    for name, optimizer in (
+        ("Lion", "Lion(groups, lr=args.lr)"),
+        ("SGD", "torch.optim.SGD(groups, lr=args.lr, momentum=0.9)"),
+        ("AdamW", "torch.optim.AdamW(groups, lr=args.lr, fused=False)"),
+    ):
+        args = gpt2_fsdp.parse_args([*flags, "--output-dir", f"{flags[-1]}-{name}"])
+        made = "torch.optim.AdamW(groups, lr=args.lr, fused=True)"
+        own = {"import policies\n": "import policies\nfrom lion import Lion\n"}
+        script = copied("gpt2_fsdp", {made: optimizer} | own)
+        driven = Driven(script, args, device)
+        list(driven.all(3))
+        resumed = Driven(script, args, device, driven.save())
+        runs = []
+        for run in (driven, resumed):
+            losses = [loss.item() for loss, _ in run.all(2)]
+            runs.append((losses, [local(p).detach().clone() for p in run.model.parameters()]))
+        summed_loss = script.summed_loss
+        script.summed_loss = lambda *args, own=summed_loss: own(*args) * float("nan")
+        before = [local(p).detach().clone() for p in driven.model.parameters()]
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            driven.step()
+        after = [local(p).detach() for p in driven.model.parameters()]
+        changed = ranks.ranks_where(not all(map(torch.equal, before, after)))
+        found[name] = {"runs": runs, "changed": changed, "said": said.getvalue()}
+    return found
+
+
+def with_ema(flags: list[str], device: torch.device) -> dict[str, dict]:
+    """A run that trains an average of the weights besides, and its continuation from a checkpoint:
+    of both what the average is, by FSDP's version."""
+    found = {}
+    script = copied("gpt2_fsdp", EMA)
+    for fsdp in ("1", "2"):
+        output_dir = f"{flags[-1]}-ema-{fsdp}"
+        args = script.parse_args([*flags, "--fsdp", fsdp, "--output-dir", output_dir])
+        driven = Driven(script, args, device)
+        list(driven.all(3))
+        resumed = Driven(script, args, device, driven.save())
+        averages = []
+        for run in (driven, resumed):
+            list(run.all(2))
+            average = run.state.others["ema"]
+            averages.append((average.count, [local(x).clone() for x in average.average]))
+        weights = [local(x).detach().clone() for x in driven.model.parameters()]
+        found[fsdp] = {"averages": averages, "weights": weights}
+    return found
+
+
+def continued(driven: Driven) -> list[tuple[str, str]]:
+    """Prompts and how the model goes on."""
+    said: list[str] = []
+    ranks.say, say = said.append, ranks.say
+    gpt2_fsdp.continue_prompts(
+        driven.args, driven.device, driven.model, driven.tokenizer, driven.train_set
+    )
+    ranks.say = say
+    texts = [ast.literal_eval(line.partition(": ")[2]) for line in said]
+    return list(zip(texts[::2], texts[1::2], strict=True))
 
 
 def main() -> None:
@@ -72,29 +139,27 @@ def main() -> None:
         args = gpt2_fsdp.parse_args([*common, *flags])
         open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
         results[name], trained = ten_steps(gpt2_fsdp, args, device)
-        output_dir = Path(args.output_dir)
-        checkpoints.Saver(output_dir, trained, keep=1, full=False).save()
-        checkpoint = output_dir / f"checkpoints/step-{trained.step:08d}"
-        state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, checkpoint)
+        resumed = Driven(gpt2_fsdp, args, device, trained.save(keep=1))
         results[name]["counted"] = free_space.count_parameters(trained.model)
         unit = FSDPModule if args.fsdp == 2 else FSDP
-        results[name]["units"] = sum(isinstance(m, unit) for m in state.model.modules())
+        results[name]["units"] = sum(isinstance(m, unit) for m in resumed.model.modules())
         results[name]["tied"] = all(
             inner.lm_head.weight is inner.transformer.wte.weight
-            for inner in (policies.unwrapped(trained.model), policies.unwrapped(state.model))
+            for inner in (models.unwrapped(trained.model), models.unwrapped(resumed.model))
         )
-        texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
-        results[name]["texts"] = texts
+        results[name]["texts"] = continued(resumed)
         groups = dist.distributed_c10d._world.pg_map
         limits = {group._get_backend(device).options._timeout for group in groups}
         results[name]["limits"] = {limit.total_seconds() for limit in limits}
-        if name in ("full_shard", "fsdp2", "ddp", "paged"):
-            results[name]["bad"] = bad_steps(args, trained, next(iter(loader)))
+        if name in ("full_shard", "fsdp2", "ddp"):
+            results[name]["bad"] = bad_steps(trained)
+    if dist.get_world_size() == 2:
+        output_dir = ["--output-dir", f"{output}.run"]
+        results["other optimizers"] = other_optimizers([*common, *output_dir], device)
+        results["ema"] = with_ema([*common, *output_dir], device)
     for fsdp in ("1", "2"):
         args = gpt2_fsdp.parse_args([*common, "--fsdp", fsdp])
-        state, tokenizer, loader, _ = gpt2_fsdp.prepare(args, device, None)
-        texts = gpt2_fsdp.continue_prompts(args, state, tokenizer, loader.dataset)
-        results[f"untrained {fsdp}"] = {"texts": texts}
+        results[f"untrained {fsdp}"] = {"texts": continued(Driven(gpt2_fsdp, args, device))}
     if dist.get_rank() == 0:
         torch.save(results, output)
     gpt2_fsdp.cleanup()

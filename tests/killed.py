@@ -4,19 +4,33 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runtime.state import TrainState
+from runtime.steps import Step
+
+
+def before_each_step(harm: Callable[[TrainState], None]) -> None:
+    """Call `harm` with the state where a step begins."""
+    enter = Step.__enter__
+
+    def begin(step: Step) -> Step:
+        harm(step._steps.state)
+        return enter(step)
+
+    Step.__enter__ = begin
+
+
 if __name__ == "__main__":
-    script, rank, step = importlib.import_module(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    train_step = script.train_step
+    script, rank, number = importlib.import_module(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
-    def killed_step(args, state, *others):
-        """Die where the real one would begin."""
-        if state.step + 1 == step and int(os.environ.get("RANK", 0)) == rank:
+    def die(state: TrainState) -> None:
+        """End this process where the step begins."""
+        if state.step + 1 == number and int(os.environ.get("RANK", 0)) == rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(args, state, *others)
 
-    script.train_step = killed_step
+    before_each_step(die)
     script.fsdp_main(script.parse_args(sys.argv[4:]))

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -18,13 +19,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
-from runtime import hf_weights
+from runtime import hf_export, models
 from runtime.output import open_output
 
 
 def rotary(model: torch.nn.Module) -> torch.nn.Module:
     """The module whose buffers are in no file."""
     return next(m for m in model.modules() if type(m).__name__ == "LlamaRotaryEmbedding")
+
+
+def wrapped(args: Namespace, device: torch.device) -> torch.nn.Module:
+    """The model that the flags name, with its weights."""
+    model, _, init = llama_fsdp.load_model(args, device)
+    return llama_fsdp.wrap_model(args, device, model, init)
 
 
 def main() -> None:
@@ -42,7 +49,7 @@ def main() -> None:
         start = time.perf_counter()
         try:
             args = llama_fsdp.parse_args([*common, "--model-name", directory])
-            loaded, _, _ = llama_fsdp.setup_model(args, device, pretrained=True)
+            loaded = wrapped(args, device)
             said = f"loaded as {', '.join({str(p.dtype) for p in loaded.parameters()})}"
         except ValueError as error:
             said = str(error)
@@ -50,27 +57,27 @@ def main() -> None:
         dist.all_gather_object(everyone, said)
         results["refused"][name] = everyone, time.perf_counter() - start
     args = llama_fsdp.parse_args(named)
-    loaded, _, _ = llama_fsdp.setup_model(args, device, pretrained=True)
-    results["loaded"] = {n: p.clone() for n, p in hf_weights._whole_tensors(loaded)}
+    loaded = wrapped(args, device)
+    results["loaded"] = {n: p.clone() for n, p in hf_export._whole_tensors(loaded)}
     frequencies: list[torch.Tensor] = []  # as the last forward pass found them
     begun: list[dict[str, torch.Tensor]] = []  # the adapters as they were made
-    setup_model = llama_fsdp.setup_model
+    wrap_model = llama_fsdp.wrap_model
 
-    def watched(*arguments: object, **options: object) -> tuple:
-        made = setup_model(*arguments, **options)
+    def watched(*arguments: object) -> torch.nn.Module:
+        made = wrap_model(*arguments)
         begun.append(
             {
-                hf_weights.WRAPPERS.sub("", name): whole(parameter).clone()
-                for name, parameter in made[0].named_parameters()
+                models.WRAPPERS.sub("", name): whole(parameter).clone()
+                for name, parameter in made.named_parameters()
                 if ".lora_" in name
             }
         )
-        rotary(made[0]).register_forward_hook(
+        rotary(made).register_forward_hook(
             lambda module, *_: frequencies.append(module.inv_freq.clone())
         )
         return made
 
-    llama_fsdp.setup_model = watched
+    llama_fsdp.wrap_model = watched
     for name, flags in json.loads(variants).items():
         args = llama_fsdp.parse_args([*named, *flags])
         open_output(Path(args.output_dir), "auto", "llama_fsdp")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from copied import copied
 
 import llama_fsdp
+from benchmarks.driven import Driven
 
 
 def main() -> None:
@@ -27,7 +28,8 @@ def main() -> None:
         script = copied(name, changes)
         said = ""
         try:
-            script.prepare(script.parse_args(["--model-name", "tiny", *flags]), device, None)
+            run = ["--model-name", "tiny", "--output-dir", str(output.with_suffix("")), *flags]
+            Driven(script, script.parse_args(run), device)
         except ValueError as error:
             said = str(error)
         results[case] = [""] * dist.get_world_size()

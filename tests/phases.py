@@ -15,26 +15,33 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import policies
-from runtime import checkpoints, readers, run
+from runtime import checkpoints, hf_export, run
+from runtime.rows import readers
+from runtime.steps import Step
 
 RANK = os.environ.get("RANK", "0")
 
 
 def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
-    """Where each phase begins: an object, the name of a function in it, and of one whose last
-    argument is the run, the steps that may be done there."""
+    """Return where each phase begins: an object, the name of a function in it, and of one whose
+    last argument is a step or the run, how many steps may be done there."""
     later = range(3, 1000)
     return {
         "load": (script, "load_model", None),
         "tokenisation": (readers, "cached_map", None),
         "first validation": (script, "validation", range(1)),
-        "first step": (script, "train_step", range(1)),
-        "step": (script, "train_step", later),
+        "first step": (Step, "__enter__", range(1)),
+        "step": (Step, "__enter__", later),
         "validation": (script, "validation", later),
         "save": (checkpoints, "_write", None),
         "generation": (policies, "generation", None),
-        "export": (run, "export_model", None),
+        "export": (hf_export, "export_model", None),
     }
+
+
+def steps_done(of: Any) -> int:
+    """Return how many steps are done, from a step or the run."""
+    return getattr(of, "_steps", of).state.step
 
 
 def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
@@ -44,7 +51,7 @@ def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
     there = output.with_name(f"{output.name}.{phase}-{RANK}")
 
     def slow(*args: Any, **options: Any) -> Any:
-        if not there.exists() and (steps is None or args[-1].state.step in steps):
+        if not there.exists() and (steps is None or steps_done(args[-1]) in steps):
             there.touch()
             time.sleep(seconds)
         return function(*args, **options)

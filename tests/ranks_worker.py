@@ -29,7 +29,13 @@ if __name__ == "__main__":
             policies.init_device_mesh = lambda *_, **options: time.sleep(100)
         else:
             dist.init_process_group = lambda *_, **options: time.sleep(100)
-    args = Namespace(timeout_minutes=7.0, seed=0, strategy="hybrid_shard", shard_group_size=2)
+    args = Namespace(
+        timeout_minutes=7.0,
+        seed=0,
+        cpu_offload=False,
+        strategy="hybrid_shard",
+        shard_group_size=2,
+    )
     device = gpt2_fsdp.setup(args)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.options._timeout == timedelta(minutes=7)

@@ -31,12 +31,12 @@ import torch
 import torch.distributed as dist
 from ten_steps import local
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.utils.data import DataLoader
 
 import gpt2_fsdp
+from benchmarks.driven import Driven
 from runtime import checkpoints
 from runtime.output import open_output
-from runtime.run import Run
+from runtime.state import TrainState
 
 
 def resident(key: str) -> int:
@@ -69,22 +69,20 @@ def peaks(function: Callable[[], object]) -> dict[str, int]:
     return {"host": resident("VmHWM") - host, "host_after": resident("VmRSS") - host}
 
 
-def train(args: Namespace, state: checkpoints.TrainState, loader: DataLoader) -> None:
+def train(driven: Driven) -> None:
     """Make a step, on the first batch."""
-    gpt2_fsdp.train_step(args, state, [next(iter(loader))], [0], Run(args, state.device, ""))
+    driven.step([driven.batch()])
 
 
-def prepared(
-    args: Namespace, device: torch.device, steps: int
-) -> tuple[checkpoints.TrainState, DataLoader]:
-    """A state after so many steps, and its data."""
-    state, _, loader, _ = gpt2_fsdp.prepare(args, device, None)
+def prepared(args: Namespace, device: torch.device, steps: int) -> Driven:
+    """A training after so many steps."""
+    driven = Driven(gpt2_fsdp, args, device)
     for _ in range(steps):
-        train(args, state, loader)
-    return state, loader
+        train(driven)
+    return driven
 
 
-def momentum(state: checkpoints.TrainState) -> float:
+def momentum(state: TrainState) -> float:
     """The sum of the first moments' sizes."""
     moments = [local(values["exp_avg"]) for values in state.optimizer.state.values()]
     return sum(tensor.double().abs().sum().item() for tensor in moments)
@@ -93,8 +91,8 @@ def momentum(state: checkpoints.TrainState) -> float:
 def in_background(args: Namespace, device: torch.device) -> dict:
     """Three saves that go on while the state is trained: what each takes before it goes on; and of
     the checkpoints whether they are of the weights as they were when their saves were asked for."""
-    state, loader = prepared(args, device, 2)
-    saver = Run(args, device, "").new_saver(state)
+    driven = prepared(args, device, 2)
+    state, saver = driven.state, driven._new_saver()
     write, asked = checkpoints._write, []
 
     def slowly(*arguments: object) -> None:
@@ -107,7 +105,7 @@ def in_background(args: Namespace, device: torch.device) -> dict:
     for name in ("first", "second", "third"):
         found[name] = peaks(saver.save)
         asked.append([local(p).detach().cpu().clone() for p in state.model.parameters()])
-        train(args, state, loader)
+        train(driven)
     saver.finish()
     found["exact"] = []
     for step, expected in zip((2, 3, 4), asked, strict=True):
@@ -137,7 +135,8 @@ def saved_and_resumed(args: Namespace, device: torch.device) -> dict:
     """Save twice, the first time to import what a save needs, then resume a fresh state."""
     directory = Path(args.output_dir)
     full = args.checkpoint_type == "full"
-    state, _ = prepared(args, device, 2)
+    driven = prepared(args, device, 2)
+    state = driven.state
     checkpoints.Saver(directory, state, 2, full).save()
     units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
@@ -147,9 +146,11 @@ def saved_and_resumed(args: Namespace, device: torch.device) -> dict:
         "save": peaks(checkpoints.Saver(directory, state, 2, full).save),
         "momentum_saved": momentum(state),
     }
-    del state, units
+    driven.end()
+    del driven, state, units
 
-    state, _ = prepared(args, device, 0)
+    driven = prepared(args, device, 0)
+    state = driven.state
     if not SIMULATED:  # as the forward pass of a start leaves it with --cpu-offload
         first = next(p for p in state.model.parameters() if local(p).numel())
         first.grad = torch.zeros_like(first)

@@ -11,14 +11,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from ten_steps import SHARED_VARIANTS, compile_without_compiler, strategy_flags, ten_steps
+from ten_steps import CORE_VARIANTS, compile_without_compiler, strategy_flags, ten_steps
 
 import T5_training
+from benchmarks.driven import Driven
 from runtime import checkpoints
 from runtime.output import open_output
-from runtime.run import Run
 
-VARIANTS = SHARED_VARIANTS | {
+VARIANTS = CORE_VARIANTS | {
     "bf16": ["--precision", "bf16"],
     "fsdp2_bf16": ["--precision", "bf16", "--fsdp", "2"],
 }
@@ -51,18 +51,17 @@ def main() -> None:
     flags = ["--num-train-samples", "8", "--lr", "1e-2", "--lr-schedule", "constant",
              "--target-length", "12", "--max-steps", "400"]  # fmt: skip
     args = T5_training.parse_args([*common, *flags])
-    state, _, loader, _ = T5_training.prepare(args, device, None)
-    batch = [next(iter(loader))]
-    run = Run(args, device, "T5_training")
+    driven = Driven(T5_training, args, device)
+    batch = [driven.batch()]
     for _ in range(400):
-        loss, _ = T5_training.train_step(args, state, batch, [0], run)
+        loss, _ = driven.step(batch)
         dist.all_reduce(loss)
         if loss < 0.05:
             break
     results["overfitted"] = loss.item()
-    state.best_step = state.step
-    checkpoints.Saver(Path(args.output_dir), state, keep=1, full=False).save_best(loss.item())
-    best = checkpoints.best_path(Path(args.output_dir), state)
+    state = driven.state
+    checkpoints.Saver(driven.directory, state, keep=1, full=False).save_best(loss.item())
+    best = checkpoints.best_path(driven.directory, state)
 
     # Generation by that model, of seven examples in batches of 2: one rank has none in the last.
     flags += ["--rouge-samples", "7", "--batch-size", "2"]
@@ -70,10 +69,11 @@ def main() -> None:
         for strategy in ("full_shard", "shard_grad_op", "ddp", "fsdp2"):
             chosen = ["--precision", precision, *strategy_flags(strategy)]
             args = T5_training.parse_args([*common, *flags, *chosen])
-            state, tokenizer, loader, _ = T5_training.prepare(args, device, None)
-            checkpoints.load_weights(best, state.model)
-            loader.batch_sampler.seed = None  # in their order
-            triples = T5_training.summarize(args, state.model, tokenizer, {"": loader}, run)
+            driven = Driven(T5_training, args, device)
+            checkpoints.load_weights(best, driven.model)
+            driven.loader.batch_sampler.seed = None  # in their order
+            loaders = {"": driven.loader}
+            triples = T5_training.summarize(args, device, driven.model, driven.tokenizer, loaders)
             results[f"generated {precision} {strategy}"] = triples
     if dist.get_rank() == 0:
         torch.save(results, output)

@@ -31,6 +31,7 @@ import chat_dataset
 import llama_fsdp
 import summarization_dataset
 import T5_training
+from benchmarks.driven import Driven
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -228,9 +229,14 @@ def test_evaluation_by_one_process(
     llama_fsdp.fsdp_main(llama_fsdp.parse_args(words))
     found = json.loads((run / "evaluation.json").read_text())
     assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
-    with pytest.raises(SystemExit):
-        llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, "--model-name", str(run / "final")]))
-    assert "final holds adapters, not a model" in capfd.readouterr().err
+    words += ["--model-name", str(run / "final")]
+    for more, said in (
+        ([], "--resume none evaluates it"),
+        (["--resume", "none"], "final holds adapters, not a model"),
+    ):
+        with pytest.raises(SystemExit):
+            llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, *more]))
+        assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("changed, said", [
@@ -290,34 +296,18 @@ def test_two_ranks_begin_and_one_ends(flags: list[str], wide_llama: Path, tmp_pa
 
 
 T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.py
+    ("from runtime import arguments,", "from runtime import adapters, arguments,"),
     (
-        "from runtime import arguments,",
-        "from runtime import adapters, arguments,",
+        "    arguments.add_common(",
+        "    adapters.add_arguments(parser)\n    arguments.add_common(",
     ),
+    ("data, rouge, policies)", "data, rouge, adapters, policies)"),
     (
-        "    arguments.add_common(parser)\n",
-        "    adapters.add_arguments(parser)\n    arguments.add_common(parser)\n",
-    ),
-    (
-        "    return arguments.checked(args, summarization_dataset.check_arguments(args))\n",
-        "    problems = summarization_dataset.check_arguments(args)\n"
-        "    problems += adapters.check_arguments(args)\n"
-        "    return arguments.checked(args, problems)\n",
-    ),
-    (
-        "    model = hf_weights.meta_model(MODEL, config, directory)\n",
-        "    model = hf_weights.meta_model(MODEL, config, directory)\n"
+        "    model = hf_load.meta_model(MODEL, config, directory)\n",
+        "    model = hf_load.meta_model(MODEL, config, directory)\n"
         "    if args.lora_rank:\n"
         "        dtype = policies.PRECISIONS[args.precision].param_dtype\n"
         "        adapters.add(args, model, BLOCKS, dtype, device)\n",
-    ),
-    (
-        "pretrained=checkpoint is None)",
-        "pretrained=checkpoint is None or args.lora_rank > 0)",
-    ),
-    (
-        "pretrained=run.checkpoint is None)",
-        "pretrained=run.checkpoint is None or args.lora_rank > 0)",
     ),
 ]
 
@@ -431,10 +421,11 @@ def test_dropout_is_that_of_peft(wide_llama: Path, chats: Path, tmp_path: Path) 
              "--output-dir", tmp_path]  # fmt: skip
     args = llama_fsdp.parse_args([*map(str, flags)])
     device = llama_fsdp.setup(args)
-    state, _, loader, _ = llama_fsdp.prepare(args, device, None)
+    driven = Driven(llama_fsdp, args, device)
+    model, batch = driven.model.train(), driven.batch()
     config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.5, target_modules=ALL)
     plain = peft.get_peft_model(base(wide_llama, False), config).train()
-    ours = {name: p for name, p in state.model.named_parameters() if p.requires_grad}
+    ours = {name: p for name, p in model.named_parameters() if p.requires_grad}
     theirs = {name: p for name, p in plain.named_parameters() if p.requires_grad}
     for name, parameter in ours.items():
         theirs[f"base_model.model.{name}"].data.copy_(parameter.full_tensor())
@@ -442,11 +433,10 @@ def test_dropout_is_that_of_peft(wide_llama: Path, chats: Path, tmp_path: Path) 
             with torch.no_grad():
                 parameter.fill_(0.01)
                 theirs[f"base_model.model.{name}"].fill_(0.01)
-    batch = next(iter(loader))
     losses = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        losses.append(llama_fsdp.summed_loss(state.model.train(), batch))
+        losses.append(llama_fsdp.summed_loss(model, batch))
     torch.manual_seed(1)
     logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
@@ -454,7 +444,7 @@ def test_dropout_is_that_of_peft(wide_llama: Path, chats: Path, tmp_path: Path) 
     assert losses[0].item() == losses[1].item() != pytest.approx(losses[2].item(), rel=1e-6)
     loss.backward()
     torch.manual_seed(1)
-    llama_fsdp.summed_loss(state.model, batch).backward()
+    llama_fsdp.summed_loss(model, batch).backward()
     for name, parameter in ours.items():
         expected = theirs[f"base_model.model.{name}"].grad
         assert (parameter.grad.full_tensor() - expected).norm() <= 1e-5 * expected.norm(), name

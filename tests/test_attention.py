@@ -158,4 +158,4 @@ def test_a_run_says_whose_kernel_it_is(
     llama_fsdp.fsdp_main(llama_fsdp.parse_args(command))
     kernel = "varlen (scaled_dot_product_attention, a document at a time)"
     assert f"1 x cpu, full_shard, fp32, attention {kernel}\n" in capfd.readouterr().out
-    assert metrics(tmp_path, "start")[0]["arguments"]["attention_kernel"] == kernel
+    assert metrics(tmp_path, "start")[0]["attention"] == kernel

@@ -27,8 +27,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
-from runtime import bad_rows, chat_formats, readers
 from runtime.identities import as_lists
+from runtime.rows import bad_rows, chat_formats, readers
 
 SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -90,10 +90,11 @@ PLAIN = [f" {answer} <|endoftext|>" for answer in ANSWERS]  # what TEMPLATE make
 
 
 def arguments(**changes: object) -> Namespace:
-    """The defaults of the flags, a seed, and `changes`."""
+    """Return the defaults of the flags, a seed, and `changes`."""
     parser = ArgumentParser()
     chat_dataset.add_arguments(parser)
-    return Namespace(**vars(parser.parse_args([])) | {"seed": 0, "began": "2026-11-23"} | changes)
+    args = vars(parser.parse_args([])) | {"seed": 0, "began": "2026-11-23"} | changes
+    return Namespace(**args | chat_dataset.resolve_arguments(Namespace(**args)))
 
 
 def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
@@ -883,8 +884,7 @@ def test_weights_and_validation_chats_of_ones_own(
     first = write_pairs(tmp_path / "a.jsonl", *"abcd")
     second = write_pairs(tmp_path / "b.jsonl", "one", "two", "three")
     val = write_pairs(tmp_path / "val.jsonl", *"xyz")
-    args = arguments()
-    vars(args).update(dataset=[first, second], weights=[2, 1], val_dataset=[val, second])
+    args = arguments(dataset=[first, second], weights=[2, 1], val_dataset=[val, second])
     args.evaluate_only = False
     assert chat_dataset.check_arguments(args) == []
     train_set, val_sets = chat_dataset.load_sets(args, ByT5Tokenizer(), verbose=True)
@@ -913,8 +913,7 @@ def test_own_files_that_are_none(tmp_path: Path) -> None:
         (tmp_path / "x.txt", "is of no known kind"),
         (tmp_path / "gone.jsonl", "is missing"),
     ):
-        args = arguments()
-        vars(args).update(dataset=[str(name)], weights=None, val_dataset=[str(name)])
+        args = arguments(dataset=[str(name)], val_dataset=[str(name)])
         problems = chat_dataset.check_arguments(args)
         assert [problem.startswith("--val") for problem in problems] == [False, True]
         assert all(said in problem for problem in problems)

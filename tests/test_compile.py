@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 import gpt2_fsdp
 import memory_estimator
 import policies
-from runtime import arguments, ranks
+from runtime import ranks
 
-needs_compiler = pytest.mark.skipif(not arguments.has_cpp_compiler(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not policies.has_cpp_compiler(), reason="no C++ compiler")
 SMALL = {  # one block in a stack
     "T5_training": transformers.T5Config(
         vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0,
@@ -117,7 +117,7 @@ def test_accumulation_that_cannot_be_compiled_is_refused(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under FSDP, unless gradients stay whole between the micro-batches."""
-    monkeypatch.setattr(arguments, "has_cpp_compiler", lambda: True)
+    monkeypatch.setattr(policies, "has_cpp_compiler", lambda: True)
     flags = ["--compile", "--gradient-accumulation-steps", "2"]
     for more in ([], ["--accumulate-no-sync"], ["--strategy", "no_shard"]):
         assert "--accumulate-no-sync on two" in refused([*flags, *more], capsys)

@@ -129,18 +129,19 @@ def test_beams_are_those_of_transformers(finished: Path, flags: list[str]) -> No
 def test_what_is_evaluated(
     finished: Path, flags: list[str], t5_directory: Path, tmp_path: Path
 ) -> None:
-    """The checkpoint of --resume, however old; else the newest. But a directory that is not the
-    training's is evaluated itself, and with --resume none the pretrained weights are."""
+    """The checkpoint of --resume, however old; else the newest; with --resume none --model-name
+    itself."""
     val = losses(finished, "val")
     copy = Path(shutil.copytree(t5_directory, tmp_path / "copy"))
     older, newest = sorted((finished / "checkpoints").glob("step-*"))
     (done,) = metrics(finished, "done")
+    none = ["--resume", "none"]
     cases = [
         (["--resume", older], older, int(older.name[-8:])),
         ([], newest, 90),
-        (["--model-name", finished / "best"], finished / "best", done["best_step"]),
-        (["--resume", "none"], t5_directory, 0),
-        (["--model-name", copy], copy, 0),
+        ([*none, "--model-name", finished / "best"], finished / "best", done["best_step"]),
+        (none, t5_directory, 0),
+        ([*none, "--model-name", copy], copy, 0),
     ]
     for more, evaluated, step in cases:
         run(flags, finished, "--evaluate-only", "--rouge-samples", "0", *more)
@@ -154,7 +155,10 @@ def test_what_is_evaluated(
     (["--eval-split", "test"], "sums.jsonl has no such split, only validation"),
     (["--num-beams", "0"], "--num-beams 0 is out of range: it must be at least 1"),
     (["--export-only"], "--export-only, --prepare-only and --evaluate-only: give one"),
-    (["--model-name", "tiny"], "differs in model ("),
+    (["--model-name", "tiny"], "trains: --resume none evaluates it"),
+    (["--model-name", "tiny", "--resume", "TRAINED/checkpoints/step-00000090"],
+     "differs in model ("),
+    (["--model-name", "TRAINED/final"], "trains: --resume none evaluates it"),
     (["--resume", "elsewhere"], "--resume elsewhere is not a checkpoint"),
     (["--dataset", "nowhere.csv"], "nowhere.csv is missing"),
 ])  # fmt: skip
@@ -162,8 +166,9 @@ def test_what_is_refused(
     changed: list[str], said: str, trained: Path, flags: list[str], capfd: pytest.CaptureFixture
 ) -> None:
     """In one sentence, with nothing written."""
+    words = [word.replace("TRAINED", str(trained)) for word in changed]
     with pytest.raises(SystemExit) as end:
-        run(flags, trained, "--evaluate-only", *changed)
+        run(flags, trained, "--evaluate-only", *words)
     assert end.value.code == 1
     error = capfd.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and said in error

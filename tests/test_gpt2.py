@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch
-from ten_steps import PAGED, SHARED_VARIANTS, check_going_on, check_nothing_waits
+from copied import copied
+from datasets import Dataset
+from ema import EMA
+from ten_steps import SHARED_VARIANTS, check_nothing_waits
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -50,7 +53,8 @@ def run_worker(path: Path, model: Path, texts: tuple, ranks: int, variants: dict
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path, texts: tuple) -> dict:
     """Results of two ranks by variant."""
     path = tmp_path_factory.mktemp("results") / "two.pt"
-    return run_worker(path, gpt2_directory, texts, 2, TWO_RANKS)
+    found = run_worker(path, gpt2_directory, texts, 2, TWO_RANKS)
+    return found | {"directory": f"{path}.run"}
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +112,6 @@ def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, reference: dict) 
     check_parity(two_ranks[variant], reference)
 
 
-@pytest.mark.parametrize("variant", PAGED)
-def test_a_paged_optimizer_goes_on(variant: str, two_ranks: dict) -> None:
-    """From its checkpoint, and PyTorch's AdamW from it too; the ten steps are above."""
-    pytest.importorskip("bitsandbytes")
-    check_going_on(two_ranks[variant]["going on"])
-
-
 def test_parameters_are_counted_whatever_is_sharded(
     two_ranks: dict, four_ranks: dict, gpt2_directory: Path
 ) -> None:
@@ -141,12 +138,75 @@ def test_all_groups_have_the_limit_asked_for(four_ranks: dict) -> None:
 
 def test_a_bad_step_changes_nothing(two_ranks: dict) -> None:
     """No weight, moment or count of steps, whoever steps; and it is told when it is checked."""
-    names = {"full_shard", "fsdp2", "ddp", "paged"} & two_ranks.keys()
-    for name in names:
+    for name in ("full_shard", "fsdp2", "ddp"):
         (changed, infinite), (changed_by_empty, empty) = two_ranks[name]["bad"].values()
         assert changed == changed_by_empty == [], name
         assert "step 11: gradient norm" in infinite and "ranks [1], samples [7, 8]" in infinite
         assert "step 12 has no target tokens, in samples [7, 8]" in empty
+
+
+@pytest.mark.parametrize("name", ["Lion", "SGD", "AdamW"])
+def test_an_optimizer_that_is_not_fused(name: str, two_ranks: dict) -> None:
+    """It resumes to the bit, and a NaN changes nothing, though it looks at no `found_inf`."""
+    found = two_ranks["other optimizers"][name]
+    (losses, parameters), (again, their_parameters) = found["runs"]
+    assert losses == again and len(losses) == 2
+    assert all(map(torch.equal, parameters, their_parameters))
+    assert found["changed"] == []
+    assert found["said"].count("step 6: gradient norm nan") == 1
+
+
+@pytest.mark.parametrize("fsdp", ["1", "2"])
+def test_what_a_script_trains_besides_goes_on(fsdp: str, two_ranks: dict) -> None:
+    """An average of the weights, its count of updates too, as that of an uninterrupted run."""
+    found = two_ranks["ema"][fsdp]
+    (count, average), (their_count, theirs) = found["averages"]
+    assert count == their_count == 5
+    assert all(map(torch.equal, average, theirs))
+    assert not all(map(torch.equal, average, found["weights"]))
+
+
+def test_another_number_of_ranks_goes_on_with_an_average_in_dtensors_alone(
+    two_ranks: dict, gpt2_directory: Path, texts: tuple, tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    """Plain tensors are each rank's own. A script that has no average, or another name, is told."""
+    script = copied("gpt2_fsdp", EMA)
+    flags = ["--model-name", gpt2_directory, "--train-file", texts[0], "--val-file", texts[1],
+             "--block-size", "32", "--num-train-samples", "34", "--num-val-samples", "5",
+             "--batch-size", "8", "--max-steps", "4", "--precision", "fp32"]  # fmt: skip
+
+    def go_on(module: object, fsdp: str, output: str) -> None:
+        checkpoint = Path(f"{two_ranks['directory']}-ema-{fsdp}/checkpoints/step-00000003")
+        more = ["--fsdp", fsdp, "--resume", checkpoint, "--output-dir", tmp_path / output]
+        module.fsdp_main(module.parse_args([*map(str, [*flags, *more])]))
+
+    go_on(script, "2", "sharded")
+    for module, fsdp, said in (
+        (script, "1", "ema is each rank's own, saved by 2 processes: go on with as many"),
+        (gpt2_fsdp, "2", "the checkpoint holds ema besides the model, not nothing"),
+    ):
+        with pytest.raises(SystemExit):
+            go_on(module, fsdp, f"refused {fsdp}")
+        assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("old, new, said", [
+    ("            step.guard(optimizer, loss, grad_norm)", "            None",
+     "the step has no guard, so a NaN would be trained on"),
+    ("        with step:\n", "        if step:\n", "the step is not entered"),
+])  # fmt: skip
+def test_a_loop_that_leaves_something_out_ends_in_its_first_step(
+    old: str, new: str, said: str, tmp_path: Path
+) -> None:
+    """With a sentence, and nothing saved."""
+    script = copied("gpt2_fsdp", {old: new})
+    flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "9",
+             "--num-val-samples", "2", "--block-size", "32", "--output-dir",
+             str(tmp_path)]  # fmt: skip
+    with pytest.raises(RuntimeError, match=said):
+        script.fsdp_main(script.parse_args(flags))
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
@@ -279,10 +339,14 @@ def test_functions_meant_to_be_identical_are() -> None:
     """So that copies cannot drift."""
     t5, gpt2 = functions(ROOT / "T5_training.py"), functions(ROOT / "gpt2_fsdp.py")
     llama = functions(ROOT / "llama_fsdp.py")
-    for name in ("fsdp_main", "setup", "cleanup", "setup_model", "train", "train_step",
-                 "validation"):  # fmt: skip
+    for name in ("setup", "cleanup", "load_data", "validation"):
         assert t5[name] == gpt2[name] == llama[name], name
-    assert gpt2["chunked_loss"] == llama["chunked_loss"]
+    for name in ("chunked_loss", "summed_loss"):
+        assert gpt2[name] == llama[name], name
+    assert t5["units"] == gpt2["units"]
+    assert t5["wrap_model"] == llama["wrap_model"]
+    loops = [found["train"].partition("    run.restore")[2] for found in (t5, gpt2, llama)]
+    assert loops[0] == loops[1] == loops[2] and "scaler.step(optimizer)" in loops[0]
 
 
 def test_blocks_lose_nothing() -> None:
@@ -298,13 +362,13 @@ def test_blocks_lose_nothing() -> None:
     assert (block_dataset.collate([])["labels"] == -100).all()
 
 
-def load(tmp_path: Path, *flags: str) -> gpt2_fsdp.Dataset:
+def load(tmp_path: Path, *flags: str) -> Dataset:
     """The training blocks that these flags give."""
     args = gpt2_fsdp.parse_args(["--model-name", "tiny", "--block-size", "16", *flags])
     return block_dataset.load_blocks(args, ByT5Tokenizer(), "train", 0, verbose=False)
 
 
-def decoded(rows: gpt2_fsdp.Dataset) -> str:
+def decoded(rows: Dataset) -> str:
     """Text of consecutive blocks."""
     ids = [rows[0]["input_ids"][0], *(i for row in rows for i in row["input_ids"][1:])]
     return ByT5Tokenizer().decode(ids)
@@ -322,7 +386,7 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     assert decoded(load(tmp_path, "--train-file", str(tmp_path / "c.jsonl"), *some)) == (
         "four</s>five\nsix</s>"
     )
-    gpt2_fsdp.Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
+    Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
     assert decoded(load(tmp_path, "--train-file", str(tmp_path / "c.parquet"), *some)) == (
         "four</s>five\nsix</s>"
     )
@@ -398,13 +462,12 @@ def test_where_offload_would_train_wrongly(
     processes: str, flags: list[str], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is refused there, and taken elsewhere."""
-    monkeypatch.setattr(arguments.ranks, "device_count", lambda: 2)
+    monkeypatch.setattr(policies.ranks, "device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", processes)
     parser = argparse.ArgumentParser()
-    arguments.add_common(parser)
-    parser.set_defaults(model_name="tiny")
-    problems = "; ".join(arguments.common_problems(parser.parse_args(["--cpu-offload", *flags])))
-    assert refused in problems and bool(refused) == bool(problems)
+    arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
+    _, problems = arguments.resolved(parser.parse_args(["--cpu-offload", *flags]), policies)
+    assert refused in "; ".join(problems) and bool(refused) == bool(problems)
 
 
 def test_an_empty_validation_set_and_an_unknown_column(

@@ -137,12 +137,12 @@ def test_adapters(
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
-def test_paged_optimizer(strategy: str, gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
+def test_paged_optimizer(strategy: str, llama_directory: Path, chats: Path, tmp_path: Path) -> None:
     """bitsandbytes' own kernels step, and go on from a checkpoint."""
     pytest.importorskip("bitsandbytes")
-    data = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", "32"]
-    flags = ["--optimizer", "paged_adamw_32bit", "--strategy", strategy, "--precision", "bf16"]
-    run("gpt2_fsdp.py", gpt2_directory, tmp_path, data, *flags)
+    data = ["--dataset", chats, *LLAMA_DATA]
+    flags = ["--optimizer", "paged_adamw_32bit", "--strategy", strategy]
+    run("llama_fsdp.py", llama_directory, tmp_path, data, *flags)
 
 
 @pytest.mark.parametrize("fsdp", ["1", "2"])

@@ -9,7 +9,7 @@ from test_chat_dataset import arguments, known_tokenizer
 from transformers import ByT5Tokenizer
 
 import chat_dataset
-from runtime import json_rows, readers
+from runtime.rows import json_rows, readers
 
 GIVEN = [  # the arguments of a call in each row
     {"a": None, "b": 2},

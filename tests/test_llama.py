@@ -11,14 +11,14 @@ import torch.nn.functional as F
 import transformers
 from conftest import launch
 from safetensors.torch import load_file, save_file
-from ten_steps import COMPILED, PAGED, SHARED_VARIANTS, check_going_on, check_nothing_waits
+from ten_steps import COMPILED, CORE_VARIANTS, PAGED, check_going_on, check_nothing_waits
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
 from runtime.attention import automatic, per_document, register
 
-TWO_RANKS = SHARED_VARIANTS | {
+TWO_RANKS = CORE_VARIANTS | {
     "compile": COMPILED,
     "padded": ["--no-packing"],
     "eager": ["--attention", "eager"],
@@ -26,6 +26,7 @@ TWO_RANKS = SHARED_VARIANTS | {
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
     "fsdp2_bf16": ["--fsdp", "2", "--precision", "bf16"],
     "fsdp2_compile": ["--fsdp", "2", *COMPILED],
+    **PAGED,
 }
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
 FOUR_RANKS = {"hybrid_shard": HYBRID, "fsdp2_hybrid_shard": ["--fsdp", "2", *HYBRID]}
@@ -322,7 +323,7 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
     args = llama_fsdp.parse_args(["--model-name", str(llama_directory), "--max-seq-length", "64"])
     llama_fsdp.setup(args)
     try:
-        tokenizer = llama_fsdp.setup_model(args, torch.device("cpu"), pretrained=True)[1]
+        tokenizer = llama_fsdp.load_model(args, torch.device("cpu"))[1]
     finally:
         llama_fsdp.cleanup()
     tokenizer.save_pretrained(tmp_path)

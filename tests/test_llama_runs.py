@@ -167,7 +167,7 @@ def test_export_only_in_bf16(flags: list[str], uninterrupted: Path, tmp_path: Pa
 def test_evaluation_by_one_process(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     """Of two ranks' checkpoint, and of final/: the run's own loss of each data set."""
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
-    for more in ([], ["--model-name", str(run / "final")]):
+    for more in ([], ["--resume", "none", "--model-name", str(run / "final")]):
         words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", str(run), *more]
         llama_fsdp.fsdp_main(llama_fsdp.parse_args(words))
         found = json.loads((run / "evaluation.json").read_text())

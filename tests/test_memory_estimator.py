@@ -269,7 +269,7 @@ def test_llama_70b_in_ten_seconds_without_memory(capsys: pytest.CaptureFixture) 
     assert end.user + end.system - start.user - start.system < 5
     assert peak() - before < 100e6
     rows = json.loads(capsys.readouterr().out)["estimates"]
-    assert len(rows) == 2 * (7 + 4 + 4)
+    assert len(rows) == 2 * (7 + 4)
     assert all(r.keys() >= KEYS for r in rows)
 
 
@@ -431,7 +431,7 @@ def test_tables(capsys: pytest.CaptureFixture) -> None:
     assert printed.count("adamw, no activation checkpointing") == len(memory_estimator.TABLES)
     assert "--reserve-gb 2 (2.5% of a GPU)" in printed
     memory_estimator.main([*command, "--all"])
-    assert capsys.readouterr().out.count("paged_adamw_8bit, with activation checkpointing") == 5
+    assert capsys.readouterr().out.count("paged_adamw_32bit, with activation checkpointing") == 5
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -442,7 +442,9 @@ def test_tables(capsys: pytest.CaptureFixture) -> None:
     (["--model-name", "BERT"], "is a bert, not one of llama, gpt2, t5: give the script"),
     (["--model-name", "gpt2", "--script", "missing.py"], "--script missing.py is no file"),
     (["--model-name", "gpt2", "--script", "llama_fsdp.py"], "is a gpt2, not a llama"),
-    (["--model-name", "gpt2", "--script", "policies.py"], "has no MODEL and BLOCKS"),
+    (["--model-name", "gpt2", "--script", "policies.py"],
+     "policies.py has no MODEL, BLOCKS, RECIPE, CHUNK, units, as the scripts here have"),
+    (["--model-name", "gpt2", "--script", "ONE_LESS"], "has no CHUNK, as the scripts here have"),
     (["--model-name", "BROKEN"], "no config of it"),
     (["--model-name", "gpt2", "--seq-length", "2048"], "above the model's 1024 positions"),
     (["--batch-size", "64", "--gpu-memory-gb", "16"], "the largest term is activation_bytes"),
@@ -461,7 +463,12 @@ def test_bad_input_is_one_sentence(
     for name, content in contents.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(content)
+    lines = (ROOT / "gpt2_fsdp.py").read_text().splitlines(keepends=True)
+    one_less = [line for line in lines if not line.startswith("CHUNK =")]
+    assert len(one_less) == len(lines) - 1
+    (tmp_path / "one_less.py").write_text("".join(one_less))
     paths = {"BERT": tmp_path / "BERT/config.json", "BROKEN": tmp_path / "BROKEN"}
+    paths["ONE_LESS"] = tmp_path / "one_less.py"
     with pytest.raises(SystemExit) as end:
         memory_estimator.main([str(paths.get(flag, flag)) for flag in flags])
     error = capsys.readouterr().err.strip().splitlines()[-1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import launch
+from conftest import launch, metrics
 from copied import copied, llama_as, llama_changes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -29,11 +29,10 @@ import llama_fsdp
 import memory_estimator
 import policies
 import T5_training
-from runtime.attention import choose, per_document, register
-from runtime.checkpoints import TrainState
-from runtime.model_checks import check_logits, fit_config, flops_per_token
+from runtime.attention import per_document, register, set_attention
+from runtime.metrics import Metrics, flops_per_token, peak_tflops
+from runtime.model_checks import check_logits, fit_config
 from runtime.optimization import note_decay, parameter_groups
-from runtime.run import peak_tflops, speed
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HEADS = {"head_dim": 32, "pad_token_id": 0}
@@ -115,12 +114,18 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path, pairs: Path
     return json.loads((folder / "said.json").read_text())
 
 
-def prepare(
-    script: ModuleType, chats: Path, device: torch.device, *flags: str
-) -> tuple[argparse.Namespace, TrainState]:
-    """Arguments and state of a run at its start, of the tiny model."""
+def wrapped(script: ModuleType, args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """Return the script's model, as it trains."""
+    model, _, init = script.load_model(args, device)
+    return script.wrap_model(args, device, model, init)
+
+
+def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) -> nn.Module:
+    """Return the tiny model, its loss checked as at a run's start, without its data."""
     args = script.parse_args([*FLAGS, "--dataset", str(chats), *flags])
-    return args, script.prepare(args, device, None)[0]
+    model = wrapped(script, args, device)
+    script.check_loss(args, device, model)
+    return model
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
@@ -156,10 +161,10 @@ def test_whatever_the_attention(
     if attention == "sdpa" and not has_sdpa:
         expected = f"--attention sdpa: {architecture}ForCausalLM has none, use eager"
     if expected is None:
-        prepare(script, chats, device, *flags)
+        check(script, chats, device, *flags)
         return
     with pytest.raises(ValueError, match=expected):
-        prepare(script, chats, device, *flags)
+        check(script, chats, device, *flags)
 
 
 def test_a_refusal_names_what_the_model_has(chats: Path, device: torch.device) -> None:
@@ -169,7 +174,7 @@ def test_a_refusal_names_what_the_model_has(chats: Path, device: torch.device) -
         (copied("llama_fsdp", {"* scale": "* 0.5"}), r"\(the model has no scale, cap or bias\)"),
     ):
         with pytest.raises(ValueError, match=expected):
-            prepare(script, chats, device)
+            check(script, chats, device)
 
 
 RIGHT = {  # the folder, and what TINY has besides
@@ -260,13 +265,6 @@ def test_keys_that_are_chosen_by_their_place(name: str, chats: Path, device: tor
     check(script, chats, device, *flags, "--no-packing")
 
 
-def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) -> None:
-    """As a run's start does, without its data."""
-    args = script.parse_args([*FLAGS, "--dataset", str(chats), *flags])
-    model, _, _ = script.setup_model(args, device, pretrained=True)
-    script.check_loss(args, device, model)
-
-
 def test_hidden_states_that_differ(chats: Path, device: torch.device) -> None:
     """By one in a hundred, and where the copy loses the documents' positions."""
     for old, new in (
@@ -274,13 +272,13 @@ def test_hidden_states_that_differ(chats: Path, device: torch.device) -> None:
         ("self.model(input_ids, use_cache=False, **options)", "self.model(input_ids)"),
     ):
         with pytest.raises(ValueError, match=DIFFER):
-            prepare(copied("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
+            check(copied("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
 
 
 def test_nothing_is_left_behind(chats: Path, device: torch.device) -> None:
     """It runs as in evaluation, uncompiled; random states and mode are as before."""
-    args, state = prepare(llama_fsdp, chats, device, "--attention", "sdpa")
-    model, compiled, modes = state.model, [], []
+    model = check(llama_fsdp, chats, device, "--attention", "sdpa")
+    compiled, modes = [], []
 
     def compile_nothing(graph: torch.fx.GraphModule, _: list) -> Callable:
         compiled.append(graph)
@@ -324,20 +322,22 @@ def test_a_resumed_run_is_checked(
         changed.fsdp_main(changed.parse_args(command(texts, tmp_path, 2)))
     error = capfd.readouterr().err.strip().splitlines()[-1]
     assert end.value.code == 1 and error.startswith(f"error: {DIFFER}")
+    (step,) = metrics(tmp_path, "train")
+    assert "tflops_per_gpu" not in step  # on a CPU nobody asks for them
 
 
 def test_logits_that_are_not_finite_are_left_to_the_first_step(
     texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which names the samples."""
-    setup_model = gpt2_fsdp.setup_model
+    wrap_model = gpt2_fsdp.wrap_model
 
-    def broken(*args: object, **options: object) -> tuple:
-        made = setup_model(*args, **options)
-        made[0].module.transformer.ln_f.bias.data.fill_(torch.nan)
+    def broken(*args: object) -> nn.Module:
+        made = wrap_model(*args)
+        made.module.transformer.ln_f.bias.data.fill_(torch.nan)
         return made
 
-    monkeypatch.setattr(gpt2_fsdp, "setup_model", broken)
+    monkeypatch.setattr(gpt2_fsdp, "wrap_model", broken)
     with pytest.raises(SystemExit):
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command(texts, tmp_path, 1)))
     error = capfd.readouterr().err
@@ -393,7 +393,7 @@ def test_a_window_is_refused_before_any_training(chats: Path, device: torch.devi
     """Where sequences may be longer than Mistral's, whatever the first of them is."""
     script = llama_as("Mistral", sliding_window=63)
     with pytest.raises(ValueError, match="have no sliding_window, for which MistralAttention asks"):
-        prepare(script, chats, device, "--attention", "varlen", "--precision", "bf16")
+        check(script, chats, device, "--attention", "varlen", "--precision", "bf16")
 
 
 def formula(config: transformers.PretrainedConfig, length: float) -> float:
@@ -442,23 +442,26 @@ def test_speed_reads_no_config(device: torch.device, monkeypatch: pytest.MonkeyP
         model = transformers.AutoModelForCausalLM.from_config(config)
         products = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
         flops = 6 * sum(weight.numel() for weight in products) + 12 * 3 * 32 * 100
-        state = SimpleNamespace(device=torch.device("cuda"))
-        state.flops_per_token = flops_per_token(model, 100)
-        rates = speed(state, 8, 0.5)
+        state = SimpleNamespace(device=torch.device("cuda"), step=0, total_steps=1, tokens=0)
+        numbers = Metrics(argparse.Namespace(track_memory=False), Path(), "", state)
+        numbers.flops_per_token = flops_per_token(model, 100)
+        state.tokens = 8
+        numbers.count_step(0.5)
+        rates = numbers.speed()
         assert rates["tflops_per_gpu"] == pytest.approx(16 * flops / 1e12, rel=ROTARY)
         assert rates["mfu"] == rates["tflops_per_gpu"] / 312
 
 
 def test_a_copy_for_qwen_2_counts_its_flops(chats: Path, device: torch.device) -> None:
-    """As it is wrapped, with the mean length of its documents; a run on a CPU does not ask."""
+    """As it is wrapped, with the mean length of its documents."""
     script = llama_as("Qwen2")
     args = script.parse_args(FLAGS + ["--dataset", str(chats)])
-    state, _, loader, _ = script.prepare(args, device, None)
-    model = state.model.module
+    model, tokenizer, init = script.load_model(args, device)
+    train_set, _ = script.load_data(args, tokenizer)
+    model = script.wrap_model(args, device, model, init).module
     shapes = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)]
-    expected = 6 * sum(shapes) + 12 * 4 * 128 * loader.dataset.span
-    assert flops_per_token(model, loader.dataset.span) == pytest.approx(expected, rel=ROTARY)
-    assert state.flops_per_token is None
+    expected = 6 * sum(shapes) + 12 * 4 * 128 * train_set.span
+    assert flops_per_token(model, train_set.span) == pytest.approx(expected, rel=ROTARY)
 
 
 def test_all_block_classes_of_a_model(device: torch.device) -> None:
@@ -501,7 +504,7 @@ def test_later_tokens_are_not_seen(
         (gpt2_fsdp, command(texts, Path("unused"), 1)),
     ):
         args = script.parse_args(flags)
-        model, _, _ = script.setup_model(args, device, pretrained=True)
+        model = wrapped(script, args, device)
         script.check_loss(args, device, model)
         for module in model.modules():
             if hasattr(module, "is_causal"):
@@ -516,7 +519,7 @@ def test_later_tokens_are_not_seen(
 def test_a_decoder_that_is_not_causal(pairs: Path, device: torch.device) -> None:
     """Whatever the model computes of the labels itself."""
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
-    model, _, _ = T5_training.setup_model(args, device, pretrained=True)
+    model = wrapped(T5_training, args, device)
     T5_training.check_loss(args, device, model)
     model.module.decoder.is_decoder = model.module.decoder.config.is_decoder = False
     with pytest.raises(ValueError, match="the model is not causal"):
@@ -533,15 +536,15 @@ def test_a_decoder_without_a_token_to_start_with(
     (tmp_path / "t5/config.json").write_text(json.dumps(config))
     flags = ["--model-name", str(tmp_path / "t5"), "--dataset", str(pairs)]
     args = T5_training.parse_args(flags)
-    model, tokenizer, _ = T5_training.load_model(args, torch.device("cpu"), pretrained=False)
+    model, _, _ = T5_training.load_model(args, torch.device("cpu"))
     with pytest.raises(ValueError, match="set decoder_start_token_id .* in its config.json"):
-        T5_training.setup_data(args, tokenizer, model)
+        T5_training.data.collator(model)
     script = copied("T5_training", T5GEMMA)
     args = script.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
-    model, tokenizer, _ = script.load_model(args, torch.device("cpu"), pretrained=False)
-    loader, _ = script.setup_data(args, tokenizer, model)
+    model, tokenizer, _ = script.load_model(args, torch.device("cpu"))
+    train_set, _ = script.load_data(args, tokenizer)
     assert model.config.decoder.bos_token_id == 2 != model.config.pad_token_id
-    batch = next(iter(loader))
+    batch = script.data.collator(model)([train_set[i] for i in range(4)])
     assert set(batch["decoder_input_ids"][:, 0].tolist()) == {2}
     is_target = batch["labels"] != -100
     assert torch.equal(batch["decoder_attention_mask"] == 1, is_target)
@@ -589,8 +592,8 @@ def test_tiny_is_tiny(chats: Path, alone: None) -> None:
     ):
         args = script.parse_args([*FLAGS, "--dataset", str(chats)])
         with pytest.raises(ValueError, match=r"tiny would have [\d,]+ parameters, above 50,0"):
-            script.load_model(args, torch.device("cpu"), pretrained=True)
-    config = llama_fsdp.MODEL.config_class(vocab_size=384, **llama_fsdp.TINY)
+            script.load_model(args, torch.device("cpu"))
+    config = llama_fsdp.MODEL.config_class(vocab_size=384, **llama_fsdp.BYTES, **llama_fsdp.TINY)
     fit(config, llama_fsdp.LossModel, "tiny")
     assert torch.equal(torch.get_rng_state(), random)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # KB
@@ -643,14 +646,14 @@ def test_the_loss_of_a_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attention_said(name: str, attention: str, *flags: str, **config: object) -> str:
-    """What `attention.choose` refuses a model of Transformers with, or what it chooses."""
+    """Return what `set_attention` refuses a model of Transformers with, or which one it sets."""
     args = llama_fsdp.parse_args([*FLAGS, "--attention", attention, *flags])
     model_class = getattr(transformers, f"{name}ForCausalLM")
     try:
-        choose(args, model_class.config_class(**config), model_class)
+        kernel = set_attention(args, model_class.config_class(**config), model_class)
     except ValueError as error:
         return str(error)
-    return args.attention
+    return kernel.partition(" (")[0]
 
 
 def test_an_attention_that_a_model_has_not() -> None:
@@ -705,7 +708,7 @@ def test_layers_that_hand_no_lengths_on(chats: Path, device: torch.device) -> No
 def test_weight_decay_is_as_it_was(name: str) -> None:
     """In the scripts' own models: all but biases and norms, by their names."""
     script = importlib.import_module(name)
-    config = script.MODEL.config_class(vocab_size=384, **script.TINY)
+    config = script.MODEL.config_class(vocab_size=384, **script.BYTES, **script.TINY)
     model = getattr(script, "LossModel", script.MODEL)(config)
     note_decay(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, metrics, status, weights
-from test_hf_weights import EXPORT, GROUPED, check_equal, new_model, streamed
+from test_hf_files import EXPORT, GROUPED, check_equal, new_model, streamed
 from test_templates import byte_tokenizer, copy_script, plain_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedModel
@@ -19,7 +19,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 import chat_dataset
 import llama_fsdp
-from runtime import hf_weights, stored_tensors
+from runtime import hf_export, hf_load, models, stored_tensors
 
 # Twelve experts, so that their order by number is not that of their keys.
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "max_position_embeddings": 128}
@@ -88,12 +88,12 @@ def test_experts_are_loaded_and_exported_as_by_transformers(
     """Every tensor of `from_pretrained`, and every key and value of `save_pretrained`."""
     model_class = class_of(name)
     with monkeypatch.context() as patch:  # rank 0 reads for all
-        patch.setattr(hf_weights, "_everyone_sees", lambda *_: False)
+        patch.setattr(hf_load, "_everyone_sees", lambda *_: False)
         check_equal(streamed(model_class, directory).module.state_dict(), made.state_dict())
     loaded = streamed(model_class, directory)
     check_equal(loaded.module.state_dict(), made.state_dict(), least=20)
     for model in (loaded, DDP(made), DDP(made)):  # new ones too, such as `tiny`, and once more
-        hf_weights.export_model(model, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+        hf_export.export_model(model, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
         check_equal(weights(tmp_path / "exported"), weights(directory), least=40)
     again = model_class.from_pretrained(tmp_path / "exported")
     check_equal(again.state_dict(), made.state_dict(), least=20)
@@ -102,7 +102,7 @@ def test_experts_are_loaded_and_exported_as_by_transformers(
     assert STACKED in weights(tmp_path / "stacked")
     loaded = streamed(model_class, tmp_path / "stacked")
     check_equal(loaded.module.state_dict(), made.state_dict(), least=20)
-    hf_weights.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
     check_equal(weights(tmp_path / "exported"), weights(tmp_path / "stacked"), least=20)
 
 
@@ -113,7 +113,7 @@ def test_rows_are_read_alone(
     """A rank reads the experts of its shard, one at a time, and no others."""
     with torch.device("meta"):
         model = class_of(name)(made.config)
-    stored = hf_weights._find_weights(model, directory)[STACKED]
+    stored = hf_load._find_weights(model, directory)[STACKED]
     keys = []
     read = stored_tensors.read
 
@@ -137,7 +137,7 @@ def test_memory_of_a_stacked_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model.save_pretrained(tmp_path)
     with torch.device("meta"):
         empty = class_of("Mixtral")(model.config)
-    stored = hf_weights._find_weights(empty, tmp_path)["model.layers.0.mlp.experts.gate_up_proj"]
+    stored = hf_load._find_weights(empty, tmp_path)["model.layers.0.mlp.experts.gate_up_proj"]
     size = 4e-6 * math.prod(stored.shape)
     assert size > 130
     stored.read_rows(0, 1)
@@ -186,19 +186,19 @@ def test_another_conversion_is_refused_before_anything_is_read(
     """What another version of Transformers may do; the sentence says how to convert the files."""
     sources = ["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"]
     other = WeightConverter(sources, "mlp.experts.gate_up_proj", operations)
-    mapping = hf_weights.get_model_conversion_mapping
+    mapping = models.get_model_conversion_mapping
 
     def with_other(model: PreTrainedModel, add_legacy: bool) -> list:
         return [other, *mapping(model, add_legacy=add_legacy)[1:]]
 
-    monkeypatch.setattr(hf_weights, "get_model_conversion_mapping", with_other)
+    monkeypatch.setattr(models, "get_model_conversion_mapping", with_other)
     with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
         patch.setattr(stored_tensors, "read", None)
         streamed(class_of(name), directory)
     assert "experts.0.gate_proj.weight, and to make model.layers.0" in str(error.value)
     assert "save_pretrained(..., save_original_format=False)" in str(error.value)
     # A new model is written under its own names, which from_pretrained knows as well.
-    hf_weights.export_model(DDP(made), ByT5Tokenizer(), tmp_path / "new", EXPORT)
+    hf_export.export_model(DDP(made), ByT5Tokenizer(), tmp_path / "new", EXPORT)
     assert STACKED in weights(tmp_path / "new")
     again = class_of(name).from_pretrained(tmp_path / "new")
     check_equal(again.state_dict(), made.state_dict())
@@ -221,9 +221,9 @@ def test_what_the_config_asks_for_in_vain(
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {setting: value}))
     with pytest.raises(ValueError, match=said):
-        hf_weights.load_config(directory, model_class, str(directory))
+        hf_load.load_config(directory, model_class, str(directory))
     path.write_text(json.dumps(config))
-    assert hf_weights.load_config(directory, model_class, str(directory)).num_local_experts == 12
+    assert hf_load.load_config(directory, model_class, str(directory)).num_local_experts == 12
 
 
 @pytest.fixture

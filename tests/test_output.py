@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import check_equal_weights, losses, metrics, status
+from conftest import check_equal_weights, errors_said, losses, metrics, status
 
 import gpt2_fsdp
-from runtime import checkpoints, events, hf_weights, output
+from runtime import checkpoints, hf_export, output
+from runtime.metrics import read_events
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,30 @@ def test_no_checkpoint_but_one_under_another_name(
     assert start(finished, flags) == 0
 
 
+@pytest.mark.parametrize("number", [2, None])
+def test_a_checkpoint_of_another_format(
+    number: int | None, finished: Path, flags: list[str], capfd: pytest.CaptureFixture
+) -> None:
+    """It is of a version after or before this one: refused, however it is given, and left alone."""
+    path = finished / "checkpoints/step-00000004"
+    saved = json.loads((path / "train_state.json").read_text())
+    del saved["crc"], saved["format"]
+    if number:
+        saved["format"] = number
+        saved["crc"] = checkpoints.json_sum(saved)
+    (path / "train_state.json").write_text(json.dumps(saved))
+    before = everything(finished)
+    for output_dir, more in (
+        (finished, ["--max-steps", "6"]),
+        (finished, ["--evaluate-only"]),
+        (finished.parent / "elsewhere", ["--resume", str(path)]),
+    ):
+        assert start(output_dir, flags, *more) == 1
+        (error,) = errors_said(capfd.readouterr().err)
+        assert f"{path} has format {number}, and this version reads 1: " in error
+    assert everything(finished) == before
+
+
 def test_copies_of_the_user_stay(finished: Path, flags: list[str]) -> None:
     """Whatever their names, and whatever is in them."""
     place = finished / "checkpoints"
@@ -173,7 +198,7 @@ def test_nothing_is_left_of_an_export_that_failed(
     finished: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """The one before stays."""
-    monkeypatch.setattr(hf_weights.WeightFiles, "finish", lambda _: 1 / 0)
+    monkeypatch.setattr(hf_export.WeightFiles, "finish", lambda _: 1 / 0)
     before = everything(finished / "final")
     with pytest.raises(ZeroDivisionError):
         start(finished, flags, "--export-only")
@@ -254,5 +279,5 @@ def test_held_step(finished: Path) -> None:
     (path / "train_state.json").write_text(json.dumps(saved | {"step": 2}))
     assert checkpoints.held_step(path) is None
     assert checkpoints.find(path.parent)[0][-1] == path
-    assert events.read_events(finished.parent) == ([], 0)
+    assert read_events(finished.parent) == ([], 0)
     check_equal_weights(finished / "final", finished / "best")

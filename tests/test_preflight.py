@@ -164,7 +164,8 @@ def test_the_start_has_a_limit_of_its_own(
         timer.start()
     speaker, sentence = watch.follow(work)
     assert speaker == 0
-    assert capfd.readouterr().err == f"waiting for rank 1 on {HOST} in: start\n"
+    said = capfd.readouterr().err  # on a loaded machine it may wait once more
+    assert said.startswith(f"waiting for rank 1 on {HOST} in: start\n")
     if comes:
         assert not sentence
     else:

@@ -7,7 +7,7 @@ import pytest
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
 
 from runtime.identities import as_lists
-from runtime.readers import Rows
+from runtime.rows.readers import Rows
 
 FEATURES = Features({"ids": List(Value("int32")), "count": Value("int64")})
 

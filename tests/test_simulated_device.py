@@ -66,3 +66,25 @@ def test_script_on_a_simulated_device(script: str, tmp_path: Path) -> None:
     run(*more)
     assert list(losses(output)) == list(range(1, steps + 4))
     run("--export-only", "--cpu-offload")
+
+
+@pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
+def test_own_data_on_a_simulated_device(script: str, tmp_path: Path) -> None:
+    """Plain lists of samples, see own_data.py."""
+    environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
+    command = ["-m", "simdev.run", ROOT / "tests/own_data.py", script, "--model-name", "tiny",
+               "--dataset", "docstrings", "--max-steps", "2", "--output-dir", tmp_path]  # fmt: skip
+    launch(2, *command, env=environment)
+    assert (tmp_path / "final/model.safetensors").is_file()
+
+
+def test_adapters_on_a_simulated_device(tmp_path: Path) -> None:
+    """They train, and go on from their checkpoint, offloaded too."""
+    environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
+    command = ["-m", "simdev.run", ROOT / "llama_fsdp.py", "--model-name", "tiny", "--lora-rank",
+               "4", "--max-seq-length", "128", "--num-train-samples", "64", "--num-val-samples",
+               "8", "--log-every", "1", "--output-dir", tmp_path]  # fmt: skip
+    for number, more in enumerate((["--precision", "bf16"], ["--cpu-offload"]), start=1):
+        launch(2, *command, *more, "--max-steps", str(3 * number), env=environment)
+    assert list(losses(tmp_path)) == list(range(1, 7))
+    assert (tmp_path / "final/adapter_model.safetensors").is_file()

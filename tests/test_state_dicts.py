@@ -62,7 +62,7 @@ def test_copies_are_pinned_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(3, 2)
     on_device = SimpleNamespace(device=torch.device("cuda"))
     optimizer = SimpleNamespace(state={}, param_groups=[{"params": [on_device]}])
-    copies = _HostCopies(SimpleNamespace(model=model, optimizer=optimizer))
+    copies = _HostCopies(SimpleNamespace(model=model, optimizer=optimizer, others={}))
     drawn = torch.get_rng_state()
 
     def save(lr: float) -> dict:

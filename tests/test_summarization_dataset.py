@@ -26,7 +26,8 @@ from transformers import (
 )
 
 import summarization_dataset as sd
-from runtime import readers
+from runtime import rouge
+from runtime.rows import readers
 
 ROOT = Path(__file__).resolve().parents[1]
 XSUM = ROOT.parent / "shared" / "data" / "xsum_200.jsonl"
@@ -45,13 +46,15 @@ def cache(tmp_path, monkeypatch):
 
 
 def arguments(**changes):
-    """Defaults of the flags, all examples, texts not cut, and `changes`."""
+    """Return defaults of the flags, all examples, texts not cut, and `changes`."""
     parser = argparse.ArgumentParser()
     sd.add_arguments(parser)
+    rouge.add_arguments(parser)
     args = parser.parse_args([])
     everything = {"num_train_samples": 0, "num_val_samples": 0, "source_length": 4000}
     everything["evaluate_only"] = False
     vars(args).update(everything | {"source_prefix": "", "target_length": 1000} | changes)
+    vars(args).update(sd.resolve_arguments(args))
     return args
 
 
@@ -69,10 +72,15 @@ def decode(ids):
 
 
 def refusal(**changes):
-    """The one sentence that `changes` are answered with."""
-    with pytest.raises(ValueError) as caught:
-        sd.load_summarization(arguments(**changes), TOKENIZER, verbose=False)
-    message = str(caught.value)
+    """Return the one sentence that `changes` are answered with."""
+    args = arguments(**changes)
+    problems = sd.check_arguments(args)
+    if problems:
+        (message,) = problems
+    else:
+        with pytest.raises(ValueError) as caught:
+            sd.load_summarization(args, TOKENIZER, verbose=False)
+        message = str(caught.value)
     assert not message.endswith(".") and "\n" not in message and "Traceback" not in message
     return message
 
@@ -108,7 +116,7 @@ def bucket_of(key):
 def placed(**changes):
     """Where all rows of a single source go: place -> (text, summary) pairs."""
     (source,) = sd.open_sources(arguments(**changes))
-    rows = sd.prepare(source)
+    rows = sd.clean_rows(source)
     places = sd.assign(source, rows, lambda line: None)
     found = {}
     for place, row in zip(places, rows, strict=True):
@@ -275,7 +283,7 @@ def test_docstring_corpus(capsys):
     assert len(set(rows["text"])) == len(rows) == len(sources)
     assert not any({"test", "tests", "site-packages"} & set(m.split("/")) for m in rows["module"])
     place = {}
-    for row in sd.prepare(sd.open_sources(arguments(dataset="docstrings"))[0]):
+    for row in sd.clean_rows(sd.open_sources(arguments(dataset="docstrings"))[0]):
         assert "\n" not in row["text"] + row["summary"]
         assert place.setdefault(row["key"], row["place"]) == row["place"]  # by module
     assert list(readers.docstrings()) == rows.to_list()
@@ -378,10 +386,8 @@ def test_only_built_in_sets_are_limited_by_default():
         ("a/b", (0, 0)),
     ):
         args = arguments(dataset=dataset, num_train_samples=None, num_val_samples=None)
-        sd.check_arguments(args)
         assert (args.num_train_samples, args.num_val_samples) == expected
     args = arguments(dataset="docstrings", num_train_samples=0, num_val_samples=7)
-    sd.check_arguments(args)
     assert (args.num_train_samples, args.num_val_samples) == (0, 7)
 
 
@@ -744,7 +750,7 @@ def test_an_edited_module_does_not_reuse_what_the_old_one_made(tmp_path, monkeyp
 
     def edited(*change):
         module, data_set_changed = copied(sd, "copied", change)
-        module.readers, readers_changed = copied(readers, "runtime.copied", change)
+        module.readers, readers_changed = copied(readers, "runtime.rows.copied", change)
         assert data_set_changed + readers_changed == (change[0] != change[1])
         return sorted(sum(load(module, dataset="docstrings"), []))
 
@@ -768,3 +774,33 @@ def test_the_flags_are_documented():
     stated = [action for action in group._group_actions if "samples" not in action.dest]
     assert all("%(default)s" in action.help for action in stated)
     assert "hold out 5% of it" in " ".join(parser.format_help().split())
+
+
+# --- ROUGE -------------------------------------------------------------------------------------
+
+
+def test_rouge_samples_where_they_are_not_given():
+    """32 in a training, all in an evaluation; a check by itself changes nothing."""
+    training, evaluation = arguments(), arguments(evaluate_only=True)
+    for args in training, evaluation:
+        assert rouge.check_arguments(args) == [] and args.rouge_samples is None
+    assert rouge.resolve_arguments(training) == {"rouge_samples": 32}
+    assert rouge.resolve_arguments(evaluation) == {}
+    assert rouge.resolve_arguments(arguments(rouge_samples=5)) == {}
+    assert "--num-beams 0 is out" in rouge.check_arguments(arguments(num_beams=0))[0]
+
+
+def test_texts_and_their_scores():
+    """Padding and rows without targets are left out; the score is in percent."""
+    ids = {text: TOKENIZER(text)["input_ids"] for text in ("ab", "a c", "ab d")}
+    batch = sd.collate(
+        [{"input_ids": ids["ab"], "labels": ids["a c"]}, {"input_ids": ids["ab"], "labels": []}],
+        pad_token_id=0,
+        decoder_start_token_id=0,
+    )
+    output = torch.tensor([ids["ab d"] + [0], ids["ab d"] + [0]])
+    triples = rouge.generated_texts(batch, output, TOKENIZER)
+    assert triples == [("ab", "a c", "ab d")]
+    assert rouge.shown(triples).splitlines()[2] == "generated: ab d"
+    assert rouge.score([]) == {}
+    assert rouge.score([("", "one two", "one three")])["rouge1"] == pytest.approx(50)

@@ -28,7 +28,7 @@ from transformers import (
 import block_dataset
 import chat_dataset
 import summarization_dataset
-from runtime import hf_weights
+from runtime import hf_load
 from runtime.optimization import note_decay, parameter_groups
 
 Changes = list[tuple[str, str]]  # what stands in the script, and what takes its place
@@ -270,7 +270,7 @@ def test_changes(name: str, alone: None, tmp_path: Path) -> None:
 
     copy = import_copy(path)
     args = copy.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
-    model, tokenizer, _ = copy.load_model(args, torch.device("cpu"), pretrained=True)
+    model, tokenizer, _ = copy.load_model(args, torch.device("cpu"))
     assert isinstance(model, model_class) and type(model).__name__ == model_class.__name__
     assert sum(parameter.numel() for parameter in model.parameters()) < 3e6
     assert model.config.pad_token_id in (tokenizer.pad_token_id, None)
@@ -325,10 +325,8 @@ def test_load(name: str, directory: Path, alone: None, tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     copy = import_copy(copy_script(script, changes, name, tmp_path / "copy"))
     flags = ["--dataset", "docstrings", "--model-name", str(directory), *SHORT[script]]
-    model, tokenizer, init = copy.load_model(
-        copy.parse_args(flags), torch.device("cpu"), pretrained=True
-    )
-    hf_weights.materialize(model, init)
+    model, tokenizer, init = copy.load_model(copy.parse_args(flags), torch.device("cpu"))
+    hf_load.materialize(model, init)
     own = model_class.from_pretrained(directory).state_dict()
     assert model.state_dict().keys() == own.keys()
     for key, tensor in model.state_dict().items():
@@ -348,7 +346,7 @@ def test_texts_longer_than_the_model(
     for flag in ("--source-length", "--target-length"):
         args = copy.parse_args([*flags, flag, "129"])
         with pytest.raises(ValueError, match=f"{flag} 129 is above the model's 128 positions"):
-            copy.load_model(args, torch.device("cpu"), pretrained=True)
+            copy.load_model(args, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", ["qwen2"])
@@ -358,7 +356,7 @@ def test_a_tokenizer_of_another_class(name: str, directory: Path, tmp_path: Path
     ByT5Tokenizer().save_pretrained(path)
     shutil.copy(directory / "config.json", path)
     with pytest.raises(ValueError, match="makes no tokens of a text"):
-        hf_weights.load_tokenizer(path, vocab_size=384)
+        hf_load.load_tokenizer(path, vocab_size=384)
 
 
 def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]:

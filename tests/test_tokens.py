@@ -15,7 +15,7 @@ from transformers import ByT5Tokenizer, GPT2Tokenizer
 import gpt2_fsdp
 import llama_fsdp
 import T5_training
-from runtime import readers, tokens
+from runtime.rows import readers, tokens
 
 SCRIPTS = {
     "T5": (T5_training, ["--source-length", "64", "--target-length", "16", "--rouge-samples", "0"]),
@@ -128,4 +128,4 @@ def test_what_was_made_for_something_else(tmp_path: Path) -> None:
             check(*wrong)
     padded = rows.add_column("attention_mask", [[1, 1, 0]] * len(rows))
     with pytest.raises(ValueError, match="x has padding"):
-        tokens.check("x", padded, {"input_ids": ("--source-length", 9)}, ByT5Tokenizer())
+        tokens.checked_columns("x", padded, {"input_ids": ("--source-length", 9)}, ByT5Tokenizer())

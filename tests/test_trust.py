@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import losses, metrics
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpt2_fsdp
-from runtime import checkpoints, hf_weights, readers
+from runtime import checkpoints, hf_load
+from runtime.rows import readers
 
 
 class Hostile:
@@ -53,7 +53,7 @@ def test_weights_in_a_bin(alone: None, llama_directory: Path, mark: Path, tmp_pa
     torch.save({"lm_head.weight": Hostile(mark)}, directory / "pytorch_model.bin")
     config = LlamaConfig.from_pretrained(directory)
     with pytest.raises(ValueError, match="has only .bin weights"):
-        hf_weights.meta_model(LlamaForCausalLM, config, directory)
+        hf_load.meta_model(LlamaForCausalLM, config, directory)
     assert not mark.exists()
 
 
@@ -81,7 +81,7 @@ def test_code_of_a_model(llama_directory: Path, mark: Path, code: str, tmp_path:
     config |= {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="its own code, which is never run"):
-        hf_weights.load_config(directory, LlamaForCausalLM, "theirs")
+        hf_load.load_config(directory, LlamaForCausalLM, "theirs")
     assert not mark.exists()
 
 
@@ -92,7 +92,7 @@ def test_code_of_a_tokenizer(llama_directory: Path, mark: Path, code: str, tmp_p
     settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="its own code, which is never run"):
-        hf_weights.load_tokenizer(directory, 1000)
+        hf_load.load_tokenizer(directory, 1000)
     assert not mark.exists()
 
 
@@ -116,21 +116,6 @@ def test_random_states_are_tensors(flags: list[str], tmp_path: Path) -> None:
     names = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
     states = {name for name in names if name.startswith("rng.")}
     assert states == {f"rng.0.{kind}" for kind in ("python", "numpy", "gauss", "torch")}
-
-
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_an_older_checkpoint_goes_on(
-    kind: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-) -> None:  # fmt: skip
-    """Its random states were pickled: dropout is seeded anew."""
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "_random_states", lambda: b"pickled")
-        run(flags, tmp_path, "--max-steps", "2", "--checkpoint-type", kind)
-    run(flags, tmp_path, "--max-steps", "4")
-    assert "an older version saved step-00000002: dropout reseeded" in capfd.readouterr().out
-    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 2]
-    assert list(losses(tmp_path)) == [1, 2, 3, 4]
 
 
 def test_a_full_checkpoint_is_not_unpickled(

@@ -1,18 +1,13 @@
-"""Hugging Face models in and out, a tensor at a time: no rank ever holds a model it need not hold.
+"""Hugging Face models in, a tensor at a time: no rank ever holds a model it need not hold.
 
 Names no model. All ranks call a function together.
 """
 
-import contextlib
-import copy
-import json
-import math
 import os
 import re
-import shutil
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +15,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import empty as distributed_empty
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -36,26 +28,19 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    PrefixChange,
     WeightConverter,
     WeightRenaming,
-    WeightTransform,
     dot_natural_key,
     rename_source_key,
-    revert_weight_conversion,
 )
 
-from . import stored_tensors
-from .ranks import cpu_group, first_on_node, hide_bar, on_every_rank, on_rank_zero
+from . import models, ranks, stored_tensors, trained
+from .ranks import first_on_node, hide_bar, on_every_rank, on_rank_zero
 from .stored_tensors import Stored, StoredTensor
 
 HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
-EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
-TEXT_PART = re.compile(r"^(model\.)?language_model\.")  # of a multimodal model's keys
-WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def model_directory(name: str) -> Path:
@@ -76,33 +61,15 @@ def model_directory(name: str) -> Path:
         ) from None
 
 
-def plain_name(name: str) -> str:
-    """A tensor's name before wrapping, and without the adapter beside it."""
-    return WRAPPERS.sub("", name).replace(".base_layer.", ".")
-
-
-def text_key(key: str) -> str:
-    """The key in a model's own files of what stands under `key` in a multimodal model's."""
-    return TEXT_PART.sub("", key)
-
-
 def _own_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The parameters and persistent buffers that the model's files hold, by their plain names."""
+    """Return the parameters and persistent buffers that files hold, by their plain names."""
     own = model.state_dict(keep_vars=True).items()
-    return {plain_name(name): tensor for name, tensor in own if ".lora_" not in name}
-
-
-def _conversions(model: PreTrainedModel, add_legacy: bool) -> list[WeightTransform]:
-    """What Transformers does to the keys, and some of the tensors, in files of the model's type.
-
-    A class that extends one of Transformers' is given the same: its files are of the same type.
-    """
-    model.is_custom_code = lambda: False  # or a class defined elsewhere would get nothing
-    return get_model_conversion_mapping(model, add_legacy=add_legacy)
+    part = trained.of(model)
+    return {models.plain_name(name): x for name, x in own if part.is_in_files(name)}
 
 
 def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored]:
-    """What a directory's files hold, by the names that `from_pretrained` would give it.
+    """Return what a directory's files hold, by the names that `from_pretrained` would give it.
 
     That renames what was called otherwise in older models, adds or drops the base model's prefix,
     and stacks experts; of a multimodal model it also finds the text part. The model keeps the
@@ -110,7 +77,7 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
 
     Raises ValueError if a tensor needs more than another name, or than to be a row of another.
     """
-    conversions = _conversions(model, add_legacy=True)
+    conversions = models.conversions(model, add_legacy=True)
     renamings = [step for step in conversions if isinstance(step, WeightRenaming)]
     converters = [step for step in conversions if isinstance(step, WeightConverter)]
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
@@ -125,7 +92,7 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
         if name not in own and header.key in own:  # the rename was not meant for it
             name, pattern = rename_source_key(header.key, [], [], prefix, own)
         if name not in own:
-            key = text_key(header.key)
+            key = models.text_key(header.key)
             name, pattern = rename_source_key(key, renamings, converters, prefix, own)
         if name not in own or pattern is None:
             stored[name] = header
@@ -146,7 +113,7 @@ def _stored_tensors(model: PreTrainedModel, directory: Path) -> dict[str, Stored
 
 
 def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, Stored]:
-    """Where each parameter and persistent buffer stands, by its first name in the model.
+    """Find where each parameter and persistent buffer stands, by its first name in the model.
 
     Tied parameters may stand under any of their names. What the model declares as dispensable may
     be missing: a line says so, and it is left out. Raises ValueError with all that is wrong.
@@ -161,7 +128,7 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, Stored]:
     found, problems, dtypes = {}, [], set()
     left_out: Counter[str] = Counter()
     all_stored = _stored_tensors(model, directory)
-    text_parts = any(TEXT_PART.search(stored.key) for stored in all_stored.values())
+    text_parts = any(models.TEXT_PART.search(stored.key) for stored in all_stored.values())
     of_multimodal = text_parts and not hasattr(model.config, "text_config")
     for name, stored in all_stored.items():
         if name in own:
@@ -169,10 +136,10 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, Stored]:
             found[first_name[tensor]] = stored
             if tensor.is_floating_point():
                 dtypes.add(stored.dtype)
-            shape = list(getattr(tensor, "whole_shape", tensor.shape))
+            shape = list(models.whole_shape(tensor))
             if stored.shape != shape:
                 problems.append(f"{stored.key} has shape {stored.shape}, not {shape}")
-        elif of_multimodal and not TEXT_PART.search(stored.key):
+        elif of_multimodal and not models.TEXT_PART.search(stored.key):
             left_out[re.match(r"(model\.)?\w+", stored.key)[0]] += 1
         elif not ignored.search(name):
             problems.append(f"{stored.key} is not the model's")
@@ -190,7 +157,7 @@ def _find_weights(model: PreTrainedModel, directory: Path) -> dict[str, Stored]:
         parts = ", ".join(f"{count} tensors of {part}" for part, count in left_out.items())
         print(f"{directory}: of a multimodal model the text part; left out are {parts}", flush=True)
     held = "trained as fp32"
-    if any(".lora_" in name for name, _ in model.named_parameters()):
+    if trained.of(model).is_part:
         names = {str(parameter.dtype).removeprefix("torch.") for parameter in own.values()}
         held = f"frozen as {' and '.join(sorted(names))}".replace("uint8", "4 bits")
     if dtypes != {"F32"}:
@@ -261,7 +228,7 @@ def load_config(directory: Path, model_class: type[PreTrainedModel], name: str) 
 
 
 def _load_without_code(kind: type, directory: Path) -> Any:
-    """What `kind.from_pretrained` makes of a directory whose own Python code is never run."""
+    """Call `kind.from_pretrained` on a directory whose own Python code is never run."""
     try:
         return kind.from_pretrained(directory, trust_remote_code=False)
     except ValueError as error:
@@ -283,17 +250,6 @@ def check_type(config: PretrainedConfig, model_class: type[PreTrainedModel], nam
     wanted = model_class.config_class.model_type
     if text_part(config, model_class).model_type != wanted:
         raise ValueError(f"--model-name {name} is a {config.model_type}, not a {wanted}")
-
-
-def say_size(name: str, model: nn.Module) -> None:
-    """Print, on rank 0, how many parameters a model has, and how many of them are trained."""
-    shapes = [
-        getattr(parameter, "whole_shape", parameter.shape) for parameter in model.parameters()
-    ]
-    sizes = [math.prod(shape) for shape in shapes]
-    trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    if dist.get_rank() == 0:
-        print(f"{name}: {sum(sizes):,} parameters, {sum(trained):,} trained", flush=True)
 
 
 def materialize(model: nn.Module, init: Init | None) -> None:
@@ -359,19 +315,23 @@ class WeightLoader:
 
     What is stored in 16 bits goes to the device so, and is cast there.
 
-    Without a directory it only allocates, for a checkpoint loaded next. Tied parameters stay one
-    tensor, frozen ones stay frozen. Persistent buffers are treated as parameters are, in their own
-    dtype. What is in no file, such as rotary frequencies, is computed anew, in fp32.
+    Given a `checkpoint` that is loaded next, it only allocates what that will fill. Tied parameters
+    stay one tensor, frozen ones stay frozen. Persistent buffers are treated as parameters are, in
+    their own dtype. What is in no file, such as rotary frequencies, is computed anew, in fp32.
 
     To make one raises ValueError on all ranks, before any weight is read, if the files do not fit
     the model.
     """
 
     def __init__(
-        self, args: Namespace, model: PreTrainedModel, directory: Path | None, device: torch.device
-    ) -> None:
+        self, args: Namespace, model: PreTrainedModel, directory: Path, device: torch.device,
+        checkpoint: Path | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
-        self.directory = directory
+        self.part = trained.of(model)
+        # A checkpoint of adapters holds nothing of the weights below them.
+        needs_files = self.part.is_part or checkpoint is None
+        self.directory = directory if needs_files and not args.prepare_only else None
         self.device = device
         self.keeps_tensors = args.strategy == "ddp"  # FSDP1 copies them into its flat parameters
         self.shard_device = device  # of what FSDP2 shards
@@ -379,7 +339,7 @@ class WeightLoader:
             self.shard_device = torch.device("cpu")
         self.found: dict[str, Stored] = {}
         self.everyone_reads = False
-        if directory:
+        if self.directory:
             found = on_rank_zero(_find_weights, model, directory)
             self.found = {name: stored.under(directory) for name, stored in found.items()}
             one_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) == dist.get_world_size()
@@ -417,7 +377,7 @@ class WeightLoader:
                 self.tied[name] = getattr(module, key)
 
     def _take(self, module: nn.Module, key: str, meta: torch.Tensor) -> torch.Tensor:
-        """What the files have of a module under a key, in place of `meta`."""
+        """Return what the files have of a module under a key, in place of `meta`."""
         stored = self.found[self.names[module, key]]
         self.bar.update()
         if self.everyone_reads and not isinstance(meta, DTensor):
@@ -430,7 +390,7 @@ class WeightLoader:
         return tensor
 
     def _read(self, meta: torch.Tensor, stored: Stored) -> torch.Tensor:
-        """This rank's own reading. On a CPU it may be a part of the mapped file."""
+        """Return this rank's own reading. On a CPU it may be a part of the mapped file."""
         tensor = stored.read().to(self.device).to(meta.dtype)
         if not isinstance(meta, nn.Parameter):
             return tensor.clone()
@@ -448,8 +408,10 @@ class WeightLoader:
         return tensor
 
     def _load(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
-        """Of a DTensor each rank reads its rows, or rank 0 scatters: no rank holds more beside its
-        shard than one tensor."""
+        """Read a tensor; of a DTensor each rank its rows, or rank 0 scatters.
+
+        No rank holds more beside its shard than one tensor.
+        """
         if isinstance(tensor, DTensor) and self.everyone_reads:
             _load_rows(tensor, stored)
             return
@@ -473,7 +435,7 @@ class WeightLoader:
             if isinstance(meta, nn.Parameter):
                 whole = nn.Parameter(whole, requires_grad=meta.requires_grad)
             setattr(module, key, whole)
-        self._initialize(module)
+        self.part.initialize(self.model, module, self.names.get((module, "weight"), ""))
         for key, meta in metas.items():
             whole = getattr(module, key).data
             dist.broadcast(whole, src=0)  # random values would differ between ranks
@@ -481,16 +443,6 @@ class WeightLoader:
                 sharded = self._allocate(meta)
                 _scatter(whole, sharded)
                 setattr(module, key, sharded)
-
-    def _initialize(self, module: nn.Module) -> None:
-        """Adapters begin as peft's do: the first projection as any nn.Linear, the second as 0."""
-        name = self.names.get((module, "weight"), "")
-        if ".lora_A." in name:
-            module.reset_parameters()
-        elif ".lora_B." in name:
-            nn.init.zeros_(module.weight)
-        else:
-            self.model._init_weights(module)
 
     def _quantize(self, module: nn.Module, packed: DTensor, stored: StoredTensor) -> None:
         """Each rank is given the whole tensor, fp32 [outputs, width], has the module quantise it,
@@ -515,7 +467,7 @@ def _names_of_places(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
     """
     first_name: dict[torch.Tensor, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        first_name.setdefault(tensor, plain_name(name))
+        first_name.setdefault(tensor, models.plain_name(name))
     names = {}
     for module in model.modules():
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -526,8 +478,10 @@ def _names_of_places(model: nn.Module) -> dict[tuple[nn.Module, str], str]:
 
 
 def _everyone_sees(found: dict[str, Stored], directory: Path) -> bool:
-    """Whether the files that rank 0 has `found` are in every rank's `directory`, with a row of
-    each tensor as it is there. Rank 0 says what follows; all ranks."""
+    """Return whether every rank's `directory` has the files that rank 0 has `found`.
+
+    A row of each tensor is compared. Rank 0 says what follows; all ranks.
+    """
 
     def checksum_of_rows() -> int | None:
         try:
@@ -537,11 +491,11 @@ def _everyone_sees(found: dict[str, Stored], directory: Path) -> bool:
 
     sums = on_every_rank(checksum_of_rows)
     everyone = len(set(sums)) == 1
-    if dist.get_rank() == 0 and len(sums) > 1:
-        how = "each rank reads"
-        if not everyone:
-            how = "rank 0 reads for all, as not every rank sees the same files"
-        print(f"{directory}: {how}", flush=True)
+    how = "each rank reads"
+    if not everyone:
+        how = "rank 0 reads for all, as not every rank sees the same files"
+    if len(sums) > 1:
+        ranks.say(f"{directory}: {how}")
     return everyone
 
 
@@ -560,204 +514,3 @@ def _scatter(whole: torch.Tensor, tensor: DTensor) -> None:
     """Fill a DTensor from what is `whole` on rank 0; all ranks."""
     sharded = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
     tensor.to_local().data.copy_(sharded.to_local())
-
-
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor, gathered on the device though it is offloaded, or the tensor itself."""
-    if isinstance(tensor, DTensor):
-        return tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return tensor
-
-
-def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each parameter and persistent buffer of a wrapped model, in its dtype.
-
-    FSDP1 gathers the parameters a unit at a time, whole on rank 0 only, FSDP2 a tensor at a time,
-    whole on all ranks. Buffers are never sharded.
-    """
-    if isinstance(model, FSDPModule):
-        for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
-            yield WRAPPERS.sub("", name), gather(tensor)
-        return
-    gathered = {"recurse": False, "writeback": False, "rank0_only": True}
-    units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FSDP)]
-    for prefix, unit in units or [("", model)]:
-        with contextlib.ExitStack() as stack:
-            if units:  # not DDP
-                stack.enter_context(FSDP.summon_full_params(unit, **gathered))
-            tensors = [*unit.module.named_parameters(), *_persistent_buffers(unit.module)]
-            for name, tensor in tensors:
-                if "_fsdp_wrapped_module." not in name:  # or it is a nested unit's
-                    yield WRAPPERS.sub("", f"{prefix}.{name}".removeprefix(".")), tensor
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each buffer that a state dict holds."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module.named_buffers(recurse=False):
-            if key not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{key}".removeprefix("."), buffer
-
-
-def _keys_to_save(model: PreTrainedModel) -> dict[str, str]:
-    """The key of each parameter and persistent buffer in an exported file, by its name.
-
-    Renames made when the model was loaded are undone; a new model gets the keys that files of its
-    kind have. What stands there as several tensors, such as experts, has no key here. Where
-    `save_pretrained` would do more than that, all keep the model's names, which `from_pretrained`
-    knows as well.
-    """
-    names = {WRAPPERS.sub("", name) for name, _ in model.named_parameters()}
-    names |= {WRAPPERS.sub("", name) for name, _ in _persistent_buffers(model)}
-    if getattr(model, "_weight_conversions", None) is None:  # not loaded from files
-        conversions = _conversions(model, add_legacy=False)
-        # Whether files of this kind have that prefix is not known.
-        conversions = [step for step in conversions if not isinstance(step, PrefixChange)]
-        model._weight_conversions = conversions
-    for step in model._weight_conversions:
-        if isinstance(step, WeightConverter) and not stored_tensors.stacks_rows(step):
-            return {name: name for name in names}
-    undo = [step.reverse_transform() for step in reversed(model._weight_conversions)]
-    renamings = [step for step in undo if isinstance(step, WeightRenaming)]
-    converters = [step for step in undo if isinstance(step, WeightConverter)]
-    keys = {}
-    for name in sorted(names):
-        key, pattern = rename_source_key(name, renamings, converters, reverse=True)
-        if pattern is None:
-            keys[name] = key
-    return keys
-
-
-def _as_in_files(
-    model: PreTrainedModel, keys: dict[str, str], name: str, tensor: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """What an exported file holds of a tensor, by key: the tensor, or the experts stacked in it."""
-    if name in keys:
-        return {keys[name]: tensor}
-    return revert_weight_conversion(model, {name: tensor})
-
-
-def export_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
-) -> None:
-    """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
-
-    Rank 0 holds one file of --max-shard-size GB and one unit above its own shard, and of stacked
-    experts one tensor twice. The directory replaces the one before when it is complete.
-    Floating-point tensors are written as --export-dtype, under the keys that `save_pretrained`
-    would give them.
-    """
-    inner = model if isinstance(model, FSDPModule) else model.module
-    not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
-    keys: dict[str, str] = {}
-    if dist.get_rank() == 0:
-        keys = _keys_to_save(inner)  # rank 0 alone has looked at the files
-    with new_directory(path) as temporary:
-        files = WeightFiles(temporary, args)
-        for name, tensor in _whole_tensors(model):  # all ranks gather it
-            if dist.get_rank() == 0 and name not in not_saved:
-                for key, part in _as_in_files(inner, keys, name, tensor.detach()).items():
-                    files.add(key, part)
-        if dist.get_rank() == 0:
-            files.finish()
-            save_settings(inner, temporary, args)
-            tokenizer.save_pretrained(temporary)
-
-
-def copy_export(source: Path, path: Path) -> None:
-    """Make `path` of an exported directory. Its weights are the same files, under a second name,
-    where the file system has hard links; all ranks."""
-    with new_directory(path) as temporary:
-        if dist.get_rank() == 0:
-            shutil.copytree(source, temporary, copy_function=_link_weights, dirs_exist_ok=True)
-
-
-def _link_weights(source: str, path: str) -> None:
-    if source.endswith(".safetensors"):
-        with contextlib.suppress(OSError):
-            os.link(source, path)
-            return
-    shutil.copy2(source, path)
-
-
-@contextlib.contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
-    """A directory for rank 0 to write to, which takes the place of `path` on leaving; all ranks.
-    After an error nothing of it is left."""
-    temporary = path.with_name(f"tmp-{path.name}")
-    if dist.get_rank() == 0:
-        temporary.mkdir(parents=True)
-    try:
-        yield temporary
-    except BaseException:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    if dist.get_rank() == 0:
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
-    dist.barrier(group=cpu_group())
-
-
-def save_settings(model: PreTrainedModel, directory: Path, args: Namespace) -> None:
-    """Write the configurations of an exported model, and of its generation; rank 0 alone."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [_class_name(model)]
-    config.dtype = EXPORT_DTYPES[args.export_dtype]
-    config.save_pretrained(directory)
-    generation = model.generation_config.to_json_string()  # save_pretrained may refuse it
-    (directory / "generation_config.json").write_text(generation)
-
-
-def _class_name(model: nn.Module) -> str:
-    """The name of a model's class, without that which FSDP2 puts before it."""
-    if isinstance(model, FSDPModule):
-        return type(model).__mro__[2].__name__
-    return type(model).__name__
-
-
-class WeightFiles:
-    """The safetensors files of a model, of at most --max-shard-size each, and their index.
-
-    Floating-point tensors are written as --export-dtype.
-    """
-
-    def __init__(self, directory: Path, args: Namespace) -> None:
-        self.directory = directory
-        self.limit = args.max_shard_size * 1e9
-        self.dtype = EXPORT_DTYPES[args.export_dtype]
-        self.pending: dict[str, torch.Tensor] = {}
-        self.written: list[dict[str, int]] = []  # bytes of each tensor, by file
-
-    def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Take a copy of a tensor; write a file first if it would become too large."""
-        dtype = tensor.dtype
-        if dtype.is_floating_point:
-            dtype = self.dtype
-        size = tensor.numel() * dtype.itemsize
-        if self.pending and sum(x.nbytes for x in self.pending.values()) + size > self.limit:
-            self._write()
-        cast = tensor.to(dtype)  # on its device
-        self.pending[key] = cast.to("cpu", copy=cast is tensor)
-
-    def _write(self) -> None:
-        path = self.directory / str(len(self.written))
-        save_file(self.pending, path, metadata={"format": "pt"})
-        self.written.append({key: tensor.nbytes for key, tensor in self.pending.items()})
-        self.pending.clear()
-
-    def finish(self) -> None:
-        """Write the last file, and give all of them the names that Hugging Face's have."""
-        self._write()
-        count = len(self.written)
-        index: dict[str, dict] = {"metadata": {"total_size": 0}, "weight_map": {}}
-        for number, sizes in enumerate(self.written, start=1):
-            name = "model.safetensors"
-            if count > 1:
-                name = f"model-{number:05d}-of-{count:05d}.safetensors"
-            (self.directory / str(number - 1)).rename(self.directory / name)
-            index["weight_map"].update(dict.fromkeys(sizes, name))
-            index["metadata"]["total_size"] += sum(sizes.values())
-        if count > 1:
-            text = json.dumps(index, indent=1)
-            (self.directory / "model.safetensors.index.json").write_text(text)

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-COLUMNS = {  # that a row of each kind has, the first kind that fits; plain text comes after them
+COLUMNS = {  # the columns of each kind of rows; the first kind that fits is taken, then plain text
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
     "sharegpt": ("conversations",),
@@ -22,8 +22,8 @@ OTHER_NAMES = {"function_call": "tool_calls", "reasoning": "reasoning_content"}
 
 
 def find_kind(name: str, columns: list[str], text_column: str) -> str:
-    """What the rows of data set `name` hold: a key of COLUMNS, text, or tokens made beforehand;
-    ValueError if none."""
+    """Return the kind of the rows of data set `name`: a key of COLUMNS, text, or tokens (made
+    beforehand); ValueError if none."""
     kinds = COLUMNS | {"text": (text_column,), "tokens": ("input_ids",)}
     for kind, needed in kinds.items():
         if set(needed) <= set(columns):
@@ -34,7 +34,7 @@ def find_kind(name: str, columns: list[str], text_column: str) -> str:
 
 
 def used_columns(kind: str, columns: list[str], text_column: str) -> list[str]:
-    """Those of `columns` that rows of a kind are read from."""
+    """Return those of `columns` that rows of a kind are read from."""
     if kind == "text":
         return [text_column]
     if kind == "tokens":
@@ -44,11 +44,11 @@ def used_columns(kind: str, columns: list[str], text_column: str) -> list[str]:
 
 
 def read(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
-    """The turns of the chat in a row, and its tools if it has some; raises ValueError.
+    """Return the turns of the chat in a row, and its tools if it has some; raises ValueError.
 
-    A turn has a role and a content; tool_calls, the name and the id of a call, and thoughts if
-    they are there. Other keys are left out, and those that are None, but for the arguments of a
-    call and for tools, which stay as they are.
+    A turn has a role and a content, and if they are there, tool_calls, the name and the id of a
+    call, and thoughts. Other keys are left out, and those that are None; the arguments of a call
+    and tools stay as they are.
     """
     row = present(row)
     turns = [checked(turn) for turn in READERS[kind](row)]
@@ -58,27 +58,26 @@ def read(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
 
 
 def present(value: dict) -> dict:
-    """Return a dict without the keys whose value is None: a template would take it for something
-    that is there."""
+    """Return a dict without the keys whose value is None, which a template would take as given."""
     return {key: part for key, part in value.items() if part is not None}
 
 
 def read_messages(row: dict) -> list[dict]:
-    """The turns of a row with messages, unchecked but for their being dicts."""
+    """Return the turns of a row with messages; checks only that they are dicts."""
     return listed(row.get("messages"), "messages is empty or not a list of {role, content}")
 
 
 def read_prompt(row: dict) -> list[dict]:
-    """The turns of a row with prompt and completion, each a text or a list of messages."""
+    """Return the turns of a row with prompt and completion, each a text or a list of messages."""
     asked = as_turns("user", row.get("prompt"))
     if any(turn.get("role") == "assistant" for turn in asked):
-        # It would be trained on like the completion, once for each row that it stands in.
+        # It would be trained on like the completion, once for each row that has it in its prompt.
         raise ValueError("a turn of the prompt is the assistant's: give such chats as messages")
     return asked + as_turns("assistant", row.get("completion"))
 
 
 def read_sharegpt(row: dict) -> list[dict]:
-    """The turns of a row with conversations."""
+    """Return the turns of a row with conversations."""
     problem = "conversations is empty or not a list of {from, value}"
     turns = []
     for turn in listed(row.get("conversations"), problem):
@@ -90,7 +89,7 @@ def read_sharegpt(row: dict) -> list[dict]:
 
 
 def read_alpaca(row: dict) -> list[dict]:
-    """The two turns of a row with instruction, output and maybe input."""
+    """Return the two turns of a row with instruction, output and maybe input."""
     instruction = row.get("instruction")
     more = row.get("input", "")
     if not isinstance(more, str):
@@ -109,14 +108,14 @@ READERS = {
 
 
 def as_turns(role: str, value: Any) -> list[dict]:
-    """Messages as they are, a text as the only turn of a role."""
+    """Return messages as they are, a text as the only turn of a role."""
     if value and isinstance(value, list):
         return listed(value, "prompt or completion is neither text nor a list of {role, content}")
     return [{"role": role, "content": value or None}]
 
 
 def listed(value: Any, problem: str) -> list[dict]:
-    """`value` if it is a list of dicts, and not empty; else a ValueError that says `problem`."""
+    """Return `value` if it is a list of dicts, and not empty; else raise ValueError(problem)."""
     if not value or not isinstance(value, list):
         raise ValueError(problem)
     if not all(isinstance(part, dict) for part in value):
@@ -125,7 +124,7 @@ def listed(value: Any, problem: str) -> list[dict]:
 
 
 def checked(turn: dict) -> dict:
-    """A turn with the keys that templates know, in which content is text; raises ValueError."""
+    """Return a turn with the keys that templates know, its content as text; raises ValueError."""
     turn = present(turn)
     role = turn.get("role")
     if role not in ROLES:
@@ -133,7 +132,7 @@ def checked(turn: dict) -> dict:
     calls = from_json(turn.get("tool_calls") or [])
     content = joined(turn.get("content"), role)
     if content is None and calls:
-        content = ""  # some templates look for a text in it
+        content = ""  # some templates need it to be text
     if content is not None and not isinstance(content, str):
         raise ValueError(f"the {role}'s turn is of type {type(content).__name__}, not text")
     if content is None or (role == "assistant" and not calls and not content.strip()):
@@ -152,7 +151,7 @@ def checked(turn: dict) -> dict:
 
 
 def joined(content: Any, role: str) -> Any:
-    """Content that is a list of texts as one text, any other as it is."""
+    """Return content that is a list of texts as one text, any other as it is."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -165,7 +164,7 @@ def joined(content: Any, role: str) -> Any:
 
 
 def checked_call(call: dict) -> dict:
-    """A tool call whose arguments are a dict; raises ValueError.
+    """Return a tool call whose arguments are a dict; raises ValueError.
 
     JSON is parsed, because most templates write arguments by `tojson`, which would quote a text.
     """
@@ -183,7 +182,8 @@ def checked_call(call: dict) -> dict:
 
 
 def read_tools(value: Any) -> list[dict] | None:
-    """The column tools, a list or JSON of one; None without tools; raises ValueError."""
+    """Return the tools of the column tools, a list or JSON of one; None without tools; raises
+    ValueError."""
     tools = from_json(value or [])
     if tools in (None, []):
         return None
@@ -191,7 +191,7 @@ def read_tools(value: Any) -> list[dict] | None:
 
 
 def from_json(value: Any) -> Any:
-    """What a text holds as JSON, the text if it holds none; anything else as it is."""
+    """Return the value of a text that is JSON; any other text, or value, as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -199,7 +199,7 @@ def from_json(value: Any) -> Any:
 
 
 def check_template(template: str, turns: list[dict], tools: list[dict] | None) -> None:
-    """Raise ValueError if a chat has what a template's source does not name.
+    """Raise ValueError if a chat has something that the template's source does not name.
 
     Transformers passes everything on, and a template leaves out what it does not know.
     """

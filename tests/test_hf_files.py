@@ -28,7 +28,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from runtime import hf_weights
+from runtime import hf_export, hf_load
 
 CPU = torch.device("cpu")
 EXPORT = Namespace(export_dtype="fp32", max_shard_size=1)
@@ -65,7 +65,7 @@ def new_model(model_class: type[PreTrainedModel], **shape: object) -> PreTrained
     """A random model, its persistent buffers too."""
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**shape))
-    for _, buffer in hf_weights._persistent_buffers(model):
+    for _, buffer in hf_export._persistent_buffers(model):
         if buffer.is_floating_point():
             buffer.normal_()
     return model
@@ -84,9 +84,9 @@ def streamed(
 ) -> DDP:
     """The model in `directory` as the scripts load it; needs a process group."""
     config = config or model_class.config_class.from_pretrained(directory)
-    model = hf_weights.meta_model(model_class, config, directory)
-    args = Namespace(fsdp=1, cpu_offload=False, strategy="ddp")
-    hf_weights.materialize(model, hf_weights.WeightLoader(args, model, directory, CPU).fill)
+    model = hf_load.meta_model(model_class, config, directory)
+    args = Namespace(fsdp=1, cpu_offload=False, strategy="ddp", prepare_only=False)
+    hf_load.materialize(model, hf_load.WeightLoader(args, model, directory, CPU).fill)
     return DDP(model)
 
 
@@ -122,7 +122,7 @@ def test_names_that_are_known_to_be_superfluous_or_tied(
     names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
     copies = {name: embedding.clone() for name in names}
     save_file(tensors | copies | {bias: torch.zeros(1)}, tmp_path / "model.safetensors")
-    found = hf_weights._find_weights(meta_model, tmp_path)
+    found = hf_load._find_weights(meta_model, tmp_path)
     assert found.keys() == {name for name, _ in meta_model.named_parameters()}
     assert found["shared.weight"][1] in names
 
@@ -136,7 +136,7 @@ def test_all_that_is_wrong_is_named_at_once(
     del tensors["decoder.final_layer_norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError) as error:
-        hf_weights._find_weights(meta_model, tmp_path)
+        hf_load._find_weights(meta_model, tmp_path)
     said = str(error.value)
     assert "extra.weight is not the model's" in said
     assert "shared.weight has shape [383, 32], not [384, 32]" in said
@@ -150,18 +150,18 @@ def test_broken_files(
     """Nothing, .bin alone, half a file, and an index that names a file which is not there."""
     file = tmp_path / "model.safetensors"
     with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        hf_weights._find_weights(meta_model, tmp_path)
+        hf_load._find_weights(meta_model, tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match="save_pretrained"):
-        hf_weights._find_weights(meta_model, tmp_path)
+        hf_load._find_weights(meta_model, tmp_path)
     whole = (t5_directory / "model.safetensors").read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        hf_weights._find_weights(meta_model, tmp_path)
+        hf_load._find_weights(meta_model, tmp_path)
     index = {"weight_map": {"shared.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="model-00001-of-00002.safetensors cannot be read"):
-        hf_weights._find_weights(meta_model, tmp_path)
+        hf_load._find_weights(meta_model, tmp_path)
 
 
 def test_half_precision_files_train_in_fp32(
@@ -173,7 +173,7 @@ def test_half_precision_files_train_in_fp32(
     """A line says so; the meta model's parameters, which the values are copied to, are fp32."""
     halves = {name: tensor.half() for name, tensor in tensors.items()}
     save_file(halves, tmp_path / "model.safetensors")
-    hf_weights._find_weights(meta_model, tmp_path)
+    hf_load._find_weights(meta_model, tmp_path)
     assert "stored as F16, trained as fp32" in capsys.readouterr().out
     config = meta_model.config
     config.dtype = torch.float16
@@ -206,7 +206,7 @@ def test_names_without_the_base_model_prefix(gpt2_directory: Path, tmp_path: Pat
     save_file(bare | {"h.0.attn.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
     with torch.device("meta"):
         model = GPT2LMHeadModel(AutoConfig.from_pretrained(gpt2_directory))
-    found = hf_weights._find_weights(model, tmp_path)
+    found = hf_load._find_weights(model, tmp_path)
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert found["transformer.wte.weight"][1] == "wte.weight"
 
@@ -228,17 +228,17 @@ def test_families_are_loaded_and_exported_as_by_transformers(
     frozen = {key for key, parameter in made.named_parameters() if not parameter.requires_grad}
     still = loaded.module.named_parameters()
     assert {key for key, parameter in still if not parameter.requires_grad} == frozen
-    hf_weights.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
     check_equal(weights(tmp_path / "exported"), weights(tmp_path / "plain"), least=20)
     # A model that was in no file, such as `tiny`.
-    hf_weights.export_model(DDP(made), ByT5Tokenizer(), tmp_path / "new", EXPORT)
+    hf_export.export_model(DDP(made), ByT5Tokenizer(), tmp_path / "new", EXPORT)
     check_equal(weights(tmp_path / "new"), weights(tmp_path / "made"), least=20)
 
 
 def test_buffers_in_the_files_are_there() -> None:
     """What the test above is about: without them it would show less."""
     model = new_model(transformers.BartForConditionalGeneration, **BART)
-    (buffer,) = hf_weights._persistent_buffers(model)
+    (buffer,) = hf_export._persistent_buffers(model)
     assert buffer[0] == "final_logits_bias" and buffer[1].any()
 
 
@@ -273,12 +273,12 @@ def test_keys_of_older_files_are_renamed(alone: None, tmp_path: Path) -> None:
     save_file(bare, tmp_path / "model.safetensors")
     loaded = streamed(GPTNeoXForCausalLM, tmp_path)
     check_equal(loaded.module.state_dict(), made.state_dict())
-    hf_weights.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
     check_equal(weights(tmp_path / "exported"), tensors)
     # Files that have the model's own names keep them.
     made.save_pretrained(tmp_path / "own", save_original_format=False)
     loaded = streamed(GPTNeoXForCausalLM, tmp_path / "own")
-    hf_weights.export_model(loaded, ByT5Tokenizer(), tmp_path / "again", EXPORT)
+    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "again", EXPORT)
     assert "lm_head.weight" in weights(tmp_path / "again")
     check_equal(weights(tmp_path / "again"), weights(tmp_path / "own"))
 
@@ -307,7 +307,7 @@ def test_the_text_part_of_a_multimodal_model(
     whole = new_model(Gemma3ForConditionalGeneration, **sizes).eval()
     whole.save_pretrained(tmp_path)
     stored = weights(tmp_path)
-    config = hf_weights.load_config(tmp_path, Gemma3ForCausalLM, "theirs")
+    config = hf_load.load_config(tmp_path, Gemma3ForCausalLM, "theirs")
     loaded = streamed(Gemma3ForCausalLM, tmp_path, config)
     parts = Counter(key.split(".")[0] for key in stored)
     said = f"left out are {parts['multi_modal_projector']} tensors of multi_modal_projector, "
@@ -315,7 +315,7 @@ def test_the_text_part_of_a_multimodal_model(
     ids = torch.arange(2, 42)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, whole(ids).logits)
-    hf_weights.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
+    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
     again, report = Gemma3ForCausalLM.from_pretrained(
         tmp_path / "exported", output_loading_info=True
     )
@@ -364,7 +364,7 @@ def test_a_tokenizer_without_its_vocabulary(tokenizer: str, tmp_path: Path) -> N
     settings = {"tokenizer_class": tokenizer}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError) as error:
-        hf_weights.load_tokenizer(tmp_path, 1000)
+        hf_load.load_tokenizer(tmp_path, 1000)
     said = f"the tokenizer in {tmp_path} makes no tokens of a text"
     if tokenizer == "PreTrainedTokenizerFast":
         said = f"{tmp_path} has no tokenizer.json"
@@ -378,7 +378,7 @@ def test_buffers_of_other_dtypes(alone: None, tmp_path: Path) -> None:
     loaded = streamed(CountingPegasus, tmp_path)
     check_equal(dict(loaded.module.named_buffers()), dict(made.named_buffers()), least=4)
     args = Namespace(export_dtype="bf16", max_shard_size=1)
-    hf_weights.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", args)
+    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", args)
     exported = weights(tmp_path / "exported")
     assert exported["counter.seen"].dtype == torch.int64 and exported["counter.seen"] == 7
     assert torch.equal(exported["counter.known"], made.counter.known)

@@ -1,9 +1,9 @@
 """JSON files whose rows hold more than texts and numbers, read as they stand.
 
-Arrow, by which `datasets` reads them, makes the objects of all rows alike: it adds members that are
-null, puts them in one order, makes floats of whole numbers, and dates of texts. What a model is to
-write, such as the arguments of a tool, should be what the file says. Imports nothing else of this
-repository.
+Arrow, with which `datasets` reads them, makes the objects of all rows alike: it adds members that
+are null, puts them in one order, makes floats of whole numbers, and dates of texts. But what a
+model must learn to write, such as the arguments of a tool, should be what the file says. Imports
+nothing else of this repository.
 """
 
 import functools
@@ -31,8 +31,8 @@ def begin_with_objects(path: Path) -> bool:
 
 
 def is_plain(column: Any) -> bool:
-    """Tell whether an Arrow column of a JSON file is what the file says: it holds no objects, whose
-    members Arrow makes alike in all rows, and no dates, which it makes of texts."""
+    """Tell whether an Arrow column is what its JSON file says: it holds no objects, whose members
+    Arrow makes alike in all rows, and no dates, which it makes of texts."""
     kind = column.type
     if pa.types.is_list(kind):
         return is_plain(pc.list_flatten(column))
@@ -41,12 +41,12 @@ def is_plain(column: Any) -> bool:
 
 
 def read(path: Path, key: str, skip_broken: bool) -> Dataset:
-    """Read the rows of a JSON or JSONL file as they stand there; `key` is that of the cache.
+    """Read the rows of a JSON or JSONL file as they stand there; `key` is the cache's.
 
     A column of texts is text, one of whole numbers, or of lists of them, is int64. Any other is
     text, too: the JSON of each value, under a feature with the id JSON. If `skip_broken`, a line
-    that holds no object is a row without values, and the column BROKEN says why. Else it is a
-    ValueError, as is a file without rows.
+    that holds no object is a row without values, and the column BROKEN says why; else it raises
+    ValueError, as does a file without rows.
     """
     known = Dataset.from_generator(
         functools.partial(survey, path),
@@ -71,8 +71,8 @@ def read(path: Path, key: str, skip_broken: bool) -> Dataset:
 
 
 def survey(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the columns of a JSON file with their kinds: text, int, ints, or JSON. Of BROKEN, which
-    is there if a line holds no object, the kind is what is wrong with the first one."""
+    """Yield the columns of a JSON file with their kinds: text, int, ints, or JSON. If a line holds
+    no object, there is a column BROKEN, whose kind is what is wrong with the first such line."""
     kinds: dict[str, str] = {}
     for row, reason in parsed_json(path):
         if reason:
@@ -87,7 +87,7 @@ def survey(path: Path) -> Iterator[dict[str, str]]:
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value of a JSON file, see `survey`; "" of null, which fits any."""
+    """Return the kind of a value of a JSON file, see `survey`; "" for null, which fits any."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -105,8 +105,8 @@ def is_int64(value: Any) -> bool:
 
 
 def parsed_json(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the objects of a JSON file, one a line or a list of them, each with ""; in place of one
-    that cannot be read {}, with what is wrong."""
+    """Yield the objects of a JSON file, one a line or a list of them, each with ""; or, for one
+    that cannot be read, {} with what is wrong."""
     with path.open(encoding="utf-8-sig") as file:
         is_list = path.suffix.lower() == ".json" and file.read(HEAD).lstrip().startswith("[")
         file.seek(0)
@@ -134,8 +134,8 @@ def parsed_object(place: str, text: str) -> tuple[dict[str, Any], str]:
 
 
 def as_in_file(value: Any, feature: Any) -> Any:
-    """Return a row's value as its file has it: `read` keeps JSON. Arrow gives the objects of
-    all rows the same members, so those that are null, at any depth, are left out."""
+    """Return a row's value as its file has it: parsed, if `read` kept it as JSON. Else members of
+    objects that are null, at any depth, are left out, as Arrow gives all rows the same members."""
     if getattr(feature, "id", None) == JSON:
         return None if value is None else json.loads(value)
     return without_none(value)

@@ -1,7 +1,7 @@
 """Rows that cannot be used: named, or left out and counted. Names no model and no task.
 
-A map that makes samples of rows notes in two columns, those of ORIGIN, which row each is of and
-what is wrong with it, so that it comes back from other processes and from the cache.
+A map that makes samples of rows writes each sample's row, and what is wrong with it, into the two
+columns of ORIGIN, so that this comes back from other processes and from the cache.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from datasets import Dataset, Value
 
 from .readers import shortened
 
-ORIGIN = {"row": Value("int64"), "problem": Value("string")}  # from 1; "" of a good one
+ORIGIN = {"row": Value("int64"), "problem": Value("string")}  # rows from 1; "" if it is good
 SHOWN = 10  # rows at most that are named
 CHOICES = ["fail", "skip"]
 HELP = "skip: leave out rows that cannot be used, up to half, and say which"
@@ -20,7 +20,7 @@ ADVICE = "--bad-rows skip leaves such rows out"
 
 
 def problem(name: str, number: int, error: Exception, bad_rows: str) -> str:
-    """What is wrong with a row, to stand in the column problem; ValueError if `bad_rows` is fail.
+    """Return what is wrong with a row, for the column problem; ValueError if `bad_rows` is fail.
 
     So a run that would not go on ends at the first bad row, before the others are mapped.
     """
@@ -31,7 +31,7 @@ def problem(name: str, number: int, error: Exception, bad_rows: str) -> str:
 
 
 def good_rows(name: str, rows: Dataset, bad_rows: str, verbose: bool) -> Dataset:
-    """Mapped rows without the bad ones, and without the columns of ORIGIN.
+    """Return mapped rows without the bad ones, and without the columns of ORIGIN.
 
     `verbose` prints what is left out. Raises ValueError if there is a bad row and `bad_rows` is
     fail (the cache may hold rows mapped under skip), or if more than half of all are bad.
@@ -68,7 +68,7 @@ def leave_out(name: str, bad: dict[int, str], total: int, bad_rows: str, verbose
 
 
 def say_bad_rows(name: str, share: str, bad: dict[int, str]) -> None:
-    """Print the commonest reasons, and the first of the rows that are left out."""
+    """Print the commonest reasons, and the first rows that are left out."""
     reasons = Counter(bad.values()).most_common()
     counts = [f"{count:,}: {reason}" for reason, count in reasons[:SHOWN]]
     if len(reasons) > SHOWN:

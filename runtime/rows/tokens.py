@@ -1,7 +1,7 @@
-"""Tokens made beforehand: rows of `input_ids`, and of `labels`, as a run uses them.
+"""Data sets of tokens made beforehand: rows of `input_ids`, and of `labels`, as a run uses them.
 
-Imports nothing of this repository but readers. Such a data set is a Parquet or JSONL file, or a
-directory that `save_to_disk` or --prepare-only has written.
+Such a data set is a Parquet or JSONL file, or a directory that `save_to_disk` or --prepare-only has
+written. Imports nothing of this repository but readers.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from . import readers
 
-PREPARED = "prepared"  # the directory in OUTPUT_DIR
+PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 TEMPLATE = "chat template"
 BATCH = 10_000  # rows looked at together
 HIDDEN = -100  # a label that is no target
@@ -31,8 +31,8 @@ def save(
 ) -> None:  # fmt: skip
     """Write the splits train and validation as the directory `path`, complete or not at all.
 
-    What they are `made_from` stands as JSON in their description, with what makes tokens of texts.
-    Raises ValueError if they are read from there.
+    Their description is the JSON of what they are `made_from` and of the tokenizer's rules. Raises
+    ValueError if they are read from `path`, or something else is there.
     """
     files = [Path(file["filename"]) for rows in (train, val) for file in rows.cache_files]
     is_read = any(path.resolve() in file.resolve().parents for file in files)
@@ -42,7 +42,7 @@ def save(
     text = json.dumps(made_from | {"rules": rules})
     parts = {}
     for name, rows in ("train", train), ("validation", val):
-        parts[name] = rows.select(range(len(rows)))  # whose description nobody else has
+        parts[name] = rows.select(range(len(rows)))  # a copy, so that `rows` keep their description
         parts[name].info.description = text
     temporary = path.with_name(f"tmp-{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -55,13 +55,13 @@ def check_origin(
     name: str, rows: Dataset, columns: Iterable[str], args: Namespace, flags: Iterable[str],
     rules: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what --prepare-only has noted of the rows; {} if they are somebody's own.
+    """Return what --prepare-only has noted of the rows; {} if it has not made them.
 
     Raises ValueError if it made them for another script, whose `columns` are others, by other
     `rules` of making tokens, with other values of the `flags` that shape them, or noted too little.
     """
     made_from = None
-    with contextlib.suppress(ValueError):  # somebody's words
+    with contextlib.suppress(ValueError):  # a description in somebody's words
         made_from = json.loads(rows.info.description)
     if not isinstance(made_from, dict) or "script" not in made_from:
         return {}
@@ -87,7 +87,7 @@ def check_origin(
 
 
 def _difference(rule: str, there: Any, rules: dict[str, Any]) -> list[str]:
-    """Name what differs between a rule as it was and as it is in `rules`."""
+    """Name what differs between a rule as it was there and as it is in `rules`."""
     here = rules[rule]
     if there == here:
         return []
@@ -97,14 +97,14 @@ def _difference(rule: str, there: Any, rules: dict[str, Any]) -> list[str]:
     return [f"{role} ({there.get(role)} there, {here.get(role)} here)" for role in roles]
 
 
-def check(
+def checked_columns(
     name: str, rows: Dataset, limits: dict[str, tuple[str, int]],
     tokenizer: PreTrainedTokenizerBase, hidden: bool = False,
 ) -> Dataset:  # fmt: skip
-    """The columns that `limits` names, each with the flag that limits it and the most tokens.
+    """Return the columns that `limits` names, each with its flag and its largest number of tokens.
 
-    They hold ids of the tokenizer, and labels, if `hidden`, also -100 where nothing is learned.
-    Raises ValueError, with a sentence for the user, at the first row of which that is not so.
+    They hold ids of the tokenizer; labels, if `hidden`, also -100 where nothing is learned. Raises
+    ValueError, with a sentence for the user, at the first row that is otherwise.
     """
     missing = set(limits) - set(rows.column_names)
     if missing:
@@ -134,12 +134,13 @@ def check(
 
 
 def _batches(name: str, rows: Dataset, column: str) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """A column of lists, many rows at a time: the number of the first one, from 1, the values, and
-    where each list begins and the last one ends. Raises ValueError if it holds anything else."""
+    """Yield a column of lists, many rows at a time: the number of the first row, from 1, the
+    values, and the offsets at which each list begins and the last one ends. Raises ValueError if it
+    holds anything else."""
     first = 1
     for batch in rows.select_columns(column).with_format("arrow").iter(BATCH):
         array = batch[column].combine_chunks()
-        if not hasattr(array, "offsets"):  # nor has a list of a fixed size
+        if not hasattr(array, "offsets"):  # a list of a fixed size has none either
             raise ValueError(f"{name}: {column} is {array.type}: save it as lists of whole numbers")
         if array.null_count or array.flatten().null_count:
             raise ValueError(f"{name}: {column} has rows or numbers missing")
@@ -156,13 +157,13 @@ def _batches(name: str, rows: Dataset, column: str) -> Iterator[tuple[int, np.nd
 
 
 def split(name: str, rows: Dataset) -> tuple[Dataset, Dataset]:
-    """The rows to train on, and 5% to validate on, by a hash of `input_ids`; ValueError if all are
-    the same."""
+    """Return the rows to train on, and 5% to validate on, by a hash of `input_ids`; ValueError if
+    all are the same."""
     keys = [key(row["input_ids"]) for row in readers.Rows(rows.select_columns("input_ids"))]
     return readers.hold_out(name, rows, keys)
 
 
 def key(ids: Sequence[int]) -> int:
-    """A number that depends on the tokens alone, to hold rows out by."""
+    """Return a hash of the tokens alone, by which rows are held out."""
     digest = hashlib.blake2b(np.asarray(ids, dtype=np.int32).tobytes(), digest_size=7)
     return int.from_bytes(digest.digest(), "big")

@@ -1,7 +1,7 @@
 """Files and hub data sets as rows, and what is made of them, cached. Names no model and no task.
 
-Rows are `datasets.Dataset`s, mapped from disk. What is
-made of them stays in the cache of `datasets`: let one process per node read first, then the others.
+Rows are `datasets.Dataset`s, mapped from disk. What is made of them stays in the cache of
+`datasets`: let one process per node read first, then the others.
 """
 
 import ast
@@ -36,18 +36,18 @@ from . import json_rows
 KINDS = {".csv": "csv", ".tsv": "csv"}
 KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | {".parquet": "parquet"}
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
-LARGE = 50_000  # rows worth several processes
+LARGE = 50_000  # rows above which several processes map them
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 def read_lines(path: Path) -> Dataset:
-    """The lines of a text file in a column text, with their ends; a file's last line break goes.
+    """Read the lines of a text file into a column text, with their ends, but for the file's last.
 
     Raises ValueError if it is not text in UTF-8.
     """
     checksum = check_content(path)
     text = path.read_text(encoding="utf-8-sig").rstrip("\n")
-    lines = list(io.StringIO(text, newline="\n")) or [""]  # splitlines knows other ends of lines
+    lines = list(io.StringIO(text, newline="\n")) or [""]  # splitlines splits at other ends, too
     if any("\0" in line for line in lines):
         raise ValueError(f"{path} is binary, not text")
     return Dataset.from_generator(
@@ -58,26 +58,26 @@ def read_lines(path: Path) -> Dataset:
 
 
 def text_column(name: str, rows: Dataset, column: str) -> Dataset:
-    """The given column alone, under the name text; raises ValueError if it is not there."""
+    """Return the given column alone, under the name text; ValueError if it is not there."""
     if column not in rows.column_names:
         found = ", ".join(rows.column_names)
         raise ValueError(f"{name} has columns {found}; --text-column {column} is not among them")
     if not is_text(rows.features[column]):
         raise ValueError(f"{name}: column {column} does not hold text but {rows.features[column]}")
     rows = rows.select_columns([column])
-    if column == "text":  # which cannot be given the name that it has
+    if column == "text":  # a column cannot be renamed to its own name
         return rows
     return rows.rename_column(column, "text")
 
 
 def is_text(feature: Any) -> bool:
-    """Tell whether a column of this feature holds text, or nothing, and is not JSON of more."""
+    """Tell whether a column of this feature holds text or nothing, and not the JSON of values."""
     kind = getattr(feature, "dtype", None)
     return kind in ("string", "large_string", "null") and feature.id != json_rows.JSON
 
 
 def docstring_rows() -> Dataset:
-    """The docstrings of the installed Python's library, in columns text, headline and module."""
+    """Return the docstrings of Python's library, in columns text, headline and module."""
     features = Features(dict.fromkeys(("text", "headline", "module"), Value("string")))
     identity = fingerprint(docstrings, sys.version, sysconfig.get_path("stdlib"))
     return Dataset.from_generator(docstrings, features=features, fingerprint=identity)
@@ -109,7 +109,7 @@ def docstrings() -> Iterator[dict[str, str]]:
 
 
 def show_progress(verbose: bool) -> None:
-    """Have `datasets` show its progress bars or not: on a terminal, if `verbose`."""
+    """Have `datasets` show its progress bars on a terminal, if `verbose`, and nowhere else."""
     if not (verbose and sys.stderr.isatty()):
         datasets.disable_progress_bars()
 
@@ -124,7 +124,7 @@ def read_file(path: Path, skip_broken: bool = False) -> Dataset:
     if KINDS[path.suffix.lower()] != "json":
         return load_file(path, checksum)
     if not json_rows.begin_with_objects(path):
-        with contextlib.suppress(ValueError):  # which `json_rows` may explain, or mend
+        with contextlib.suppress(ValueError):  # `json_rows` may read it, or say what is wrong
             rows = load_file(path, checksum)
             if all(json_rows.is_plain(rows.data.column(name)) for name in rows.column_names):
                 return rows
@@ -138,7 +138,7 @@ def load_file(path: Path, checksum: str) -> Dataset:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises as well
     try:
         options = csv_options(path) if KINDS[suffix] == "csv" else {}
-        # The name becomes part of the cache key, which knows the file's date, not its content.
+        # The checksum, as the name, goes into the cache key, which else has the file's date alone.
         parts = datasets.load_dataset(KINDS[suffix], checksum, data_files=files, **options)
     except Exception as error:  # pandas, pyarrow and datasets each raise types of their own
         while error.__cause__ is not None:
@@ -173,13 +173,13 @@ def check_content(path: Path) -> str:
 
 
 def csv_options(path: Path) -> dict:
-    """What `datasets` must be told to read a CSV or TSV file as it stands."""
+    """Return the options with which `datasets` reads a CSV or TSV file as it stands."""
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
         rows = filter(None, reader)
-        good = 0  # pandas would take a wrong quote as text, and what follows it too
+        good = 0  # the last good line: pandas would read a wrong quote, and what follows, as text
         try:
             header, first = next(rows, []), next(rows, [])
             good = reader.line_num
@@ -200,7 +200,7 @@ def csv_options(path: Path) -> dict:
 
 
 def check_name(flag: str, name: str) -> list[str]:
-    """A sentence if what `flag` names is neither docstrings, nor a file of KINDS, nor a hub id."""
+    """Return a sentence if `name` is neither docstrings, nor a file of KINDS, nor a hub id."""
     path = Path(name).expanduser()
     if is_saved(path):
         return []
@@ -215,13 +215,13 @@ def check_name(flag: str, name: str) -> list[str]:
 
 
 def is_saved(path: Path) -> bool:
-    """Whether `save_to_disk` has written this directory."""
+    """Tell whether `save_to_disk` has written this directory."""
     return any((path / name).is_file() for name in ("dataset_dict.json", "dataset_info.json"))
 
 
 def read_parts(name: str, args: Namespace, *flags: str) -> list[tuple[str, Dataset]]:
-    """The rows that `name` means, and what to call them: of a file, of a directory that
-    `save_to_disk` has written, or of a hub data set. Where there are splits, those of each one that
+    """Return the rows that `name` means, and what to call them: of a file, of a directory that
+    `save_to_disk` has written, or of a hub data set. If it has splits, the rows of each one that
     `flags` name (train_split, val_split).
 
     Raises ValueError, with a sentence for the user, if they cannot be had.
@@ -254,8 +254,8 @@ def read_parts(name: str, args: Namespace, *flags: str) -> list[tuple[str, Datas
 
 
 def key_by_content(parts: Dataset | datasets.DatasetDict) -> None:
-    """Have rows from `save_to_disk` cached by what is in their files: by itself `datasets` takes
-    them for the same when they are made anew, by the same code, of other data."""
+    """Have rows from `save_to_disk` cached by the content of their files: `datasets` by itself
+    takes rows that the same code made of other data for the same."""
     for rows in parts.values() if isinstance(parts, dict) else [parts]:
         sums = [check_content(Path(file["filename"])) for file in rows.cache_files]
         rows._fingerprint = fingerprint(key_by_content, sums)
@@ -277,8 +277,9 @@ def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
 
 
 def token_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what makes tokens of texts, by name: it tells a tokenizer from others, wherever its
-    files are. `truncation` and `padding`, left by the last call, are no part of it."""
+    """Return, by name, all that decides how a tokenizer makes tokens of texts, to tell it from
+    others, wherever its files are. `truncation` and `padding`, left by the last call, are no part
+    of it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {"vocab": tokenizer.get_vocab()}
     rules |= {"truncation": None, "padding": None}
@@ -289,7 +290,7 @@ def token_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {
         "vocabulary, or rules of splitting": hashlib.sha256(text.encode()).hexdigest(),
         "special tokens": roles,
-        # What the rules do not say, such as add_bos_token of a tokenizer in Python.
+        # Settings that are not in the rules, such as add_bos_token of a tokenizer in Python.
         "way of adding special tokens": [
             tokenizer(probe, verbose=False)["input_ids"],
             tokenizer(text_target=probe, verbose=False)["input_ids"],
@@ -302,9 +303,9 @@ def cached_map(
 ) -> Dataset:
     """Map batches of `rows` by `function` to the columns that `features` names.
 
-    The result is cached under the code of the function's file and what `identity` prints as. By
-    itself `datasets` knows a function by the name of its module: it would go on using what an older
-    version of the file made. Nor would it know the same tokenizer again.
+    The result is cached under the code of the function's file and the repr of `identity`.
+    `datasets` by itself knows a function by the name of its module: it would go on using what an
+    older version of the file made. Nor would it know the same tokenizer again.
 
     Raises OSError if the cache cannot be written.
     """
@@ -327,9 +328,9 @@ def cached_map(
 
 
 def hold_out(name: str, rows: Dataset, keys: Sequence[int]) -> tuple[Dataset, Dataset]:
-    """The rows to train on, and those of 5% of the keys, of one at least, to validate on.
+    """Return the rows to train on, and those of 5% of the keys, at least one, to validate on.
 
-    Rows with one key stay together. Raises ValueError if all have the same.
+    Rows with the same key stay together. Raises ValueError if all have the same.
     """
     keys = np.asarray(keys)
     distinct = np.unique(keys)  # sorted hashes: the least of them are a random choice
@@ -342,12 +343,12 @@ def hold_out(name: str, rows: Dataset, keys: Sequence[int]) -> tuple[Dataset, Da
 
 
 class Rows:
-    """The rows of a `Dataset` of integers and lists of integers, which are read without making
-    lists: `[i]` gives them as ints and as NumPy arrays, views of the mapped file."""
+    """The rows of a `Dataset` of integers and lists of integers, read without making Python lists:
+    `[i]` gives ints and NumPy arrays, which are views of the mapped file."""
 
     def __init__(self, rows: Dataset) -> None:
         self.dataset = rows
-        self._indices = None  # of the rows that a `select` has chosen
+        self._indices = None  # those of the rows that a `select` has chosen
         if rows._indices is not None:
             self._indices = rows._indices.column(0).to_numpy()
         self._columns: dict[str, list[tuple[np.ndarray, np.ndarray | None]]] = {}
@@ -364,7 +365,7 @@ class Rows:
         return self.__getitems__([i])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """As DataLoader asks for a batch."""
+        """Return some rows. DataLoader asks for a batch by this method."""
         rows = np.array(indices, dtype=np.int64)
         if self._indices is not None:
             rows = self._indices[rows].astype(np.int64)
@@ -383,16 +384,16 @@ class Rows:
 
 
 def _numbers(chunk: Any) -> tuple[np.ndarray, np.ndarray | None]:
-    """An Arrow array's numbers, and where each list begins, and the last one ends; without a copy.
-    The latter is None where they stand in no lists."""
+    """Return, without a copy, an Arrow array's numbers, and the offsets at which each list begins
+    and the last one ends, None if it has no lists."""
     if hasattr(chunk, "offsets"):
         return chunk.values.to_numpy(), chunk.offsets.to_numpy()
     return chunk.to_numpy(), None
 
 
 def content_sum(rows: Dataset, crc: int = 0) -> int:
-    """Return a CRC-32, begun with `crc`, of all rows of integers and lists of them, in their order,
-    however they lie in files."""
+    """Return a CRC-32, begun with `crc`, of all rows of integers and lists of them, in their order;
+    it does not depend on how they lie in files."""
     sums = []
     for name in sorted(rows.column_names):
         values, lengths = 0, 0
@@ -434,7 +435,7 @@ def _gathered(chunks: list[Any], starts: np.ndarray, rows: np.ndarray) -> Any:
 
 
 def count_targets(rows: Dataset) -> int:
-    """Number of tokens in the column labels that are trained on: not -100."""
+    """Count the tokens in the column labels that are trained on: not -100."""
     count = 0
     for table in rows.with_format("arrow").select_columns("labels").iter(10_000):
         labels = table["labels"].combine_chunks().flatten().to_numpy()
@@ -443,7 +444,7 @@ def count_targets(rows: Dataset) -> int:
 
 
 def marked(example: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of `input_ids`, with what `labels` train on between « and »; its first lines."""
+    """Return the beginning of the text of `input_ids`, with what `labels` train on in « and »."""
     text = ""
     pairs = zip(example["input_ids"], example["labels"], strict=True)
     for learned, group in itertools.groupby(pairs, key=lambda pair: pair[1] != -100):
@@ -453,7 +454,7 @@ def marked(example: dict[str, list[int]], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def shortened(text: str, length: int = 300) -> str:
-    """At most so many characters of a text, in one line."""
+    """Return a text in one line, cut to `length` characters."""
     text = " ".join(text.split())
     if len(text) > length:
         text = f"{text[:length]} ..."
@@ -461,7 +462,8 @@ def shortened(text: str, length: int = 300) -> str:
 
 
 def fingerprint(function: Callable, *parts: object) -> str:
-    """Digest of this file, of the file that defines `function`, and of what `parts` print as."""
+    """Return a digest of this file, of the file that defines `function`, and of the repr of
+    `parts`."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     digest.update(Path(inspect.getsourcefile(function)).read_bytes())
     digest.update(repr(parts).encode())

@@ -1,0 +1,228 @@
+"""A script's own training, a step at a time: for tests and benchmarks.
+
+    driven = Driven(gpt2_fsdp, args, device)
+    loss, grad_norm = driven.step()
+
+`TimedRun` makes the steps one after another, as a loop that others alternate with.
+"""
+
+import contextlib
+import itertools
+import queue
+import threading
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from runtime import batches, checkpoints, models
+from runtime.batches import Batch
+from runtime.metrics import Metrics
+from runtime.run import Run
+from runtime.steps import Step, Steps
+
+Sets = tuple[Any, dict[str, Any]]  # to train on, and to validate on by name
+
+
+class OffRecord(Run):
+    """A script's training that holds no directory, and neither logs nor saves what is asked for.
+
+    `sets` are the data in place of those of `args`.
+    """
+
+    needs_validation = False
+    loader: DataLoader  # of the training set, since the training has begun
+
+    def __init__(
+        self,
+        script: ModuleType,
+        args: Namespace,
+        device: torch.device,
+        checkpoint: Path | None = None,
+        sets: Sets | None = None,
+    ) -> None:
+        super().__init__(args, device, script.__name__)
+        args.began = args.began or "2026-01-01"
+        self.module = script
+        self.checkpoint = checkpoint
+        self.model, self.tokenizer, self._init = script.load_model(args, device, checkpoint)
+        self.describe(self.model)
+        self.train_set, self.val_sets = sets or script.load_data(args, self.tokenizer)
+
+    def wrap(self) -> None:
+        """Wrap the model, in the thread that trains: torch.compile is configured for a thread."""
+        self.model = self.module.wrap_model(self.args, self.device, self.model, self._init)
+        collate = collate_of(self.module, self.model)
+        self.val_loaders = {}
+        for name, samples in self.val_sets.items():
+            self.val_loaders[name] = batches.val_loader(self.args, samples, collate)
+
+    def train(self) -> None:
+        """Run the script's `train`."""
+        self.module.train(
+            self.args, self.device, self.model, self.train_set, self.val_loaders, self
+        )
+
+    def begin(self) -> bool:
+        """Open the directory, and say nothing."""
+        nothing = SimpleNamespace(count_step=lambda _: None, log_memory=lambda _: None)
+        self.metrics = nothing
+        self.directory.mkdir(parents=True, exist_ok=True)
+        return True
+
+    def log_step(self, **_: float) -> None:
+        """Log nothing."""
+
+    def log_validation(self, _: dict) -> None:
+        """Log nothing."""
+
+    def save(self) -> None:
+        """Save nothing."""
+
+
+class TimedRun(OffRecord):
+    """A training as a loop for `relay`, with its log and bar, without its validations."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.wrap()
+
+    def loop(self, end_of_step: Callable[[], None]) -> None:
+        """Train, and call `end_of_step` after each step and its log."""
+        self.end_of_step = end_of_step
+        self.val_loaders = {}
+        self.train()
+
+    def begin(self) -> bool:
+        """Begin with a bar."""
+        super().begin()
+        self.metrics = Metrics(self.args, self.directory, self.script, self.state)
+        return True
+
+    log_step = Run.log_step
+
+    def steps(self, loader: DataLoader) -> Iterator[Step]:
+        """Yield the steps, each followed by the call."""
+        self.loader = loader
+        for step in super().steps(loader):
+            yield step
+            self.end_of_step()
+
+
+class Driven(OffRecord):
+    """A training that is ready for its next step, from `checkpoint` if there is one.
+
+    The script's `train` runs in a thread, which waits while nobody asks for a step. What it raises
+    is raised here.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._asked: queue.Queue = queue.Queue()
+        self._answers: queue.Queue = queue.Queue()
+        self._thread = threading.Thread(target=self._answer_all, daemon=True)
+        self._thread.start()
+        self._answer()
+
+    def _answer_all(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device.index)
+        try:
+            self.wrap()
+            self.train()
+            self._answers.put((None, None))
+        except BaseException as error:
+            self._answers.put((None, error))
+
+    def _answer(self) -> Any:
+        result, error = self._answers.get()
+        if error is not None:
+            raise error
+        return result
+
+    def steps(self, loader: DataLoader) -> Iterator[Step]:
+        """Yield a step whenever one is asked for."""
+        self.loader = loader
+        self.all_steps = Steps(
+            self.args, self.state, loader, self.metrics, self.stop, self.watchdog
+        )
+        regular = iter(self.all_steps)
+        self._answers.put((None, None))
+        while (asked := self._asked.get()) is not None:
+            given, samples, around = asked
+            with around:
+                if given is None:
+                    step = next(regular, None)
+                else:
+                    step = Step(self.all_steps, iter(given), samples)
+                if step is None:
+                    self._answers.put((None, None))
+                    continue
+                found: list[tuple] = []
+                step.guard = _kept(step.guard, found)
+                step.due = lambda _: False  # nothing but the step
+                self.fetched = step
+                yield step
+            self._answers.put(((*found[0][1:],), None))
+
+    def step(
+        self,
+        given: list[Batch] | None = None,
+        samples: list[int] = [0],  # noqa: B006 (it is not changed)
+        around: contextlib.AbstractContextManager | None = None,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Make the next step, or one of the `given` micro-batches, inside of `around`.
+
+        Returns this rank's share of the loss and the gradient norm; None if no step is left.
+        """
+        self._asked.put((given, samples, around or contextlib.nullcontext()))
+        return self._answer()
+
+    def all(self, count: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Make the steps that are left, `count` at most."""
+        for _ in range(count) if count is not None else itertools.count():
+            made = self.step()
+            if made is None:
+                return
+            yield made
+
+    def end(self) -> None:
+        """End the training, so that nothing holds its memory."""
+        self._asked.put(None)
+        self._thread.join()
+        del self.state, self.model, self.all_steps, self.loader
+
+    def check(self) -> None:
+        """Look at the steps that are not yet looked at."""
+        self.all_steps.check()
+
+    def batch(self) -> Batch:
+        """Return the first micro-batch of an epoch."""
+        return next(iter(self.loader))
+
+    def save(self, keep: int = 9) -> Path:
+        """Save a checkpoint, and return its path."""
+        checkpoints.Saver(self.directory, self.state, keep, full=False).save()
+        return self.directory / f"checkpoints/step-{self.state.step:08d}"
+
+
+def _kept(guard: Callable, found: list[tuple]) -> Callable:
+    """Return `guard`, which adds its arguments to `found`."""
+
+    def keep(*args: Any) -> None:
+        found.append(args)
+        guard(*args)
+
+    return keep
+
+
+def collate_of(script: ModuleType, model: torch.nn.Module) -> Callable:
+    """Return what makes a batch of samples in a script; T5's depends on the model."""
+    if hasattr(script.data, "collator"):
+        return script.data.collator(models.unwrapped(model))
+    return script.data.collate

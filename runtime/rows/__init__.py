@@ -1,0 +1,1 @@
+"""Files and hub data sets as rows, and what is made of them."""

@@ -1,0 +1,28 @@
+"""The state that a run trains, saves and restores: model, optimizer and counters."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass
+class TrainState:
+    """One object of all that a checkpoint holds, the same for every script."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    total_steps: int
+    identity: dict[str, Any]  # what must not differ between a run and its continuation
+    others: dict[str, Any] = field(default_factory=dict)  # what the script trains besides, by name
+    step: int = 0  # optimizer steps done
+    epoch: int = 0
+    consumed: int = 0  # samples of this epoch, of all ranks
+    tokens: int = 0  # of all steps and ranks, without padding
+    best_loss: float = float("inf")
+    best_step: int = 0
+    validation_due: bool = False  # a stop came before the validation of this step was done

@@ -1,0 +1,34 @@
+"""An average of the weights, as a user would add it to a script."""
+
+import torch
+from torch import nn
+
+EMA = {  # changes to a script, see copied.py
+    "import policies\n": "import policies\nfrom ema import Ema\n",
+    "scaler, loader, val_loaders)": "scaler, loader, val_loaders, ema=ema)",
+    "    run.restore(": "    ema = Ema(model)\n    run.restore(",
+    "optimizer.zero_grad()\n": "optimizer.zero_grad()\n            ema.update(model)\n",
+}
+
+
+class Ema:
+    """Averages what this rank has of the parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.average = [parameter.detach().clone() for parameter in model.parameters()]
+        self.count = 0
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average towards the weights."""
+        self.count += 1
+        for average, parameter in zip(self.average, model.parameters(), strict=True):
+            average.lerp_(parameter, 0.1)
+
+    def state_dict(self) -> dict:
+        """Return the average and the number of updates."""
+        return {"average": self.average, "count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Take the average and the number of updates."""
+        self.average, self.count = state["average"], state["count"]

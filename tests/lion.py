@@ -1,0 +1,28 @@
+"""An optimizer from a file of a user's own: it is not fused, and knows nothing of scalers."""
+
+import torch
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Steps by the sign of an interpolated momentum (Chen et al. 2023)."""
+
+    def __init__(self, params, lr: float = 1e-4, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update each parameter that has a gradient."""
+        for group in self.param_groups:
+            one, two = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                momentum = state["exp_avg"]
+                update = (one * momentum + (1 - one) * parameter.grad).sign_()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(group["lr"] * update)
+                momentum.mul_(two).add_(parameter.grad, alpha=1 - two)

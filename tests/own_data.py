@@ -1,0 +1,28 @@
+"""A script on data of a user's own, plain lists of samples: own_data.py SCRIPT FLAGS..."""
+
+import importlib
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from runtime.run import launch
+
+
+def samples(script: str, count: int) -> list:
+    """What the script's `collate` takes, of random tokens."""
+    drawn = random.Random(count)
+    rows = [[drawn.randrange(3, 259) for _ in range(drawn.randrange(9, 30))] for _ in range(count)]
+    if script == "gpt2_fsdp":
+        return [{"input_ids": row} for row in rows]
+    if script == "T5_training":
+        return [{"input_ids": row, "labels": row[:8]} for row in rows]
+    return [[{"input_ids": row, "labels": row}, {"input_ids": row, "labels": row}] for row in rows]
+
+
+if __name__ == "__main__":
+    script = importlib.import_module(sys.argv[1])
+    sets = samples(sys.argv[1], 12), {"validation": samples(sys.argv[1], 3)}
+    script.load_data = lambda *_: sets
+    launch(script.fsdp_main, script.parse_args(sys.argv[2:]))
