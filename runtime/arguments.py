@@ -1,6 +1,7 @@
 """The flags that mean the same in every script, and the check of all values at once."""
 
 import argparse
+import difflib
 import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -33,7 +34,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
 
     def error(self, message: str) -> None:
-        """End with exit code 1."""
+        """End with exit code 1, and for a flag that is none with one that looks like it."""
+        _, _, words = message.partition("unrecognized arguments: ")
+        for word in words.split():
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            if near:
+                message += f" ({word}: did you mean {near[0]}?)"
         ranks.exit_with(message)
 
 

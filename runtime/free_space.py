@@ -55,7 +55,14 @@ def _compare(needed: int, directory: Path, checkpoints: int) -> None:
     free = shutil.disk_usage(directory).free + there
     if free < needed:
         raise ValueError(
-            f"--output-dir {directory} has room for {free / 1e9:.1f} GB, but {checkpoints} "
-            f"checkpoints, best/ and final/ take {needed / 1e9:.1f}: make room, lower "
+            f"--output-dir {directory} has room for {_size(free)}, but {checkpoints} "
+            f"checkpoints, best/ and final/ take {_size(needed)}: make room, lower "
             "--keep-checkpoints, or go on with --ignore-free-space"
         )
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes in GB, or in MB if it is small."""
+    if count < 1e9:
+        return f"{count / 1e6:.0f} MB"
+    return f"{count / 1e9:.1f} GB"

@@ -165,9 +165,19 @@ def new_directory(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if dist.get_rank() == 0:
+        _give_usual_modes(temporary)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
     dist.barrier(group=cpu_group())
+
+
+def _give_usual_modes(directory: Path) -> None:
+    """Give all files the mode that the umask asks for: safetensors makes its own for one user."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.chmod(0o666 & ~mask)
 
 
 def save_settings(model: PreTrainedModel, directory: Path, args: Namespace) -> None:

@@ -46,6 +46,7 @@ class Life:
         self.directory = Path(args.output_dir)
         self.exit_code = 0
         self.checkpoint: Path | None = None
+        self.began_from: str | None = None  # the checkpoint that --resume named at first
         self.stop = StopRequest(self._end_at_once)
         self.watchdog = Watchdog(args.stall_minutes)
         self.saver: Saver | None = None  # once the training has begun
@@ -78,6 +79,7 @@ class Life:
         else:
             self.checkpoint, status = output.open_output(self.directory, args.resume, self.script)
             self._was_finished = status == "finished"
+            self.began_from = ranks.on_rank_zero(output.began_from, self.directory, args.resume)
         finished = self.directory if self._was_finished else None
         args.began = ranks.on_rank_zero(identities.began, self.checkpoint, finished)
 

@@ -172,8 +172,18 @@ def open_output(directory: Path, resume: str, script: str) -> tuple[Path | None,
         return bool(checkpoints.named(directory / "checkpoints", checkpoints.DAMAGED))
 
     if candidates or ranks.on_rank_zero(any_damaged):
-        raise ValueError(f"no checkpoint in {directory} is whole: give another --output-dir")
+        raise ValueError(f"no checkpoint in {directory} is whole{_what_is_left(directory)}: give "
+                         "another --output-dir")  # fmt: skip
     return None, status
+
+
+def _what_is_left(directory: Path) -> str:
+    """Say what can be used of a run whose checkpoints are all damaged."""
+    weights = checkpoints.named(directory / "checkpoints", checkpoints.BEST)
+    found = [f"; {path.name} has weights alone, from which no run goes on" for path in weights[-1:]]
+    if (directory / "best").is_dir():
+        found.append(f"; --model-name {directory / 'best'} begins with what it has exported")
+    return "".join(found)
 
 
 def _prepare_directory(directory: Path, resume: str, script: str) -> tuple[list[Path], str]:
@@ -243,16 +253,27 @@ def _choose_checkpoints(directory: Path, resume: str, found: list[Path]) -> list
     if resume in ("auto", "none"):
         return found
     path = Path(resume).resolve()
-    elsewhere = newest and path.parent != newest.parent.resolve()
-    is_older = newest and path.name < newest.name
-    last = last_start(directory)["arguments"].get("resume")
-    if elsewhere or (is_older and last == resume):  # as a requeued job has it again
-        print(f"{directory} has begun with --resume {resume} and goes on at {newest.name}")
+    began = last_start(directory).get("began_from")
+    if newest and began == str(path):  # as a requeued job has it again; it may be gone
+        print(f"the run in {directory} has begun from --resume {resume}")
         return found
     checkpoint = _given_checkpoint(resume)
-    if is_older:
+    if newest and path.parent != newest.parent.resolve():
+        raise ValueError(
+            f"--resume {resume} is not where the run in {directory} began, which was "
+            f"{began or 'the pretrained weights'}: leave --resume out to go on from {newest.name}, "
+            "or give another --output-dir"
+        )
+    if newest and path.name < newest.name:
         raise ValueError(f"--resume {resume} would go back behind {newest}: delete that first")
     return [checkpoint]
+
+
+def began_from(directory: Path, resume: str) -> str | None:
+    """Return the checkpoint that the run in `directory` began from by --resume, if any."""
+    if resume in ("auto", "none"):
+        return last_start(directory).get("began_from")
+    return str(Path(resume).resolve())
 
 
 def _given_checkpoint(resume: str) -> Path:

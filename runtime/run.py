@@ -83,13 +83,22 @@ class Run(Life):
         args, state = self.args, self.state
         if self._was_finished and self._is_done():
             return False
+        if state.step > state.total_steps:
+            raise ValueError(
+                f"the run has reached step {state.step}, and --max-steps or --epochs now end it at "
+                f"{state.total_steps}: give at least that many, or another --output-dir"
+            )
+        if self.checkpoint is not None:
+            ranks.say(
+                f"going on at step {state.step} of {state.total_steps}, from {self.checkpoint.name}"
+            )
         if not args.ignore_free_space:
             from . import free_space
 
             free_space.require(state, args)
         self._start_training(self._new_saver())
         self.metrics = self._stack.enter_context(Metrics(args, self.directory, self.script, state))
-        self.metrics.log_start(self._loader)
+        self.metrics.log_start(self._loader, self.began_from)
         self.metrics.log_memory("load")
         self.metrics.log_first_forward()
         return True

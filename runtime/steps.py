@@ -90,10 +90,10 @@ class Check:
             if self.scaler.get_scale() >= 1:
                 return
             reason = ", and the loss scale of fp16 would fall below 1"
-        where = ranks.ranks_where(not math.isfinite(loss)) or "none"
+        where = ranks.ranks_where(not math.isfinite(loss))
+        whose = f"loss not finite on ranks {where}" if where else "though every loss is finite"
         ranks.exit_with(
-            f"step {self.step}: gradient norm {grad_norm}, loss not finite on ranks {where}, "
-            f"samples {self.samples}{reason}"
+            f"step {self.step}: gradient norm {grad_norm}, {whose}, samples {self.samples}{reason}"
         )
 
 

@@ -1,6 +1,7 @@
 """What a user does to OUTPUT_DIR between two starts: nothing is lost, or mistaken for another."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -125,6 +126,32 @@ def test_a_checkpoint_of_another_format(
         (error,) = errors_said(capfd.readouterr().err)
         assert f"{path} has format {number}, and this version reads 1: " in error
     assert everything(finished) == before
+
+
+def test_files_have_the_modes_that_the_umask_asks_for(
+    original: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """Safetensors makes its own for one user alone. Weights that stand twice are one file."""
+    before = os.umask(0o027)
+    try:
+        assert start(tmp_path / "run", flags) == 0
+    finally:
+        os.umask(before)
+    files = [x for x in tmp_path.glob("run/*/*") if x.is_file()]
+    assert len(files) > 8
+    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
+
+
+def test_what_is_left_where_no_checkpoint_is_whole(
+    finished: Path, flags: list[str], capfd: pytest.CaptureFixture
+) -> None:
+    """Best weights, which nothing goes on from, and an export, with which a run may begin."""
+    for path in finished.glob("checkpoints/step-*/train_state.json"):
+        path.write_text("{")
+    assert start(finished, flags, "--max-steps", "9") == 1
+    (error,) = errors_said(capfd.readouterr().err)
+    assert "has weights alone, from which no run goes on" in error
+    assert f"--model-name {finished / 'best'} begins with what it has exported" in error
 
 
 def test_copies_of_the_user_stay(finished: Path, flags: list[str]) -> None:

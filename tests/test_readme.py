@@ -41,9 +41,12 @@ def run_demo(directory: Path, *changes: tuple[str, str]) -> str:
 
 
 def run_snippet(directory: Path) -> str:
-    """What the README's Python block prints, where `make demo` was run."""
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    return subprocess.check_output([sys.executable, "-c", code], cwd=directory, text=True)
+    """What the README's command prints that talks to the demo's model."""
+    (line,) = re.findall(
+        r"^python (-m runtime.generate output/demo/final .*)$", README, re.MULTILINE
+    )
+    command = shlex.split(line.replace("output/", f"{directory}/output/"), comments=True)
+    return subprocess.check_output([sys.executable, *command], cwd=ROOT, text=True)
 
 
 def test_demo_command(tmp_path: Path) -> None:
@@ -146,6 +149,7 @@ def test_every_command_is_marked_or_run_by_a_test() -> None:
     assert lines
     run = (
         "make demo",  # test_demo_command, and as test_readme_cpu_command with torchrun
+        "python -m runtime.generate output/demo/final",  # test_demo_command
         ". .venv/bin/activate", "pip install -r",  # make test
         "OMP_NUM_THREADS=2 python T5_training.py --model-name tiny",
         "OMP_NUM_THREADS=2 python gpt2_fsdp.py --model-name tiny",

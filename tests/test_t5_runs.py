@@ -245,6 +245,26 @@ def test_resume_from_a_path_into_another_directory(
     assert (output / "best/config.json").is_file()  # the best of these steps, if not of all
     one_process(command, output)
     assert "is finished" in capfd.readouterr().out
+    for wrong, said in (
+        (finished / "checkpoints/step-00000008", f"began, which was {finished}/checkpoints/step-0"),
+        (finished, "is not a checkpoint"),
+        ("output/nothere", "is not a checkpoint"),
+    ):
+        assert said in refused([*flags, "--resume", str(wrong)], output, capfd)
+    assert "the pretrained weights" in refused(
+        [*flags, "--resume", str(output / "checkpoints/step-00000008")], finished, capfd
+    )
+    # A requeued job gives it again, though it may be gone by then.
+    away = Path(shutil.copytree(finished, tmp_path / "away")) / "checkpoints/step-00000006"
+    again = tmp_path / "again"
+    command = [*flags, "--resume", str(away)]
+    one_process([*command, "--epochs", "3", "--max-steps", "7"], again)
+    shutil.rmtree(away)
+    one_process([*command, "--max-steps", "8"], again)
+    assert "going on at step 7 of 8, from step-00000007" in capfd.readouterr().out
+    (again / "status").write_text("stopped\n")
+    said = refused([*flags, "--max-steps", "5"], again, capfd)
+    assert "has reached step 8, and --max-steps or --epochs now end it at 5" in said
 
 
 def test_an_older_checkpoint_survives_a_requeue(
@@ -261,7 +281,7 @@ def test_an_older_checkpoint_survives_a_requeue(
     assert [line["step"] for line in metrics(output, "start")] == [0, 6]
     one_process(command, output)
     said = capfd.readouterr().out
-    assert "goes on at step-00000008" in said and "is finished" in said
+    assert "has begun from --resume" in said and "is finished" in said
 
 
 @pytest.mark.parametrize("flag, said", [

@@ -1,0 +1,63 @@
+"""Talk to what was trained: a whole model of any kind, or adapters.
+
+python -m runtime.generate OUTPUT_DIR/final "Return the number of"
+python -m runtime.generate OUTPUT_DIR/final < prompts.txt                # a prompt a line
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import transformers
+
+from . import arguments, ranks
+
+
+def load_model(directory: Path) -> transformers.PreTrainedModel:
+    """Load a model, or adapters with the model below them; raises OSError or ValueError."""
+    adapters, base = directory / "adapter_config.json", directory
+    if adapters.is_file():
+        base = json.loads(adapters.read_text())["base_model_name_or_path"]
+    config = transformers.AutoConfig.from_pretrained(base)
+    kind = transformers.AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        kind = transformers.AutoModelForSeq2SeqLM
+    model = kind.from_pretrained(base, dtype="auto")
+    if adapters.is_file():
+        from peft import PeftModel  # only adapters need it
+
+        model = PeftModel.from_pretrained(model, directory)
+    return model.to(ranks.local_device())
+
+
+def main() -> None:
+    """Print the model's answer to each prompt, which goes through its chat template if any."""
+    parser = arguments.Parser(__doc__)
+    parser.add_argument("directory", type=Path, help="a final/ or best/ of a run")
+    parser.add_argument("prompt", nargs="?", help="what to answer (default: each line of stdin)")
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="length of an answer")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    if not (args.directory / "tokenizer_config.json").is_file():
+        ranks.exit_with(f"{args.directory} has no model: name a final/ or best/ of a run")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(args.directory)
+        model = load_model(args.directory)
+    except (OSError, ValueError) as error:
+        ranks.exit_with(f"{args.directory} cannot be loaded ({str(error).splitlines()[0]})")
+    for prompt in [args.prompt] if args.prompt else map(str.rstrip, sys.stdin):
+        text = prompt
+        if tokenizer.chat_template:
+            turn = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=text == prompt)
+        ids, mask = inputs.input_ids.to(model.device), inputs.attention_mask.to(model.device)
+        output = model.generate(ids, attention_mask=mask, max_new_tokens=args.max_new_tokens)[0]
+        if not model.config.is_encoder_decoder:
+            output = output[ids.size(1) :]
+        print(tokenizer.decode(output, skip_special_tokens=True), flush=True)
+
+
+if __name__ == "__main__":
+    main()

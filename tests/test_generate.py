@@ -1,0 +1,34 @@
+"""runtime/generate.py: a prompt, or lines, to what was trained."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+
+def generate(*args: object, lines: str = "") -> subprocess.CompletedProcess:
+    """Run it, with `lines` as standard input."""
+    command = [sys.executable, "-m", "runtime.generate", *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("kind", ["t5", "gpt2", "llama"])
+def test_each_line_is_a_prompt(kind: str, request: pytest.FixtureRequest) -> None:
+    """A prompt among the arguments is answered as it is among lines."""
+    directory = request.getfixturevalue(f"{kind}_directory")
+    lines = generate(directory, "--max-new-tokens", 5, lines="one\ntwo\n")
+    assert lines.returncode == 0 and not lines.stderr, lines.stderr
+    single = generate(directory, "one", "--max-new-tokens", 5)
+    assert lines.stdout.count("\n") >= 2 and single.stdout
+    if kind != "llama":  # whose generation_config.json asks for samples
+        assert lines.stdout.startswith(single.stdout)
+
+
+def test_a_directory_without_a_model(tmp_path: Path) -> None:
+    """It is one sentence."""
+    for path in (tmp_path, tmp_path / "nothere"):
+        result = generate(path, "one")
+        assert result.returncode == 1
+        assert result.stderr == (f"error: {path} has no model: name a final/ or best/ of a run\n")
