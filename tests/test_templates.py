@@ -432,14 +432,20 @@ def plain_gradient(
     return {name: p.grad / count for name, p in named if p.grad is not None}
 
 
+FOLDERS: dict[tuple, Path] = {}  # of `trained`, by the names in them
+
+
 @pytest.fixture(scope="module")
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
     pairs: Path, texts: tuple, chats: Path,
 ) -> Path:  # fmt: skip
     """A folder with MODEL and OUTPUT_DIR by name, of two steps of two ranks under FSDP2. The first
-    step is on all samples."""
-    folder = tmp_path_factory.mktemp("trained")
+    step is on all samples. Names that are launched together are launched once: pytest keeps no
+    fixture whose parameter is equal, but another one's."""
+    if request.param in FOLDERS:
+        return FOLDERS[request.param]
+    folder = FOLDERS[request.param] = tmp_path_factory.mktemp("trained")
     cases = {}
     for name in request.param:
         script, changes, _ = CASES[name]
