@@ -108,12 +108,10 @@ class Run(Life):
         no checkpoint to train them from."""
         state = self.state
         if self.checkpoint is not None:
-            is_done = state.step >= state.total_steps
-            if is_done:
-                ranks.say(
-                    f"{self.directory} is finished, raise --max-steps or --epochs to train on"
-                )
-            return is_done
+            if state.step < state.total_steps:
+                return False
+            ranks.say(f"{self.directory} is finished, raise --max-steps or --epochs to train on")
+            return True
         lost = f"{self.directory} is finished, and its checkpoints are gone"
         start = ranks.on_rank_zero(last_start, self.directory)
         had = start.get("identity", state.identity)
@@ -135,10 +133,8 @@ class Run(Life):
             limit = timedelta(minutes=args.timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=limit)
         full = args.checkpoint_type == "full"
-        return Saver(
-            self.directory, self.state, args.keep_checkpoints, full, group,
-            saved_step=self.state.step,
-        )  # fmt: skip
+        keep, step = args.keep_checkpoints, self.state.step
+        return Saver(self.directory, self.state, keep, full, group, saved_step=step)
 
     @property
     def needs_validation(self) -> bool:
