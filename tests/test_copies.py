@@ -17,7 +17,9 @@ SCRIPTS = {  # its data, and flags that make texts short
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script", ["gpt2_fsdp", pytest.param("T5_training", marks=pytest.mark.slow)]
+)
 def test_a_copy_without_the_optional_rooms(script: str, tmp_path: Path) -> None:
     """It trains, goes on, and exports; a flag that needs what was left out is refused."""
     data, short = SCRIPTS[script]
