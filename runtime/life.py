@@ -79,6 +79,9 @@ class Life:
         else:
             self.checkpoint, status = output.open_output(self.directory, args.resume, self.script)
             self._was_finished = status == "finished"
+        if (
+            self.checkpoint is not None
+        ):  # or the run begins anew, whatever an earlier one began from
             self.began_from = ranks.on_rank_zero(output.began_from, self.directory, args.resume)
         finished = self.directory if self._was_finished else None
         args.began = ranks.on_rank_zero(identities.began, self.checkpoint, finished)

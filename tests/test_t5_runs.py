@@ -262,6 +262,12 @@ def test_resume_from_a_path_into_another_directory(
     shutil.rmtree(away)
     one_process([*command, "--max-steps", "8"], again)
     assert "going on at step 7 of 8, from step-00000007" in capfd.readouterr().out
+    # A run that begins anew after one that saved nothing has not begun from there.
+    anew = tmp_path / "anew"
+    anew.mkdir()
+    shutil.copy(again / "metrics.jsonl", anew)
+    one_process([*flags, "--max-steps", "1"], anew)
+    assert metrics(anew, "start")[-1]["began_from"] is None
     (again / "status").write_text("stopped\n")
     said = refused([*flags, "--max-steps", "5"], again, capfd)
     assert "has reached step 8, and --max-steps or --epochs now end it at 5" in said
