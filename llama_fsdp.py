@@ -43,7 +43,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import chat_dataset as data
 import policies
-from runtime import adapters, arguments, attention, batches, hf_load, optimization, ranks
+from runtime import adapters, arguments, attention, batches, hf_load, optimization, paged, ranks
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, fit_config, logit_scale_and_cap
 from runtime.run import Loaders, Run, launch
@@ -117,13 +117,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = arguments.add_model(parser)
     add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
     adapters.add_arguments(parser)
-    arguments.add_optimizer(parser)
+    paged.add_arguments(parser)
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, policies)
-    problems += attention.check_arguments(args) + arguments.check_optimizer(args)
-    return arguments.checked(args, problems)
+    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, paged, policies)
+    return arguments.checked(args, problems + attention.check_arguments(args))
 
 
 def setup(args: Namespace) -> torch.device:

@@ -14,7 +14,6 @@ from . import ranks
 OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
 INSTALL = "pip install -r requirements-extras.txt"
-PAGED = "paged_adamw_32bit"
 TRACKERS = ["tensorboard", "wandb", "trackio"]
 
 
@@ -154,32 +153,6 @@ def _add_sharding(
     )
     add("--activation-checkpointing", **OFF, help="recompute blocks in the backward pass")
     add("--compile", **OFF, help="torch.compile of each block; on a CPU with a C++ compiler")
-
-
-def add_optimizer(parser: argparse.ArgumentParser) -> None:
-    """Declare --optimizer, for a script that has AdamW paged, too."""
-    parser.add_argument_group("optimizer").add_argument(
-        "--optimizer",
-        choices=["adamw", PAGED],
-        default="adamw",
-        help="paged: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU; --fsdp 1",
-    )
-
-
-def check_optimizer(args: Namespace) -> list[str]:
-    """List what is wrong with --optimizer, a sentence each."""
-    if args.optimizer != PAGED:
-        return []
-    if ranks.accelerator() is None or args.cpu_offload:
-        ranks.say(f"--optimizer {PAGED} pages nothing on a CPU")
-    problems = []
-    if not Path(__file__).with_name("paged_adamw.py").is_file():
-        problems.append(f"--optimizer {PAGED} needs runtime/paged_adamw.py, which is not here")
-    if args.fsdp == 2:
-        problems.append(f"--optimizer {PAGED} needs --fsdp 1: bitsandbytes takes no DTensors")
-    if importlib.util.find_spec("bitsandbytes") is None:
-        problems.append(f"--optimizer {PAGED} needs bitsandbytes: {INSTALL}")
-    return problems
 
 
 def samples(args: Namespace, train: int, val: int) -> dict[str, int]:
