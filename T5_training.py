@@ -41,7 +41,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset as data
-from runtime import arguments, batches, hf_load, models, optimization, ranks, rouge
+from runtime import arguments, batches, hf_load, models, optimization, ranks, rouge, screen
 from runtime.batches import Batch
 from runtime.model_checks import check_decoder, fit_config
 from runtime.run import Loaders, Run, launch
@@ -314,7 +314,7 @@ def summarize(
     (loader,) = loaders.values()
     mine = []
     with policies.generation(args, model, device, args.num_beams) as generate:
-        for batch in ranks.progress(batches.first(loader, args.rouge_samples), "summaries"):
+        for batch in screen.progress(batches.first(loader, args.rouge_samples), "summaries"):
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
             mine += rouge.generated_texts(batch, output, tokenizer)

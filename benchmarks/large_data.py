@@ -64,7 +64,7 @@ def load(script: str, path: Path) -> dict[str, float]:
     before = peak(resource.RUSAGE_SELF)
     start = time.perf_counter()
     train_set, _ = module.load_data(args, tokenizer)
-    lengths = module.data.source_lengths(train_set) if script == "T5" else None
+    lengths = module.data.source_lengths(args, train_set) if script == "T5" else None
     samples = next(iter(batches.train_sampler(args, train_set, lengths)))
     batch = collate([train_set[i] for i in samples])
     found = {"seconds": time.perf_counter() - start, "before": before}

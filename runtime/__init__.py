@@ -5,7 +5,7 @@ The training
     steps         what must happen around each optimizer step
     batches       the order of samples, cut into global batches
     optimization  parameter groups, the learning rate by step
-    metrics       metrics.jsonl, the lines and the bar on the screen
+    metrics       metrics.jsonl, and its lines on the screen
 The run
     run           what a script tells its run, and asks of it
     life          who holds OUTPUT_DIR, what a run goes on from, how it ends
@@ -15,6 +15,7 @@ The run
     stops         requests to stop
     watchdog      where a rank is that takes too long
     free_space    is there room on the disk
+    screen        progress of long work
     ranks         work on all processes or on some
     arguments     the flags that mean the same in every script
 The model

@@ -91,6 +91,10 @@ class GlobalBatchSampler:
             for start in range(0, self.batch_size * self.accumulation, self.batch_size):
                 yield mine[start : start + self.batch_size]
 
+    def __len__(self) -> int:
+        steps = math.ceil((self.num_samples - self.consumed) / self.global_batch)
+        return steps * self.accumulation
+
 
 def train_sampler(
     args: Namespace, dataset: Any, lengths: list[int] | None = None
@@ -121,12 +125,20 @@ def val_loader(args: Namespace, dataset: Any, collate: Callable) -> DataLoader:
     )
 
 
-def first(loader: DataLoader, samples: int | None) -> Iterator[Batch]:
-    """Return this rank's batches that hold the first `samples` of all ranks; None: all of them."""
-    count = None
+def first(loader: DataLoader, samples: int | None) -> DataLoader:
+    """Return a loader of this rank's batches that hold the first `samples` of all ranks; None: all
+    of them."""
+    sampler = loader.batch_sampler
+    count = len(sampler)
     if samples is not None:
-        count = math.ceil(samples / loader.batch_sampler.global_batch)
-    return itertools.islice(loader, count)
+        count = math.ceil(samples / sampler.global_batch)
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=list(itertools.islice(sampler, count)),
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        generator=torch.Generator(),
+    )
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import empty as distributed_empty
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from tqdm import tqdm
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -36,7 +35,8 @@ from transformers.core_model_loading import (
 )
 
 from . import models, ranks, stored_tensors, trained
-from .ranks import first_on_node, hide_bar, on_every_rank, on_rank_zero
+from .ranks import first_on_node, on_every_rank, on_rank_zero
+from .screen import Progress
 from .stored_tensors import Stored, StoredTensor
 
 HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
@@ -348,7 +348,7 @@ class WeightLoader:
         self.names = _names_of_places(model)
         self.uses = Counter(self.names.values())
         self.tied: dict[str, torch.Tensor] = {}  # those that have their storage, by name
-        self.bar = tqdm(total=len(self.found), desc="load", disable=hide_bar())
+        self.progress = Progress("load", len(self.found), " tensors")
 
     def fill(self, module: nn.Module) -> None:
         """Fill a module, without those inside it; all ranks."""
@@ -379,7 +379,7 @@ class WeightLoader:
     def _take(self, module: nn.Module, key: str, meta: torch.Tensor) -> torch.Tensor:
         """Return what the files have of a module under a key, in place of `meta`."""
         stored = self.found[self.names[module, key]]
-        self.bar.update()
+        self.progress.update()
         if self.everyone_reads and not isinstance(meta, DTensor):
             return self._read(meta, stored)
         tensor = self._allocate(meta)

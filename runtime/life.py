@@ -79,9 +79,7 @@ class Life:
         else:
             self.checkpoint, status = output.open_output(self.directory, args.resume, self.script)
             self._was_finished = status == "finished"
-        if (
-            self.checkpoint is not None
-        ):  # or the run begins anew, whatever an earlier one began from
+        if self.checkpoint is not None:  # else the run begins anew, whatever an earlier one did
             self.began_from = ranks.on_rank_zero(output.began_from, self.directory, args.resume)
         finished = self.directory if self._was_finished else None
         args.began = ranks.on_rank_zero(identities.began, self.checkpoint, finished)
@@ -192,7 +190,11 @@ class Life:
         self._write_status("stopped")
         self.exit_code = STOPPED
         state = self.saver.state
-        ranks.say(f"saved at step {state.step} of {state.total_steps}: the same command goes on")
+        text = f"saved at step {state.step:,} of {state.total_steps:,}: the same command goes on"
+        ranks.leave_to_torchrun(text)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            text += " (a traceback that follows is torchrun's way to end)"
+        ranks.say(text)
         dist.barrier(group=ranks.cpu_group())  # a launcher may end all once one has left
 
     def _write_status(self, word: str) -> None:

@@ -15,18 +15,26 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
-from tqdm import tqdm
 
 from . import ranks, trained
 from .models import attention_of, unwrapped
+from .screen import Progress
 from .state import TrainState
 
 PEAK_TFLOPS = {  # of a GPU whose name has this, in bf16, dense, as NVIDIA's data sheets have it
     "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835,
     "A100": 312, "H100": 989, "H200": 989, "L40S": 362,
 }  # fmt: skip
+DIGITS = {"lr": 3, "grad_norm": 3}  # on the screen; 4 of others
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
-UNSAID = {"tokens_per_second_per_rank", "assumed_peak_tflops"}
+UNSAID = {"tokens_per_second_per_rank", "tflops_per_gpu", "assumed_peak_tflops"}
+
+
+def shown(number: float, digits: int) -> str:
+    """Return a number for the screen: 0.01184, 12,380."""
+    if abs(number) >= 1000:
+        return f"{number:,.0f}"
+    return f"{number:.{digits}g}"
 
 
 def read_events(directory: Path) -> tuple[list[tuple[str, dict[str, Any]]], int]:
@@ -147,10 +155,8 @@ class Metrics:
         self.flops_per_token: float | None = None  # None: not known
         self._trackers: Any = None
         self._stack = ExitStack()
-        self._bar = tqdm(
-            total=state.total_steps, initial=state.step, unit="step", disable=ranks.hide_bar()
-        )
-        self._stack.callback(self._bar.close)
+        self._progress = Progress("step", state.total_steps, "step", state.step)
+        self._stack.callback(self._progress.close)
         self._seconds = 0.0  # of the steps since the last speed
         self._tokens = state.tokens  # at the last speed
 
@@ -207,9 +213,8 @@ class Metrics:
         how += f", {args.precision}, attention {attention}"
         ranks.say(f"{dist.get_world_size()} x {device}, {how}")
         ranks.say(
-            f"{len(loader.dataset):,} training samples, {state.identity['global batch']:,} in a "
-            f"step (global batch): {loader.batch_sampler.steps_per_epoch:,} steps in an epoch, "
-            f"{state.total_steps:,} in all"
+            f"{len(loader.dataset):,} samples, global batch {state.identity['global batch']:,}: "
+            f"{loader.batch_sampler.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"
         )
 
     def _count_flops(self, loader: DataLoader) -> None:
@@ -236,18 +241,21 @@ class Metrics:
         words = []
         for key, value in values.items():
             if type(value) is float and key not in UNSAID:
-                words.append(f"{SHORT.get(key, key)} {value:.4g}")
+                words.append(f"{SHORT.get(key, key)} {shown(value, DIGITS.get(key, 4))}")
+        lines = self._progress.lines
+        if lines and event == "train":
+            words.append(f"left {lines.left(state.step)}")
+        if lines:
+            lines.rest()
         if words:
-            ranks.say("  ".join([f"{event:5} step {state.step}/{state.total_steps}", *words]))
+            ranks.say("  ".join([f"{event:5} {state.step}/{state.total_steps}", *words]))
         if self._trackers and event != "start":  # whose values they have as configuration
             self._trackers.log(event, state.step, values)
-        if event == "train":
-            self._bar.set_postfix(loss=f"{values['loss']:.3g}")
 
     def count_step(self, seconds: float) -> None:
         """Take note of a step that is done."""
         self._seconds += seconds
-        self._bar.update()
+        self._progress.update()
 
     def speed(self) -> dict[str, float]:
         """Return tokens so far, tokens per second since the last call, and tracked memory.

@@ -199,18 +199,6 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
-def progress(items: Any, text: str) -> tqdm:
-    """Return `items` with a bar, on rank 0 and on a terminal; it goes when they are done."""
-    return tqdm(items, desc=text, leave=False, disable=hide_bar())
-
-
-def hide_bar() -> bool | None:
-    """Return tqdm's argument `disable`, for a bar on rank 0 alone."""
-    if dist.get_rank() != 0:
-        return True
-    return None  # shown, but only on a terminal
-
-
 def connect(timeout: timedelta) -> dict[str, Any]:
     """Return store, rank and world size for `init_process_group`: torchrun's, or of one process."""
     global _join_store, _failure_store
@@ -319,12 +307,17 @@ def exit_with(error: object) -> NoReturn:
 
 
 def say_error(error: object) -> None:
-    """Print one sentence, which torchrun's report of the failure, the last on screen, repeats.
+    """Print one sentence, which torchrun's report repeats. Any rank and any thread may call it."""
+    text = f"error: {error}"
+    print(text, file=sys.stderr, flush=True)
+    leave_to_torchrun(text)
+
+
+def leave_to_torchrun(text: str) -> None:
+    """Have torchrun's report of how this process ended, the last on the screen, repeat a sentence.
 
     Any rank and any thread may call it.
     """
-    text = f"error: {error}"
-    print(text, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from . import arguments, checkpoints, hf_export, identities, models, output, ranks, trained
+from . import arguments, checkpoints, hf_export, identities, models, output, ranks, screen, trained
 from .batches import Batch
 from .checkpoints import Saver
 from .life import Life, launch
@@ -154,7 +154,7 @@ class Run(Life):
         Raises Stopped, on all ranks, if one was asked to stop: the validation is made when the run
         goes on.
         """
-        for batch in ranks.progress(loader, text):
+        for batch in screen.progress(loader, text):
             if ranks.true_on_any(self.stop.begin_step()):
                 self.state.validation_due = True
                 raise Stopped

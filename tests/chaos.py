@@ -142,12 +142,18 @@ def attempt(
     return {
         "phase": phase,
         "fault": fault,
-        "status": status(output) if (output / "status").read_text() else "none",
+        "status": word_of(output),
         "exit codes": [path.read_text() if path.exists() else "killed" for path in exits],
         "lost steps": max(0, steps_logged(output) - steps_saved(output)),
         "seconds": round(time.monotonic() - began, 1),
         "said": errors_said(output.with_suffix(".log").read_text())[-1:],
     }
+
+
+def word_of(output: Path) -> str:
+    """The word in the file status; none before the training begins, or on a full disk."""
+    path = output / "status"
+    return status(output) if path.is_file() and path.read_text() else "none"
 
 
 def check(found: dict) -> None:
@@ -180,6 +186,8 @@ def chaos(
     seed: int = 0, alternate: bool = False,
 ) -> list[dict]:  # fmt: skip
     """What came of each fault in each phase; AssertionError if a run differs from another."""
+    if script == "llama_fsdp.py":  # it generates nothing
+        phases = [phase for phase in phases if phase != "generation"]
     chance = random.Random(seed)
     whole = directory / "whole"
     assert start(script, "none", flags, whole).wait(timeout=600) == 0

@@ -14,7 +14,7 @@ SCRIPTS = ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"]
 def test_killed_in_every_phase(script: str, fsdp: str, tmp_path: Path) -> None:
     """Equal to the last bit."""
     found = chaos(script, ["--fsdp", fsdp], tmp_path, ["SIGKILL rank 1"], PHASES, seed=2)
-    assert len(found) >= 8  # Llama generates nothing
+    assert len(found) >= 8
 
 
 @pytest.mark.slow

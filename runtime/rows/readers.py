@@ -29,8 +29,10 @@ import datasets
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, Value
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from ..screen import Lines
 from . import json_rows
 
 KINDS = {".csv": "csv", ".tsv": "csv"}
@@ -109,9 +111,20 @@ def docstrings() -> Iterator[dict[str, str]]:
 
 
 def show_progress(verbose: bool) -> None:
-    """Have `datasets` show its progress bars on a terminal, if `verbose`, and nowhere else."""
-    if not (verbose and sys.stderr.isatty()):
+    """Have `datasets` show its progress, if `verbose`: bars on a terminal, lines elsewhere."""
+    if not verbose:
         datasets.disable_progress_bars()
+    elif not sys.stderr.isatty():
+        datasets.utils.tqdm.display = _show_line
+
+
+def _show_line(bar: tqdm, *_: object, **__: object) -> None:
+    """Take the place of drawing a bar of `datasets`, which is called at every change of it."""
+    bar.leave = False  # or its end would be an empty line
+    if bar.total:
+        if not hasattr(bar, "lines"):
+            bar.lines = Lines(bar.desc, bar.total, bar.n)
+        bar.lines.show(bar.n)
 
 
 def read_file(path: Path, skip_broken: bool = False) -> Dataset:
@@ -314,6 +327,7 @@ def cached_map(
             function,
             batched=True,
             with_indices=with_indices,
+            desc="preparing rows",
             remove_columns=rows.column_names,
             features=Features(features),
             num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,

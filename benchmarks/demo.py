@@ -1,0 +1,178 @@
+"""Teach a small T5 to read dates in six languages, and show what it could before and can after.
+
+    python benchmarks/demo.py output/demo
+
+The model has random weights and takes bytes as tokens. It is given a day as people write it, such
+as "le 3 mars 1987", and must write 1987-03-03. It is tested on 300 days of which it has seen none.
+The commands that are run are printed; started again, the program goes on, or shows the result.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import subprocess
+import sys
+from datetime import date, timedelta
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCHRUN = "torchrun --nnodes 1 --nproc_per_node 2"
+SHAPE = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
+FIRST, DAYS = date(1950, 1, 1), 36525  # a hundred years
+HELD_OUT = 300  # of them
+MONTHS = {
+    "en": "January February March April May June July August September October November December",
+    "de": "Januar Februar März April Mai Juni Juli August September Oktober November Dezember",
+    "fr": "janvier février mars avril mai juin juillet août septembre octobre novembre décembre",
+    "es": "enero febrero marzo abril mayo junio julio agosto septiembre octubre noviembre "
+    "diciembre",
+    "it": "gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre "
+    "dicembre",
+    "nl": "januari februari maart april mei juni juli augustus september oktober november december",
+}
+WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
+FORMS = (  # language and text
+    ("en", "{month} {day}, {year}"),
+    ("en", "the {ordinal} of {month} {year}"),
+    ("en", "{weekday}, {month} {ordinal}, {year}"),
+    ("en", "{short} {day} {year}"),
+    ("de", "{day}. {month} {year}"),
+    ("fr", "le {day} {month} {year}"),
+    ("es", "{day} de {month} de {year}"),
+    ("it", "{day} {month} {year}"),
+    ("nl", "{day} {month} {year}"),
+)
+
+
+def ordinal(day: int) -> str:
+    """Return a day as 1st, 2nd, 3rd, 4th."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
+    return f"{day}{'th' if day in (11, 12, 13) else ending}"
+
+
+def written(day: date, language: str, form: str) -> str:
+    """Return a day in one of the FORMS."""
+    month = MONTHS[language].split()[day.month - 1]
+    return form.format(
+        day=day.day,
+        ordinal=ordinal(day.day),
+        month=month,
+        short=f"{month[:3]}.",
+        year=day.year,
+        weekday=WEEKDAYS.split()[day.weekday()],
+    )
+
+
+def make_rows(count: int) -> tuple[list[dict], list[dict]]:
+    """Return `count` rows to train on and HELD_OUT to test on, the same each time, all of different
+    days."""
+    draw = random.Random(0)
+    rows = []
+    for number in draw.sample(range(DAYS), HELD_OUT + count):
+        day = FIRST + timedelta(days=number)
+        rows.append({"text": written(day, *draw.choice(FORMS)), "date": day.isoformat()})
+    return rows[HELD_OUT:], rows[:HELD_OUT]
+
+
+def make_model(tokenizer: ByT5Tokenizer) -> T5ForConditionalGeneration:
+    """Return a T5 with random weights, the same each time."""
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **ids, **SHAPE)
+    )
+
+
+def make(directory: Path, count: int) -> None:
+    """Write model, dates.jsonl with `count` rows and held_out.jsonl into the directory."""
+    transformers.utils.logging.disable_progress_bar()
+    tokenizer = ByT5Tokenizer()
+    model = make_model(tokenizer)
+    tokenizer.save_pretrained(directory / "model")
+    model.save_pretrained(directory / "model")
+    for name, rows in zip(("dates", "held_out"), make_rows(count), strict=True):
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        (directory / f"{name}.jsonl").write_text("".join(lines))
+
+
+def run(flags: str) -> None:
+    """Print a command of T5_training.py and run it, on two CPU processes; ends if it fails."""
+    command = f"{TORCHRUN} T5_training.py {flags}"
+    print(f"\n$ {command}", flush=True)
+    torchrun = Path(sys.executable).parent / "torchrun"  # also where it is not on the PATH
+    words = [str(torchrun), "--standalone", *shlex.split(command)[1:]]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    code = subprocess.run(words, cwd=ROOT, env=environment).returncode
+    if code:
+        sys.exit(code)
+
+
+def right(predictions: list[dict]) -> str:
+    """Return the share of predictions that are right to the letter, in percent."""
+    count = sum(row["generated"] == row["reference"] for row in predictions)
+    return f"{100 * count / len(predictions):.0f}%"
+
+
+def show(directory: Path) -> None:
+    """Print the share of right answers and three examples, before and after, and draw the loss."""
+    before, after = (
+        [json.loads(line) for line in (path / "predictions.jsonl").read_text().splitlines()]
+        for path in (directory / "before", directory)
+    )
+    print(f"\n{len(after)} days that it has not seen, right before the training: {right(before)}, "
+          f"after it: {right(after)}")  # fmt: skip
+    for then, now in zip(before[:3], after[:3], strict=True):
+        print(f"  given:  {now['source']}")
+        print(f"  before: {then['generated'] or '(nothing)'}")
+        print(f"  after:  {now['generated']}")
+    words = [sys.executable, str(Path(__file__).with_name("plot_runs.py")), str(directory)]
+    words += ["--panels", "loss", "tokens_per_second", "--picture", str(directory / "losses.png")]
+    words += ["--title", f"make demo: of {len(after)} unseen dates {right(after)} are read right"]
+    code = subprocess.run(words).returncode
+    if code:
+        sys.exit(code)
+
+
+def main() -> None:
+    """Make what is missing of the demo, and show its result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("directory", type=Path, help="where to write")
+    parser.add_argument("--epochs", type=int, default=7, help="passes over the dates")
+    parser.add_argument("--rows", type=int, default=12_000, help="dates to train on")
+    args = parser.parse_args()
+    directory = args.directory.resolve()
+    if directory.is_relative_to(ROOT):
+        directory = directory.relative_to(ROOT)  # for commands that can be typed again
+    os.chdir(ROOT)
+    flags = (
+        f"--dataset {directory}/dates.jsonl --val-dataset {directory}/held_out.jsonl "
+        "--source-column text --target-column date --source-prefix '' "
+        "--target-length 16 "
+    )
+    evaluate = "--evaluate-only --resume none --output-dir "
+    if not (directory / "model").is_dir():
+        directory.mkdir(parents=True, exist_ok=True)
+        make(directory, args.rows)
+    if not (directory / "before/predictions.jsonl").is_file():
+        run(f"--model-name {directory}/model {flags}{evaluate}{directory}/before")
+    if not (directory / "final").is_dir():
+        run(
+            f"--model-name {directory}/model {flags}--batch-size 64 --epochs {args.epochs} "
+            "--lr 3e-3 --warmup-ratio 0.1 --no-group-by-length --log-every 47 --save-every 0 "
+            f"--output-dir {directory}"
+        )
+    if not (directory / "predictions.jsonl").is_file():
+        run(f"--model-name {directory}/final {flags}{evaluate}{directory}")
+    show(directory)
+
+
+if __name__ == "__main__":
+    main()
