@@ -1,9 +1,9 @@
 """Fine-tune T5 to summarise articles, with PyTorch FSDP.
 
-    python T5_training.py --model-name tiny --dataset docstrings             # no GPU, no download
-    torchrun --nnodes 1 --nproc_per_node 8 T5_training.py                    # t5-base on WikiHow
+    python T5_training.py --model-name tiny --dataset docstrings  # no GPU
+    torchrun --nnodes 1 --nproc_per_node 8 T5_training.py  # t5-base on WikiHow
     torchrun --nnodes 4 --nproc_per_node 8 --rdzv-backend c10d \\
-        --rdzv-endpoint HOST:29500 --rdzv-id 1 T5_training.py                # on each of 4 nodes
+        --rdzv-endpoint HOST:29500 --rdzv-id 1 T5_training.py  # each node
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes samples.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging

@@ -1,5 +1,6 @@
 """The commands that the README and the Makefile give, run as they stand but shorter."""
 
+import importlib
 import re
 import runpy
 import shlex
@@ -171,3 +172,21 @@ def test_estimates_of_adapters_in_the_readme() -> None:
         if not plain["fits"]:
             expected[0] += ": too much"
         assert offloaded["fits"] and figures == expected
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_helps(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """At 80 columns no line is wider; the first 40 have commands and what most runs set."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).parse_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    first = "\n".join(lines[:40])
+    assert f"torchrun --nnodes 1 --nproc_per_node 8 {name}.py" in first
+    for flag in ("--model-name", "--output-dir", "--batch-size", "--strategy", "--fsdp"):
+        assert flag in first
+    text = " ".join(" ".join(lines).split())
+    assert "--lr X peak learning rate (default 5e-05)" in text or name != "llama_fsdp"
