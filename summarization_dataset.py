@@ -55,7 +55,7 @@ class Source:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the groups "data" and "summaries" to `parser`."""
+    """Add the group "data" to `parser`."""
     add = parser.add_argument_group("data").add_argument
     dataset = "wikihow, docstrings (built in), a CSV, TSV, JSONL or Parquet file, or a hub id"
     val_split = "the one to validate on; the training split again means: hold out 5%% of it"
@@ -79,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     line = "put each text and summary on one line, as is done with wikihow and docstrings"
     add("--clean", help=line, **arguments.OFF)
     add("--bad-rows", help=bad_rows.HELP, choices=bad_rows.CHOICES, default="fail")
-    add("--group-by-length", help="batches of texts of about one length pad less", **arguments.ON)
+    add(
+        "--group-by-length", help="batch texts of about one length, which pads less", **arguments.ON
+    )
 
 
 def resolve_arguments(args: argparse.Namespace) -> dict[str, int]:
