@@ -1,5 +1,8 @@
 """The hub as it answers, or does not: what a user is told, how soon, and what is still loaded."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -9,6 +12,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+from conftest import ROOT
 from huggingface_hub import constants
 
 from runtime import hf_load, hub
@@ -198,3 +202,14 @@ def test_a_data_set_in_the_cache_needs_no_hub(
     ) as error:
         readers.read_hub("someone/gated", Namespace(dataset_config="large"))
     assert "default" in str(error.value)
+
+
+def test_the_estimator_without_a_network(tmp_path: Path) -> None:
+    """From the command line: one sentence is all that is printed."""
+    settings = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": NOBODY, "HF_HOME": str(tmp_path)}
+    command = [sys.executable, ROOT / "memory_estimator.py", "--model-name", "llama2-7b"]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
+    assert result.returncode == 1 and not result.stdout
+    said = "error: --model-name llama2-7b (did you mean llama-2-7b?) is no directory here and not "
+    assert result.stderr.startswith(said) and result.stderr.count("\n") == 1
+    assert "licence" not in result.stderr
