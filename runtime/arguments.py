@@ -44,7 +44,8 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
 
     Of hub ids and paths the last parts are compared: a user knows these best.
     """
-    by_last_part = {name.rpartition("/")[2].lower(): name for name in reversed(list(names))}
+    others = [name for name in names if name != word]
+    by_last_part = {name.rpartition("/")[2].lower(): name for name in reversed(others)}
     near = difflib.get_close_matches(word.rpartition("/")[2].lower(), by_last_part, n=1)
     return f" (did you mean {by_last_part[near[0]]}?)" if near else ""
 

@@ -271,11 +271,12 @@ def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
     try:
         return datasets.load_dataset(name, args.dataset_config)
     except Exception as error:  # network, access, configuration: each has types of its own
-        if refusal is not None and not isinstance(error, ValueError):  # it is not in the cache
+        is_there = Path(name).exists() or isinstance(error, ValueError)  # but not as it should be
+        if refusal is not None and not is_there:
             raise ValueError(hub.explain(name, "dataset", name, refusal, ["docstrings"])) from error
         reason = shortened(str(error) or type(error).__name__)
         raise ValueError(
-            f"{name} does not load ({reason}): choose one of several configurations with "
+            f"{name} did not load ({reason}): choose one of several configurations with "
             f"--dataset-config, or give {hub.INSTEAD['dataset']}"
         ) from error
     finally:
