@@ -142,7 +142,7 @@ def load_model(
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL)
+        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
     fit_config(args, MODEL, config, "source_length", "target_length")
     if args.model_name == "tiny":
         return MODEL(config), tokenizer, None  # the seed is the same on all ranks

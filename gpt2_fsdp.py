@@ -205,7 +205,7 @@ def load_model(
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL)
+        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
     fit_config(args, LossModel, config, "block_size")
     if args.model_name == "tiny" or args.from_scratch:
         return LossModel(config), tokenizer, None  # the seed is the same on all ranks

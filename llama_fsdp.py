@@ -246,7 +246,7 @@ def load_model(
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL)
+        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
     fit_config(args, LossModel, config, "max_seq_length")
     tokenizer.chat_template = tokenizer.chat_template or data.TEMPLATE  # final/ has it too
     kernel = attention.set_attention(args, config, MODEL)

@@ -20,6 +20,7 @@ The run
     arguments     the flags that mean the same in every script
 The model
     models        names and shapes, whatever wraps them
+    hub           whether the Hugging Face hub gives a name, and why not
     hf_load       Hugging Face files in
     stored_tensors  the tensors in those files
     hf_export     Hugging Face files out

@@ -91,12 +91,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:
         """End with exit code 1, and for a flag that is none with one that looks like it."""
-        _, _, words = message.partition("unrecognized arguments: ")
-        for word in words.split():
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            if near:
-                message += f" ({word}: did you mean {near[0]}?)"
-        ranks.exit_with(message)
+        start, colon, words = message.partition("unrecognized arguments: ")
+        words = [word + did_you_mean(word, self._option_string_actions) for word in words.split()]
+        ranks.exit_with(start + colon + " ".join(words))
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return " (did you mean NAME?)" of the one of `names` that is nearest, "" if none is near.
+
+    Of hub ids and paths the last parts are compared: a user knows these best.
+    """
+    others = [name for name in names if name != word]
+    by_last_part = {name.rpartition("/")[2].lower(): name for name in reversed(others)}
+    near = difflib.get_close_matches(word.rpartition("/")[2].lower(), by_last_part, n=1)
+    return f" (did you mean {by_last_part[near[0]]}?)" if near else ""
 
 
 def add_model(parser: argparse.ArgumentParser) -> Callable:

@@ -141,7 +141,9 @@ def test_a_bad_step_changes_nothing(two_ranks: dict) -> None:
     for name in ("full_shard", "fsdp2", "ddp"):
         (changed, infinite), (changed_by_empty, empty) = two_ranks[name]["bad"].values()
         assert changed == changed_by_empty == [], name
-        assert "step 11: gradient norm" in infinite and "ranks [1], samples [7, 8]" in infinite
+        assert (
+            "step 11: gradient norm" in infinite and "ranks [1], samples [8] of epoch" in infinite
+        )
         assert "step 12 has no target tokens, in samples [7, 8]" in empty
 
 
