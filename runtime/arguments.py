@@ -24,7 +24,7 @@ COMMON = (  # what nine of ten runs set
 TRACKERS = ["tensorboard", "wandb", "trackio"]
 
 
-class HelpFormatter(argparse.HelpFormatter):
+class Help(argparse.HelpFormatter):
     """Shows a flag with its default, and leaves examples as they are written."""
 
     def __init__(self, prog: str) -> None:
@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str) -> None:
-        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+        super().__init__(description=description, formatter_class=Help, allow_abbrev=False)
 
     def format_help(self) -> str:
         """Return the text of --help."""
