@@ -4,13 +4,10 @@ Copy this file along with llama_fsdp.py and the folder runtime/.
 """
 
 import hashlib
-import json
 import random
-import re
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
-from datetime import date
 from functools import partial
 
 import numpy as np
@@ -20,12 +17,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime import arguments
-from runtime.rows import bad_rows, chat_formats, json_rows, readers, tokens
+from runtime.rows import bad_rows, chat_formats, chat_templates, json_rows, readers, tokens
 
-# Spaces stand before turns, not after, so that a chat's text begins with that of its first turns.
-TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
-'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
-'<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 FEATURES |= {"cut": Value("int64"), "key": Value("int64")}
 
@@ -54,6 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--val-split", default="validation", help="the training split again: hold out 5%% of it")
     add("--text-column", default="content", help="column of plain documents")
     add("--max-seq-length", type=int, default=2048, help="tokens in a sequence; the rest is cut")
+    add("--chat-template", metavar="NAME|FILE", help=chat_templates.HELP)
     add("--packing", **arguments.ON, help="fill sequences with several documents")
     add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
     add("--bad-rows", choices=bad_rows.CHOICES, default="fail", help=bad_rows.HELP)
@@ -72,6 +66,7 @@ def check_arguments(args: Namespace) -> list[str]:
     """List a sentence for each value that is wrong."""
     limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, {"max_seq_length": (8, arguments.ANY)} | limits)
+    problems += chat_templates.check_argument(args.chat_template)
     for flag, names in ("--dataset", args.dataset), ("--val-dataset", args.val_dataset):
         for name in names:
             problems += readers.check_name(flag, name)
@@ -80,25 +75,6 @@ def check_arguments(args: Namespace) -> list[str]:
             f"--weights needs a whole number above 0 for each of the {len(args.dataset)} --dataset"
         )
     return problems
-
-
-def asks_for_date(tokenizer: Tokenizer) -> bool:
-    """Tell whether the chat template writes the date, as Llama 3.2's does."""
-    return "strftime_now" in str(tokenizer.chat_template)
-
-
-def with_date(template: str, began: str) -> str:
-    """Return a chat template that writes the day `began`, such as 2026-11-23, in place of today, so
-    that every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
-
-    def as_literal(call: re.Match) -> str:
-        return json.dumps(date.fromisoformat(began).strftime(call[2]))
-
-    dated = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", as_literal, template)
-    if re.search(r"strftime_now\s*\(", dated):
-        raise ValueError("the chat template asks for the date in another way than by strftime_now "
-                         "and a format in quotes")  # fmt: skip
-    return dated
 
 
 def encode(
@@ -114,10 +90,9 @@ def encode(
     template's date is the day that the run `began` on. Raises ValueError, with the number of the
     turn, if it cannot render the chat.
     """
-    template = None if tokenizer.chat_template else TEMPLATE
-    template = tokenizer.get_chat_template(template, tools)
-    chat_formats.check_template(template, chat, tools)
-    template = with_date(template, began)
+    template = tokenizer.get_chat_template(tools=tools)
+    chat_templates.check_turns(tokenizer, template, chat, tools)
+    template = chat_templates.with_date(template, began)
     options = {"tools": tools, "tokenize": False, "chat_template": template}
     render = partial(tokenizer.apply_chat_template, **options)
     try:
@@ -283,7 +258,7 @@ def load_sets(
     for number, (name, rows) in enumerate(zip(args.dataset, train_sets, strict=True)):
         limit = args.num_train_samples
         train_sets[number] = draw_documents(rows, limit, f"{name}, training", verbose)
-    if verbose and asks_for_date(tokenizer):
+    if verbose and chat_templates.asks_for_date(tokenizer):
         print(f"the chat template asks for the date: {args.began}, on which this run began")
     if verbose:
         say_shares(args, train_sets)
@@ -344,7 +319,7 @@ def encode_rows(
     # are bad only skip has a result, which good_rows checks again.
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
     identity += (tokenizer.chat_template, readers.token_rules(tokenizer))
-    identity += (asks_for_date(tokenizer) and args.began,)
+    identity += (chat_templates.asks_for_date(tokenizer) and args.began,)
     identity += (readers.fingerprint(chat_formats.read),)  # the code of its file counts, too
     features = FEATURES | bad_rows.ORIGIN
     encode_batch = encoder(name, kind, rows.features, tokenizer, args)
@@ -366,7 +341,7 @@ def token_documents(
     shaping = ("max_seq_length", "train_on_prompt")
     rules = readers.token_rules(tokenizer) | {tokens.TEMPLATE: tokenizer.chat_template}
     made_from = tokens.check_origin(name, rows, FEATURES, args, shaping, rules)
-    if verbose and made_from and asks_for_date(tokenizer):
+    if verbose and made_from and chat_templates.asks_for_date(tokenizer):
         print(f"{name}: the date in its chats is {made_from['arguments']['began']}")
     columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
     limits = dict.fromkeys(columns, ("--max-seq-length", args.max_seq_length + 1))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, Value
-from test_chat_dataset import arguments, known_tokenizer
+from test_chat_dataset import arguments, known_tokenizer, letters
 from transformers import ByT5Tokenizer
 
 import chat_dataset
@@ -100,15 +100,15 @@ def test_a_line_that_is_no_json(tmp_path: Path, capfd: pytest.CaptureFixture) ->
     lines = [json.dumps({"prompt": f"{i} + 1", "completion": str(i + 1)}) for i in range(9)]
     path.write_text("\n".join([*lines[:3], '{"prompt": "b}', "", "[1]", *lines[3:], ""]))
     with pytest.raises(ValueError, match="pairs.jsonl: line 4 cannot be read as JSON: "):
-        chat_dataset.load_documents(arguments(), ByT5Tokenizer(), str(path), False)
+        chat_dataset.load_documents(arguments(), letters(), str(path), False)
     skip = arguments(bad_rows="skip")
-    found = chat_dataset.load_documents(skip, ByT5Tokenizer(), str(path), True)
+    found = chat_dataset.load_documents(skip, letters(), str(path), True)
     said = capfd.readouterr().out
     assert "2 of 11 rows left out" in said and "row 5, left out: line 6 is no JSON object" in said
     (tmp_path / "good").mkdir()
     (tmp_path / "good/pairs.jsonl").write_text("\n".join(lines))
     good = str(tmp_path / "good/pairs.jsonl")
-    expected = chat_dataset.load_documents(arguments(), ByT5Tokenizer(), good, False)
+    expected = chat_dataset.load_documents(arguments(), letters(), good, False)
     assert [list(part) for part in found] == [list(part) for part in expected]
 
 

@@ -330,7 +330,7 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
     chat = [{"role": "user", "content": "a"}]
     options = {"tokenize": False, "add_generation_prompt": True}
     text = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, **options)
-    assert text == "<|prompter|> a <|endoftext|> <|assistant|>"
+    assert text == "[INST] a [/INST]"
 
 
 @pytest.mark.parametrize("content, flags, said", [

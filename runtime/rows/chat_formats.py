@@ -4,7 +4,6 @@ Imports nothing else of this repository.
 """
 
 import json
-import re
 from typing import Any
 
 COLUMNS = {  # the columns of each kind of rows; the first kind that fits is taken, then plain text
@@ -196,19 +195,3 @@ def from_json(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def check_template(template: str, turns: list[dict], tools: list[dict] | None) -> None:
-    """Raise ValueError if a chat has something that the template's source does not name.
-
-    Transformers passes everything on, and a template leaves out what it does not know.
-    """
-    keys = {key for turn in turns for key in turn}
-    wanted = {key: rf"\b{key}\b" for key in ("tool_calls", *THOUGHTS) if key in keys}
-    if tools:
-        wanted["tools"] = r"\btools\b"
-    if any(turn["role"] == "tool" for turn in turns):
-        wanted["the role tool"] = r"""["']tool["']"""
-    for what, pattern in wanted.items():
-        if not re.search(pattern, template):
-            raise ValueError(f"the tokenizer's chat template does not know {what}")

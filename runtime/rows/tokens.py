@@ -71,10 +71,11 @@ def check_origin(
     if there is None:
         raise ValueError(f"{name} does not say what made its tokens: make it again")
     differing = [words for rule in rules for words in _difference(rule, there.get(rule), rules)]
+    same = "give the --chat-template that it was made with, " * (TEMPLATE in differing)
     if differing:
         raise ValueError(
             f"{name} was made with another {', '.join(differing)} than the model's tokenizer has: "
-            "make it again with --prepare-only, or train the model that it was made for"
+            f"{same}make it again with --prepare-only, or train the model that it was made for"
         )
     for flag in flags:
         there, here = made_from["arguments"][flag], getattr(args, flag)
