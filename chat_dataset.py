@@ -20,7 +20,7 @@ from runtime import arguments
 from runtime.rows import bad_rows, chat_formats, chat_templates, json_rows, readers, tokens
 
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
-FEATURES |= {"cut": Value("int64"), "key": Value("int64")}
+FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "begins": Value("int64")}
 
 
 def examples(args: Namespace) -> list[list[dict]]:
@@ -189,6 +189,11 @@ def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
     return ids, [-100, *ids[1:]]
 
 
+def first_target(labels: list[int]) -> int:
+    """Return the place of the first label that is a target; their number if there is none."""
+    return next((i for i, label in enumerate(labels) if label != -100), len(labels))
+
+
 def encoder(
     name: str, kind: str, features: Features, tokenizer: Tokenizer, args: Namespace
 ) -> abc.Callable:
@@ -196,8 +201,8 @@ def encoder(
     a batch of rows of data set `name` and their indices.
 
     Documents have at most --max-seq-length + 1 tokens; `cut` is how many more there were, `key` a
-    hash of all before the first answer. A row gives one document or several; a bad row gives an
-    empty one, or raises ValueError."""
+    hash of all before the first answer, `begins` the place of the first target. A row gives one
+    document or several; a bad row gives an empty one, or raises ValueError."""
     length = args.max_seq_length + 1
 
     def encode_row(row: dict) -> list[tuple]:
@@ -212,7 +217,10 @@ def encoder(
             before = chat[: [turn["role"] for turn in chat].index("assistant")] or chat
             found = encode(chat, tools, tokenizer, args.train_on_prompt, args.began)
         key = int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
-        return [(ids[:length], labels[:length], len(ids[length:]), key) for ids, labels in found]
+        return [
+            (ids[:length], labels[:length], len(ids[length:]), key, first_target(labels))
+            for ids, labels in found
+        ]
 
     def encode_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         found = []
@@ -222,7 +230,7 @@ def encoder(
                 documents = encode_row(dict(zip(batch, values, strict=True)))
             except (ValueError, TypeError, TemplateError) as error:
                 problem = bad_rows.problem(name, index + 1, error, args.bad_rows)
-                documents = [([], [], 0, 0)]
+                documents = [([], [], 0, 0, 0)]
             found += [(*document, index + 1, problem) for document in documents]
         columns = [*FEATURES, *bad_rows.ORIGIN]
         return dict(zip(columns, map(list, zip(*found, strict=True)), strict=True))
@@ -252,12 +260,13 @@ def load_sets(
     for name in args.val_dataset:
         (val_sets[name],) = load_parts(args, tokenizer, name, ["val_split"], verbose)
     for name, rows in val_sets.items():
-        val_sets[name] = draw_documents(rows, args.num_val_samples, f"{name}, validation", verbose)
+        limit = args.num_val_samples
+        val_sets[name] = draw_documents(rows, limit, f"{name}, validation", args, verbose)
     if args.evaluate_only:
         return None, val_sets
     for number, (name, rows) in enumerate(zip(args.dataset, train_sets, strict=True)):
         limit = args.num_train_samples
-        train_sets[number] = draw_documents(rows, limit, f"{name}, training", verbose)
+        train_sets[number] = draw_documents(rows, limit, f"{name}, training", args, verbose)
     if verbose and chat_templates.asks_for_date(tokenizer):
         print(f"the chat template asks for the date: {args.began}, on which this run began")
     if verbose:
@@ -289,7 +298,28 @@ def load_parts(
         parts = [(name, rows.rename_columns({"headline": "prompt", "text": "completion"}))]
     else:
         parts = readers.read_parts(name, args, *flags)
-    return [encode_rows(name, rows, tokenizer, args, verbose) for _, rows in parts]
+    found = [encode_rows(name, rows, tokenizer, args, verbose) for _, rows in parts]
+    check_lost(name, found, args, verbose)
+    return found
+
+
+def check_lost(name: str, parts: list[Dataset], args: Namespace, verbose: bool) -> None:
+    """Print a warning if more than a tenth of the documents of data set `name` will be left out, as
+    their answers begin after --max-seq-length; raise ValueError if more than half will be."""
+    begins = np.concatenate([rows.with_format("numpy")["begins"][:] for rows in parts])
+    total = len(begins)
+    lost = int((begins > args.max_seq_length).sum())
+    if 10 * lost <= total:
+        return
+    enough = np.sort(begins)[-(-9 * total // 10) - 1]
+    problem = (
+        f"{name}: {lost:,} of {total:,} documents are left out, as their answers begin after "
+        f"--max-seq-length {args.max_seq_length}: --max-seq-length {enough} keeps nine of ten"
+    )
+    if 2 * lost > total:
+        raise ValueError(f"{problem}; a run leaves out half at most")
+    if verbose:
+        print(f"WARNING: {problem}", flush=True)
 
 
 def say_shares(args: Namespace, train_sets: list[Dataset]) -> None:
@@ -357,42 +387,45 @@ def token_documents(
                 raise ValueError(f"{name}, row {index + 1}: it has not one label for each token")
             if all(label == -100 for label in targets):
                 raise ValueError(f"{name}, row {index + 1}: no label is a target")
-            found.append((ids, targets, 0, tokens.key(ids)))
+            found.append((ids, targets, 0, tokens.key(ids), first_target(targets)))
         return dict(zip(FEATURES, map(list, zip(*found, strict=True)), strict=True))
 
     return readers.cached_map(checked, complete, FEATURES, name, with_indices=True)
 
 
-def draw_documents(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
+def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace, verbose: bool) -> Dataset:
     """Return a random `limit` of the documents (0: all), without those that have no target left.
 
-    A chat has none if its first answer begins after --max-seq-length. Raises ValueError if no
-    document is left.
+    A chat has none if its first answer begins after --max-seq-length. With --prepare-only such
+    chats stay, so that who trains on the tokens is told of them. Raises ValueError if no document
+    is left.
     """
     total = len(rows)
     limit = min(limit or total, total)
     if limit < total:
         rows = rows.select(sorted(random.Random(0).sample(range(total), limit)))
-    lost = rows.with_format("numpy")["cut"][:]  # tokens
-    cut = np.flatnonzero(lost).tolist()
-    empty = set()
-    for i, labels in zip(cut, rows.select(cut)["labels"], strict=True):
-        if all(label == -100 for label in labels):
-            empty.add(i)
+    columns = rows.with_format("numpy", ["cut", "begins"])[:]
+    lost = columns["cut"]  # tokens
+    cut = np.count_nonzero(lost)
+    kept = np.flatnonzero(columns["begins"] <= args.max_seq_length)
     if verbose:
         targets = readers.count_targets(rows)
         print(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
     if verbose and cut:
         print(
-            f"{name}: {len(cut):,} cut to --max-seq-length, losing {lost.sum():,} tokens; "
-            f"{len(empty):,} left out, whose answers begin after it",
+            f"{name}: {cut:,} cut to --max-seq-length, losing {lost.sum():,} tokens; "
+            f"{limit - len(kept):,} left out, whose answers begin after it",
             flush=True,
         )
-    if len(empty) == limit:
-        raise ValueError(f"{name}: no answer begins within --max-seq-length")
-    if not empty:
+    if len(kept) == 0:
+        raise ValueError(
+            f"{name}: no answer begins within --max-seq-length {args.max_seq_length}: "
+            f"--max-seq-length {columns['begins'].max()} keeps all {limit:,} documents"
+        )
+    if args.prepare_only:
         return rows
-    return rows.select([i for i in range(limit) if i not in empty])
+    rows = rows.remove_columns("begins")
+    return rows if len(kept) == limit else rows.select(kept)
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:

@@ -995,7 +995,7 @@ def test_weights_and_validation_chats_of_ones_own(
     second = write_pairs(tmp_path / "b.jsonl", "one", "two", "three")
     val = write_pairs(tmp_path / "val.jsonl", *"xyz")
     args = arguments(dataset=[first, second], weights=[2, 1], val_dataset=[val, second])
-    args.evaluate_only = False
+    args.evaluate_only = args.prepare_only = False
     assert chat_dataset.check_arguments(args) == []
     train_set, val_sets = chat_dataset.load_sets(args, letters(), verbose=True)
     assert {name: len(rows) for name, rows in val_sets.items()} == {val: 3, second: 3}
@@ -1013,6 +1013,38 @@ def test_weights_and_validation_chats_of_ones_own(
         args.weights = wrong
         (problem,) = chat_dataset.check_arguments(args)
         assert problem.startswith("--weights needs a whole number above 0 for each of the 2 --data")
+
+
+@pytest.mark.parametrize("long, lost", [(10, False), (11, True), (50, True), (51, None)])
+def test_losing_most_chats_is_no_aside(
+    long: int, lost: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Above a tenth a warning, above half the end, whatever --bad-rows says; the length
+    that is named keeps nine of ten."""
+    prompts = ["?" * (1 + i) if i < 100 - long else "?" * (99 + i) for i in range(100)]
+    path = tmp_path / "chats.jsonl"
+    rows = [json.dumps({"prompt": prompt, "completion": "x"}) + "\n" for prompt in prompts]
+    path.write_text("".join(rows))
+    options = {"dataset": [str(path)], "evaluate_only": False, "prepare_only": False}
+    args = arguments(max_seq_length=150, bad_rows="skip", **options)
+    head = len("<|prompter|>  <|endoftext|> <|assistant|>")
+    said = (
+        f"{path}: {long} of 100 documents are left out, as their answers begin after "
+        f"--max-seq-length 150: --max-seq-length {head + len(prompts[89])} keeps nine of ten"
+    )
+    for _ in range(2):  # the second time from the cache
+        if lost is None:
+            with pytest.raises(ValueError) as error:
+                chat_dataset.load_sets(args, letters(), verbose=True)
+            assert str(error.value) == f"{said}; a run leaves out half at most"
+            continue
+        train_set, val_sets = chat_dataset.load_sets(args, letters(), verbose=True)
+        assert len(train_set) + len(val_sets[str(path)]) == 100 - long
+        assert (f"WARNING: {said}\n" in capsys.readouterr().out) == lost
+    args.max_seq_length = head + len(prompts[89])
+    train_set, val_sets = chat_dataset.load_sets(args, letters(), verbose=True)
+    assert len(train_set) + len(val_sets[str(path)]) == 90
+    assert "WARNING" not in capsys.readouterr().out
 
 
 def test_own_files_that_are_none(tmp_path: Path) -> None:

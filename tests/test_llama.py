@@ -342,7 +342,8 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
     ('{"content": "a"}\n', ["--max-seq-length", "9000"], "above the model's 2048 positions"),
     ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length 2 is out of range"),
     ('{"prompt": "long question", "completion": "a"}\n{"prompt": "another long", "completion": '
-     '"b"}\n', ["--max-seq-length", "8"], "no answer begins within --max-seq-length"),
+     '"b"}\n', ["--max-seq-length", "8"],
+     "2 of 2 documents are left out, as their answers begin after --max-seq-length 8"),
     ('{"content": "a"}\n{"content": "b"}\n', [], None),
     (None, [], "no such file"),
 ])  # fmt: skip

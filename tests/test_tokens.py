@@ -1,6 +1,7 @@
 """Tokens made beforehand: used as they are, and refused where they cannot be right."""
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -51,6 +52,24 @@ def test_prepared_tokens_train_as_the_raw_rows(name: str, tmp_path: Path) -> Non
         assert found == losses(tmp_path / "raw", event) and len(found) == 2
     run(script, tmp_path / "raw", *lengths, *again, "--max-steps", "3")
     assert list(losses(tmp_path / "raw")) == [1, 2, 3]
+
+
+def test_prepared_chats_tell_how_many_are_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """As the raw rows do, and they train alike."""
+    rows = [{"prompt": "?" * (90 * (i % 4 == 0) + i), "completion": "x"} for i in range(1, 41)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--max-seq-length", 64, "--dataset"]
+    run(llama_fsdp, tmp_path / "raw", *flags, path)
+    (said,) = re.findall(r"WARNING: .*chats.jsonl: (10 of 40 .*)", capfd.readouterr().out)
+    run(llama_fsdp, tmp_path / "made", *flags, path, "--prepare-only")
+    assert said in capfd.readouterr().out
+    prepared = tmp_path / "made" / tokens.PREPARED
+    run(llama_fsdp, tmp_path / "made", *flags, prepared)
+    assert f"WARNING: {prepared}: {said}" in capfd.readouterr().out
+    assert losses(tmp_path / "made") == losses(tmp_path / "raw")
 
 
 def pairs(**changes: object) -> list[dict]:
@@ -121,7 +140,10 @@ def test_what_was_made_for_something_else(tmp_path: Path) -> None:
             (own, 9, GPT2Tokenizer({"a": 0}, [])),
             "x was made with another vocabulary, or rules of splitting, ",
         ),
-        (((*own, "cut"), 9, ByT5Tokenizer()), "x was made for another script, my_t5"),
+        (
+            ((*own, "cut"), 9, ByT5Tokenizer()),
+            "x was made for another script, or by another version of my_t5",
+        ),
         ((own, 8, ByT5Tokenizer()), "x was made with --source-length 9, not 8: give the same"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -66,7 +66,10 @@ def check_origin(
     if not isinstance(made_from, dict) or "script" not in made_from:
         return {}
     if set(columns) != set(rows.column_names):
-        raise ValueError(f"{name} was made for another script, {made_from['script']}")
+        raise ValueError(
+            f"{name} was made for another script, or by another version of {made_from['script']}: "
+            "make it again"
+        )
     there = made_from.get("rules")
     if there is None:
         raise ValueError(f"{name} does not say what made its tokens: make it again")
