@@ -383,10 +383,13 @@ def token_documents(
         found = []
         for index, ids, *labels in zip(indices, *batch.values(), strict=True):
             targets = [-100, *(labels or [ids])[0][1:]]
+            problem = ""
             if len(targets) != len(ids):
-                raise ValueError(f"{name}, row {index + 1}: it has not one label for each token")
-            if all(label == -100 for label in targets):
-                raise ValueError(f"{name}, row {index + 1}: no label is a target")
+                problem = "it has not one label for each token"
+            elif all(label == -100 for label in targets):
+                problem = "no label is a target"
+            if problem:
+                raise ValueError(f"{name}, {json_rows.place(name, index + 1)}: {problem}")
             found.append((ids, targets, 0, tokens.key(ids), first_target(targets)))
         return dict(zip(FEATURES, map(list, zip(*found, strict=True)), strict=True))
 

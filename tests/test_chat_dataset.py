@@ -564,8 +564,9 @@ def test_columns() -> None:
     with pytest.raises(ValueError) as error:
         chat_formats.find_kind("my.csv", ["prompt", "answer"], "body")
     assert str(error.value) == (
-        "my.csv has columns prompt, answer: it needs messages, prompt and completion, "
-        "conversations, instruction and output, or --text-column body"
+        "my.csv has columns prompt, answer: rename them to messages, or prompt and completion, "
+        "or conversations, or instruction and output, or give --text-column prompt, if that holds "
+        "whole documents"
     )
 
 
@@ -671,7 +672,7 @@ def test_bad_rows_are_left_out(
     monkeypatch.setattr(readers, "LARGE", large)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     path = str(some_bad_rows(tmp_path, 30, 15))
-    with pytest.raises(ValueError, match="pairs.jsonl, row 1: the assistant's turn is empty"):
+    with pytest.raises(ValueError, match="pairs.jsonl, line 1: the assistant's turn is empty"):
         chat_dataset.load_documents(arguments(), letters(), path, verbose=True)
     capfd.readouterr()
     skip = arguments(bad_rows="skip")
@@ -680,10 +681,10 @@ def test_bad_rows_are_left_out(
     reason = "the assistant's turn is empty"
     assert f"{path}: rows of kind prompt (prompt, completion)\n" in printed
     assert f"{path}: 15 of 45 rows left out; 15: {reason}\n" in printed
-    shown = [f"{path}, row {number}, left out: {reason}" for number in range(1, 11)]
-    assert re.findall(r".*, row .*", printed) == shown
+    shown = [f"{path}, line {number}, left out: {reason}" for number in range(1, 11)]
+    assert re.findall(r".*, line .*", printed) == shown
     assert f"{path}: and 5 more" in printed
-    with pytest.raises(ValueError, match="pairs.jsonl, row 1: "):  # though it is in the cache
+    with pytest.raises(ValueError, match="pairs.jsonl, line 1: "):  # though it is in the cache
         chat_dataset.load_documents(arguments(), letters(), path, verbose=True)
     (tmp_path / "good").mkdir()
     good = str(some_bad_rows(tmp_path / "good", 30, 0))
@@ -703,7 +704,7 @@ def test_too_many_bad_rows(tmp_path: Path) -> None:
         chat_dataset.load_documents(args, letters(), path, False)
     assert str(error.value) == (
         f"{path}: 6 of 11 rows are bad, of which --bad-rows skip leaves out half at most; "
-        "the first is row 1: the assistant's turn is empty"
+        "the first is line 1: the assistant's turn is empty"
     )
 
 

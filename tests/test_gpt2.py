@@ -477,7 +477,10 @@ def test_an_empty_validation_set_and_an_unknown_column(
     (tmp_path / "blank.txt").write_text("\n")
     (tmp_path / "c.jsonl").write_text('{"body": "text", "title": "x"}\n')
     command = ["--model-name", "tiny", "--output-dir", str(tmp_path / "run"), "--block-size", "32"]
-    for name, said in (("blank.txt", "give no block"), ("c.jsonl", "has columns body, title")):
+    for name, said in (
+        ("blank.txt", "give no block"),
+        ("c.jsonl", "is not among them: give --text-column body"),
+    ):
         files = ["--train-file", str(texts[0]), "--val-file", str(tmp_path / name)]
         with pytest.raises(SystemExit):
             gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*command, *files]))

@@ -334,8 +334,8 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("content, flags, said", [
-    ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "row 1: no turn is the assistant"),
-    ('{"messages": []}\n', [], "row 1: messages is empty"),
+    ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "line 1: no turn is the assistant"),
+    ('{"messages": []}\n', [], "line 1: messages is empty"),
     ('{"messages": [{"role": "robot", "content": "a"}]}\n', [], "robot"),
     ('{"messages": [{"role": "user", "content": "a"}]}\n{"mess\n', [], "line 2"),
     ('{"question": "a", "answer": "b"}\n', [], "has columns question, answer"),

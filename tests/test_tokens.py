@@ -82,11 +82,11 @@ def pairs(**changes: object) -> list[dict]:
 WRONG = {
     "an id": (
         {"input_ids": [5, 384]},
-        "row 3: input_ids has 384, which is none of the",
+        " 3: input_ids has 384, which is none of the",
     ),
-    "negative": ({"input_ids": [5, -1]}, "row 3: input_ids has -1, which is none of"),
-    "too long": ({"input_ids": [5] * 300}, "row 3: input_ids has 300 tokens, more than the "),
-    "empty": ({"input_ids": []}, "row 3: input_ids is empty"),
+    "negative": ({"input_ids": [5, -1]}, " 3: input_ids has -1, which is none of"),
+    "too long": ({"input_ids": [5] * 300}, " 3: input_ids has 300 tokens, more than the "),
+    "empty": ({"input_ids": []}, " 3: input_ids is empty"),
     "none": ({"input_ids": None}, "input_ids has rows or numbers missing"),
 }
 

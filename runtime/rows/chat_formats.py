@@ -27,9 +27,9 @@ def find_kind(name: str, columns: list[str], text_column: str) -> str:
     for kind, needed in kinds.items():
         if set(needed) <= set(columns):
             return kind
-    known = ", ".join(" and ".join(needed) for needed in COLUMNS.values())
-    raise ValueError(f"{name} has columns {', '.join(columns)}: it needs {known}, or "
-                     f"--text-column {text_column}")  # fmt: skip
+    known = ", or ".join(" and ".join(needed) for needed in COLUMNS.values())
+    raise ValueError(f"{name} has columns {', '.join(columns)}: rename them to {known}, or give "
+                     f"--text-column {columns[0]}, if that holds whole documents")  # fmt: skip
 
 
 def used_columns(kind: str, columns: list[str], text_column: str) -> list[str]:

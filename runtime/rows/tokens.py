@@ -1,7 +1,8 @@
 """Data sets of tokens made beforehand: rows of `input_ids`, and of `labels`, as a run uses them.
 
 Such a data set is a Parquet or JSONL file, or a directory that `save_to_disk` or --prepare-only has
-written. Imports nothing of this repository but readers.
+written. Imports nothing of this repository but readers and
+json_rows.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from . import readers
+from .json_rows import place
 
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 TEMPLATE = "chat template"
@@ -124,15 +126,15 @@ def checked_columns(
             row = int(lengths.argmax())
             if lengths[row] > longest:
                 raise ValueError(
-                    f"{name}, row {first + row}: {column} has {lengths[row]:,} tokens, more than "
-                    f"the {longest:,} that {flag} allows"
+                    f"{name}, {place(name, first + row)}: {column} has {lengths[row]:,} tokens, "
+                    f"more than the {longest:,} that {flag} allows"
                 )
             wrong = np.flatnonzero((values < lowest) | (values >= len(tokenizer)))
             if len(wrong):
                 row = int(offsets.searchsorted(wrong[0], side="right")) - 1
                 raise ValueError(
-                    f"{name}, row {first + row}: {column} has {values[wrong[0]]}, which is none of "
-                    f"the tokenizer's {len(tokenizer):,} tokens"
+                    f"{name}, {place(name, first + row)}: {column} has {values[wrong[0]]}, "
+                    f"which is none of the tokenizer's {len(tokenizer):,} tokens"
                 )
     return rows.select_columns(list(limits))
 
@@ -155,7 +157,8 @@ def _batches(name: str, rows: Dataset, column: str) -> Iterator[tuple[int, np.nd
         offsets = offsets - offsets[0]
         lengths = np.diff(offsets)
         if lengths.min() == 0:
-            raise ValueError(f"{name}, row {first + lengths.argmin()}: {column} is empty")
+            row = first + int(lengths.argmin())
+            raise ValueError(f"{name}, {place(name, row)}: {column} is empty")
         yield first, values, offsets
         first += len(batch)
 
