@@ -350,7 +350,8 @@ def encode_rows(
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
     identity += (tokenizer.chat_template, readers.token_rules(tokenizer))
     identity += (chat_templates.asks_for_date(tokenizer) and args.began,)
-    identity += (readers.fingerprint(chat_formats.read),)  # the code of its file counts, too
+    # The code of their files counts, too.
+    identity += tuple(map(readers.fingerprint, (chat_formats.read, chat_templates.check_turns)))
     features = FEATURES | bad_rows.ORIGIN
     encode_batch = encoder(name, kind, rows.features, tokenizer, args)
     found = readers.cached_map(rows, encode_batch, features, *identity, with_indices=True)
