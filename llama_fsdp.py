@@ -46,6 +46,7 @@ import policies
 from runtime import adapters, arguments, attention, batches, hf_load, optimization, paged, ranks
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, fit_config, logit_scale_and_cap
+from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; memory_estimator.py reads these, too.
@@ -248,7 +249,7 @@ def load_model(
     else:
         directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
     fit_config(args, LossModel, config, "max_seq_length")
-    tokenizer.chat_template = tokenizer.chat_template or data.TEMPLATE  # final/ has it too
+    chat_templates.give(tokenizer, args.chat_template)  # final/ has it too
     kernel = attention.set_attention(args, config, MODEL)
     if args.model_name == "tiny":
         model = LossModel(config)  # the seed is the same on all ranks

@@ -310,7 +310,11 @@ def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
         if len(columns) == 3:
             needed = needed.replace("are not both", f"and {columns[2]} are not all")
         found = ", ".join(rows.column_names)
-        raise ValueError(f"{name} has columns {found}; {needed} among them")
+        advice = ""
+        texts = readers.longest_texts(rows)
+        if len(columns) == 2 and len(texts) > 1:
+            advice = f": give --source-column {texts[0]} --target-column {texts[1]}"
+        raise ValueError(f"{name} has columns {found}; {needed} among them{advice}")
     for column in columns:
         kind = rows.features[column]
         if not readers.is_text(kind):

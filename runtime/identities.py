@@ -65,7 +65,17 @@ def of_model(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
     if any(other != config for _, other in _on_all_nodes(config)):
         raise ValueError(f"--model-name {args.model_name}: the nodes have another config.json each")
     identity = {"script": script, "model": checksum([*named, config])}
+    if hasattr(args, "chat_template"):  # of the tokenizer, which is exported with the model
+        identity["--chat-template"] = content_of(args.chat_template)
     return identity | trained.of(model).identity(args, model)
+
+
+def content_of(flag: str | None) -> str | None:
+    """Return the value of a flag, or where that names a file a checksum of what it holds."""
+    if flag is None or not Path(flag).expanduser().is_file():
+        return flag
+    content = Path(flag).expanduser().read_bytes()
+    return f"a file, crc {zlib.crc32(content):08x}"
 
 
 def described(model: nn.Module) -> list[tuple[str, Any]]:
