@@ -72,9 +72,6 @@ def gpu_programs(processes: int, large: bool) -> dict[str, str]:
         f" --model {wide}" + n,
         "Estimate and measurement of other models": "estimate.py --models gpt2-large t5-large"
         " --strategies full_shard" + n,
-        "The loss in chunks": "chunked_loss.py --tokens 8192 --width 1600",
-        "Useful tokens of T5": "useful_tokens.py --model t5-base" + n,
-        "Useful tokens of Llama, packed and padded": "packing.py --max-seq-length 2048",
         "Loading and export": "load_memory.py" + n,
         "Loading and export, stored in 16 bits": "load_memory.py --stored-dtype bfloat16" + n,
         "Saving, 1.5B": "saving.py --shapes gpt2-xl" + n,
@@ -87,13 +84,10 @@ def cpu_programs(processes: int) -> dict[str, str]:
     n = f" --processes {processes}"
     return {
         "Step time": "step_time.py --steps 7" + n,
-        "Useful tokens of T5": "useful_tokens.py" + n,
-        "Useful tokens of Llama, packed and padded": "packing.py",
         "Strategies": "compare_strategies.py --steps 9" + n,
         "Loading and export": "load_memory.py" + n,
         "Loading and export, stored in 16 bits": "load_memory.py --stored-dtype bfloat16" + n,
         "Saving": "saving.py --saves 3" + n,
-        "The loss in chunks": "chunked_loss.py",
         "Estimate and measurement": "estimate.py" + n,
         "Side by side": "side_by_side.py --preset cpu" + n,
     }
@@ -105,12 +99,9 @@ def programs(preset: str, processes: int, data: Path | None, large: bool) -> dic
     if data is None:
         return commands
     for title, command in commands.items():
-        if command.startswith(("packing", "side_by_side")):
-            commands[title] += f" --tasks {data / 'seed_tasks.jsonl'}"
         if command.startswith("side_by_side"):
+            commands[title] += f" --tasks {data / 'seed_tasks.jsonl'}"
             commands[title] += f" --articles {data / 'xsum_200.jsonl'}"
-    news = f" --dataset {data / 'xsum_200.jsonl'} --source-column document --target-column summary"
-    commands["Useful tokens of T5, news"] = commands["Useful tokens of T5"] + news
     return commands
 
 

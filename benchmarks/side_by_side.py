@@ -1,4 +1,4 @@
-"""Speed of the scripts beside what a user would pick: trainers of TRL and Transformers, litgpt.
+"""Speed of the scripts beside what a user would pick: the trainers of TRL and Transformers.
 
     pip install -r requirements.txt -r benchmarks/requirements.txt trl==1.16.0
     python benchmarks/side_by_side.py --tasks seed_tasks.jsonl --articles xsum_200.jsonl
@@ -7,7 +7,6 @@
 - trl: SFTTrainer with packing and assistant_only_loss against llama_fsdp.py, on chats.
 - seq2seq: Seq2SeqTrainer, group_by_length and a padding collator against T5_training.py, on pairs.
 - trainer: Trainer on grouped blocks, as in Transformers' run_clm.py, against gpt2_fsdp.py.
-- litgpt: `fit` of its pretrain.py, in launches of its own, see litgpt_step.py.
 
 Each pair has the same weights, rows, global batch, precision and optimizer, no dropout, and nothing
 recomputed. A loop runs in a thread of its own that waits while the others make their step (on GPUs
@@ -315,7 +314,6 @@ PEERS = {
         seq2seq_trainer,
     ),
     "trainer": Peer(gpt2_fsdp, "gpt2", BLOCKS, clm_trainer),
-    "litgpt": Peer(gpt2_fsdp, "gpt2", BLOCKS, None),
 }
 OURS = {
     "cpu": {"ours, ddp": ["--strategy", "ddp"], "ours, full_shard": []},
@@ -383,31 +381,6 @@ def worker(options: argparse.Namespace) -> None:
     peer.script.cleanup()
 
 
-def beside_litgpt(options: argparse.Namespace, directory: Path) -> dict:
-    """Run ours and litgpt, a launch of each in turn; return the sums of what `worker` prints."""
-    length = LENGTHS[options.preset]["block"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "gpt2")
-    rows = map(json.loads, directory.joinpath("texts.jsonl").read_text().splitlines())
-    texts = [row["text"] + tokenizer.eos_token for row in rows]
-    ids = torch.tensor([x for row in tokenizer(texts)["input_ids"] for x in row])
-    torch.save(ids.unfold(0, length + 1, length).clone(), directory / "blocks.pt")
-    flags = ["--worker", "litgpt", "--preset", options.preset, "--epochs", 1]
-    shape = json.dumps(SHAPES[options.preset]["gpt2"])
-    theirs = ["--blocks", directory / "blocks.pt", "--shape", shape, "--batch-size", 8]
-    total = {"steps": 0, "wrapped": "litgpt's own", "rows": {}}
-    for _ in range(options.epochs):
-        found = launch(options.processes, Path(__file__), *flags)
-        program = [Path(__file__).with_name("litgpt_step.py"), *theirs, "--steps", found["steps"]]
-        found["rows"]["litgpt"] = launch(options.processes, *program, python=options.litgpt)
-        total["steps"] += found["steps"]
-        for name, row in found["rows"].items():
-            sums = total["rows"].setdefault(name, {"targets": 0, "seconds": 0.0, "cpu": 0.0})
-            sums["targets"] += row["targets"]
-            sums["seconds"] += row["seconds"]
-            sums["cpu"] += row["cpu"] / options.epochs
-    return total
-
-
 def report(name: str, found: dict) -> None:
     """Print the table of one peer."""
     print(f"\n{PEERS[name].script.SCRIPT}.py, {found['steps']} steps of each in turn; {name} wraps "
@@ -439,7 +412,6 @@ def main() -> None:
     parser.add_argument("--articles", type=Path, help="JSONL of document and summary")
     parser.add_argument("--rows", type=int, default=800, help="docstrings, where they stand in")
     parser.add_argument("--epochs", type=int, default=3, help="timed ones, as ours has them")
-    parser.add_argument("--litgpt", help="the Python of litgpt's environment")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # a peer
     options = parser.parse_args()
     if options.worker:
@@ -453,9 +425,6 @@ def main() -> None:
         for name in options.peers:
             if name == "trl" and not importlib.util.find_spec("trl"):
                 print("\ntrl is not installed: left out")
-                continue
-            if name == "litgpt":
-                report(name, beside_litgpt(options, directory))
                 continue
             flags = ["--worker", name, "--preset", options.preset, "--epochs", options.epochs]
             report(name, launch(options.processes, Path(__file__), *flags))

@@ -1,6 +1,6 @@
 """Memory that memory_estimator.py says against figures that others measured on GPUs.
 
-    python benchmarks/published.py
+    python tests/published.py
 
 Prints a markdown table, the median and the largest error; a minute on a CPU, no GPU, no download.
 
@@ -19,7 +19,6 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 
-import common  # noqa: F401  # finds the modules of the repository
 from transformers import LlamaConfig
 
 import memory_estimator
