@@ -1,9 +1,9 @@
 """Fine-tune T5 to summarise articles, with PyTorch FSDP.
 
-    python T5_training.py --model-name tiny --dataset docstrings             # no GPU, no download
-    torchrun --nnodes 1 --nproc_per_node 8 T5_training.py                    # t5-base on WikiHow
+    python T5_training.py --model-name tiny --dataset docstrings  # no GPU
+    torchrun --nnodes 1 --nproc_per_node 8 T5_training.py  # t5-base on WikiHow
     torchrun --nnodes 4 --nproc_per_node 8 --rdzv-backend c10d \\
-        --rdzv-endpoint HOST:29500 --rdzv-id 1 T5_training.py                # on each of 4 nodes
+        --rdzv-endpoint HOST:29500 --rdzv-id 1 T5_training.py  # each node
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes samples.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
@@ -142,7 +142,7 @@ def load_model(
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL)
+        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
     fit_config(args, MODEL, config, "source_length", "target_length")
     if args.model_name == "tiny":
         return MODEL(config), tokenizer, None  # the seed is the same on all ranks

@@ -1,9 +1,10 @@
 """Text for a causal language model, from files to blocks of tokens.
 
-`--train-file` and `--val-file` name text, JSONL or Parquet files; without them `--dataset` is
-`docstrings` (those of the installed Python, no download) or a hub id. `load_blocks` reads the texts
-(`read_texts`), tokenises them and cuts the joined documents into blocks; `collate` pads a batch.
-Results stay in the `datasets` cache: let one process per node load first.
+`--train-file` and `--val-file` name text, JSONL or Parquet files; without `--val-file` the end of
+`--train-file` is held out. Without either `--dataset` is `docstrings` (those of the installed
+Python, no download) or a hub id. `load_blocks` reads the texts (`read_texts`), tokenises them and
+cuts the joined documents into blocks; `collate` pads a batch. Results stay in the `datasets` cache:
+let one process per node load first.
 
 Copy this file along with gpt2_fsdp.py and the folder runtime/.
 """
@@ -33,7 +34,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--train-split", default="train", help="split of a hub data set")
     add("--val-split", default="validation", help="split of a hub data set")
     add("--train-file", nargs="+", help="text, JSONL or Parquet files or globs, for --dataset")
-    add("--val-file", nargs="+", help="the same for validation")
+    add("--val-file", nargs="+", help="the same for validation (default: the last 5%% of "
+        "--train-file's blocks)")  # fmt: skip
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
     add("--block-size", type=int, default=1024, help="tokens in a sample")
     blocks = "blocks of training (0: all; as by default, but 2000 of docstrings)"
@@ -53,13 +55,12 @@ def check_arguments(args: Namespace) -> list[str]:
     """List a sentence for each value that is wrong."""
     limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, {"block_size": (2, arguments.ANY)} | limits)
-    is_enough = args.evaluate_only and args.val_file
-    if bool(args.train_file) != bool(args.val_file) and not is_enough:
-        problems.append("--train-file and --val-file need each other")
+    if args.val_file and not args.train_file and not args.evaluate_only:
+        problems.append("--val-file needs --train-file")
     path = Path(args.dataset)
     is_file = path.suffix.lower() in (*readers.KINDS, ".txt")
     if (path.exists() or is_file) and not readers.is_saved(path):
-        problems.append(f"--dataset {path} is no hub id: name files by --train-file and --val-file")
+        problems.append(f"--dataset {path} is no hub id: name files by --train-file")
     return problems
 
 
@@ -90,7 +91,9 @@ def read_texts(args: Namespace, split: str) -> Dataset:
     A row is a document, unless it ends in a newline: then the next row continues it, as in a text
     file's lines and the rows of WikiText. `cut_texts` prints how many rows end so.
     """
-    patterns = args.train_file if split == "train" else args.val_file
+    patterns = args.train_file
+    if split != "train" and args.val_file:
+        patterns = args.val_file
     if patterns:
         paths = named_files(patterns)
         return concatenate_datasets([read_file(path, args.text_column) for path in paths])
@@ -132,9 +135,10 @@ def load_blocks(
     Raises ValueError if there is none.
     """
     readers.show_progress(verbose)
-    if verbose and split == "train" and args.train_file:
+    if verbose and split == "train" and args.train_file and args.val_file:
         say_not_held_out(args)
     rows = read_texts(args, split)
+    is_shared = bool(args.train_file and not args.val_file)
     if "input_ids" in rows.column_names:
         from runtime.rows import tokens  # a copy may leave it out
 
@@ -144,11 +148,31 @@ def load_blocks(
         tokens.check_origin(name, rows, limits, args, ["block_size"], rules)
         cut = tokens.checked_columns(name, rows, limits, tokenizer)
     else:
-        cut = cut_texts(args, tokenizer, split, rows, verbose)
+        is_told = verbose and (split == "train" or not is_shared)
+        cut = cut_texts(args, tokenizer, split, rows, is_told)
+    if is_shared:
+        cut = train_or_end(cut, split, verbose)
     number = min(number or len(cut), len(cut))
     if verbose:
         print(f"{split}: {number:,} of {len(cut):,} blocks used", flush=True)
     return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
+
+
+def train_or_end(cut: Dataset, split: str, verbose: bool) -> Dataset:
+    """Return all blocks of --train-file but the last 5%, to train on, or those, to validate on.
+
+    The end, because what lies between blocks that are trained on is half known from them. Raises
+    ValueError if there is but one block.
+    """
+    held_out = max(1, len(cut) // 20)
+    first = len(cut) - held_out
+    if first == 0:
+        raise ValueError("--train-file gives one block, of which none can be held out for "
+                         "validation: give --val-file")  # fmt: skip
+    if verbose and split != "train":
+        print(f"validation: the last {held_out:,} of {len(cut):,} blocks of --train-file are held "
+              "out; --val-file names others")  # fmt: skip
+    return cut.select(range(first) if split == "train" else range(first, len(cut)))
 
 
 def load(

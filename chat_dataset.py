@@ -4,13 +4,10 @@ Copy this file along with llama_fsdp.py and the folder runtime/.
 """
 
 import hashlib
-import json
 import random
-import re
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
-from datetime import date
 from functools import partial
 
 import numpy as np
@@ -20,14 +17,10 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime import arguments
-from runtime.rows import bad_rows, chat_formats, json_rows, readers, tokens
+from runtime.rows import bad_rows, chat_formats, chat_templates, json_rows, readers, tokens
 
-# Spaces stand before turns, not after, so that a chat's text begins with that of its first turns.
-TEMPLATE = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
-'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
-'<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
-FEATURES |= {"cut": Value("int64"), "key": Value("int64")}
+FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "begins": Value("int64")}
 
 
 def examples(args: Namespace) -> list[list[dict]]:
@@ -54,6 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--val-split", default="validation", help="the training split again: hold out 5%% of it")
     add("--text-column", default="content", help="column of plain documents")
     add("--max-seq-length", type=int, default=2048, help="tokens in a sequence; the rest is cut")
+    add("--chat-template", metavar="NAME|FILE", help=chat_templates.HELP)
     add("--packing", **arguments.ON, help="fill sequences with several documents")
     add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
     add("--bad-rows", choices=bad_rows.CHOICES, default="fail", help=bad_rows.HELP)
@@ -72,6 +66,7 @@ def check_arguments(args: Namespace) -> list[str]:
     """List a sentence for each value that is wrong."""
     limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, {"max_seq_length": (8, arguments.ANY)} | limits)
+    problems += chat_templates.check_argument(args.chat_template)
     for flag, names in ("--dataset", args.dataset), ("--val-dataset", args.val_dataset):
         for name in names:
             problems += readers.check_name(flag, name)
@@ -80,25 +75,6 @@ def check_arguments(args: Namespace) -> list[str]:
             f"--weights needs a whole number above 0 for each of the {len(args.dataset)} --dataset"
         )
     return problems
-
-
-def asks_for_date(tokenizer: Tokenizer) -> bool:
-    """Tell whether the chat template writes the date, as Llama 3.2's does."""
-    return "strftime_now" in str(tokenizer.chat_template)
-
-
-def with_date(template: str, began: str) -> str:
-    """Return a chat template that writes the day `began`, such as 2026-11-23, in place of today, so
-    that every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
-
-    def as_literal(call: re.Match) -> str:
-        return json.dumps(date.fromisoformat(began).strftime(call[2]))
-
-    dated = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", as_literal, template)
-    if re.search(r"strftime_now\s*\(", dated):
-        raise ValueError("the chat template asks for the date in another way than by strftime_now "
-                         "and a format in quotes")  # fmt: skip
-    return dated
 
 
 def encode(
@@ -114,10 +90,9 @@ def encode(
     template's date is the day that the run `began` on. Raises ValueError, with the number of the
     turn, if it cannot render the chat.
     """
-    template = None if tokenizer.chat_template else TEMPLATE
-    template = tokenizer.get_chat_template(template, tools)
-    chat_formats.check_template(template, chat, tools)
-    template = with_date(template, began)
+    template = tokenizer.get_chat_template(tools=tools)
+    chat_templates.check_turns(tokenizer, template, chat, tools)
+    template = chat_templates.with_date(template, began)
     options = {"tools": tools, "tokenize": False, "chat_template": template}
     render = partial(tokenizer.apply_chat_template, **options)
     try:
@@ -214,6 +189,11 @@ def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
     return ids, [-100, *ids[1:]]
 
 
+def first_target(labels: list[int]) -> int:
+    """Return the place of the first label that is a target; their number if there is none."""
+    return next((i for i, label in enumerate(labels) if label != -100), len(labels))
+
+
 def encoder(
     name: str, kind: str, features: Features, tokenizer: Tokenizer, args: Namespace
 ) -> abc.Callable:
@@ -221,8 +201,8 @@ def encoder(
     a batch of rows of data set `name` and their indices.
 
     Documents have at most --max-seq-length + 1 tokens; `cut` is how many more there were, `key` a
-    hash of all before the first answer. A row gives one document or several; a bad row gives an
-    empty one, or raises ValueError."""
+    hash of all before the first answer, `begins` the place of the first target. A row gives one
+    document or several; a bad row gives an empty one, or raises ValueError."""
     length = args.max_seq_length + 1
 
     def encode_row(row: dict) -> list[tuple]:
@@ -237,7 +217,10 @@ def encoder(
             before = chat[: [turn["role"] for turn in chat].index("assistant")] or chat
             found = encode(chat, tools, tokenizer, args.train_on_prompt, args.began)
         key = int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
-        return [(ids[:length], labels[:length], len(ids[length:]), key) for ids, labels in found]
+        return [
+            (ids[:length], labels[:length], len(ids[length:]), key, first_target(labels))
+            for ids, labels in found
+        ]
 
     def encode_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         found = []
@@ -247,7 +230,7 @@ def encoder(
                 documents = encode_row(dict(zip(batch, values, strict=True)))
             except (ValueError, TypeError, TemplateError) as error:
                 problem = bad_rows.problem(name, index + 1, error, args.bad_rows)
-                documents = [([], [], 0, 0)]
+                documents = [([], [], 0, 0, 0)]
             found += [(*document, index + 1, problem) for document in documents]
         columns = [*FEATURES, *bad_rows.ORIGIN]
         return dict(zip(columns, map(list, zip(*found, strict=True)), strict=True))
@@ -277,13 +260,14 @@ def load_sets(
     for name in args.val_dataset:
         (val_sets[name],) = load_parts(args, tokenizer, name, ["val_split"], verbose)
     for name, rows in val_sets.items():
-        val_sets[name] = draw_documents(rows, args.num_val_samples, f"{name}, validation", verbose)
+        limit = args.num_val_samples
+        val_sets[name] = draw_documents(rows, limit, f"{name}, validation", args, verbose)
     if args.evaluate_only:
         return None, val_sets
     for number, (name, rows) in enumerate(zip(args.dataset, train_sets, strict=True)):
         limit = args.num_train_samples
-        train_sets[number] = draw_documents(rows, limit, f"{name}, training", verbose)
-    if verbose and asks_for_date(tokenizer):
+        train_sets[number] = draw_documents(rows, limit, f"{name}, training", args, verbose)
+    if verbose and chat_templates.asks_for_date(tokenizer):
         print(f"the chat template asks for the date: {args.began}, on which this run began")
     if verbose:
         say_shares(args, train_sets)
@@ -314,7 +298,28 @@ def load_parts(
         parts = [(name, rows.rename_columns({"headline": "prompt", "text": "completion"}))]
     else:
         parts = readers.read_parts(name, args, *flags)
-    return [encode_rows(name, rows, tokenizer, args, verbose) for _, rows in parts]
+    found = [encode_rows(name, rows, tokenizer, args, verbose) for _, rows in parts]
+    check_lost(name, found, args, verbose)
+    return found
+
+
+def check_lost(name: str, parts: list[Dataset], args: Namespace, verbose: bool) -> None:
+    """Print a warning if more than a tenth of the documents of data set `name` will be left out, as
+    their answers begin after --max-seq-length; raise ValueError if more than half will be."""
+    begins = np.concatenate([rows.with_format("numpy")["begins"][:] for rows in parts])
+    total = len(begins)
+    lost = int((begins > args.max_seq_length).sum())
+    if 10 * lost <= total:
+        return
+    enough = np.sort(begins)[-(-9 * total // 10) - 1]
+    problem = (
+        f"{name}: {lost:,} of {total:,} documents are left out, as their answers begin after "
+        f"--max-seq-length {args.max_seq_length}: --max-seq-length {enough} keeps nine of ten"
+    )
+    if 2 * lost > total:
+        raise ValueError(f"{problem}; a run leaves out half at most")
+    if verbose:
+        print(f"WARNING: {problem}", flush=True)
 
 
 def say_shares(args: Namespace, train_sets: list[Dataset]) -> None:
@@ -344,8 +349,9 @@ def encode_rows(
     # are bad only skip has a result, which good_rows checks again.
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
     identity += (tokenizer.chat_template, readers.token_rules(tokenizer))
-    identity += (asks_for_date(tokenizer) and args.began,)
-    identity += (readers.fingerprint(chat_formats.read),)  # the code of its file counts, too
+    identity += (chat_templates.asks_for_date(tokenizer) and args.began,)
+    # The code of their files counts, too.
+    identity += tuple(map(readers.fingerprint, (chat_formats.read, chat_templates.check_turns)))
     features = FEATURES | bad_rows.ORIGIN
     encode_batch = encoder(name, kind, rows.features, tokenizer, args)
     found = readers.cached_map(rows, encode_batch, features, *identity, with_indices=True)
@@ -366,7 +372,7 @@ def token_documents(
     shaping = ("max_seq_length", "train_on_prompt")
     rules = readers.token_rules(tokenizer) | {tokens.TEMPLATE: tokenizer.chat_template}
     made_from = tokens.check_origin(name, rows, FEATURES, args, shaping, rules)
-    if verbose and made_from and asks_for_date(tokenizer):
+    if verbose and made_from and chat_templates.asks_for_date(tokenizer):
         print(f"{name}: the date in its chats is {made_from['arguments']['began']}")
     columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
     limits = dict.fromkeys(columns, ("--max-seq-length", args.max_seq_length + 1))
@@ -378,46 +384,52 @@ def token_documents(
         found = []
         for index, ids, *labels in zip(indices, *batch.values(), strict=True):
             targets = [-100, *(labels or [ids])[0][1:]]
+            problem = ""
             if len(targets) != len(ids):
-                raise ValueError(f"{name}, row {index + 1}: it has not one label for each token")
-            if all(label == -100 for label in targets):
-                raise ValueError(f"{name}, row {index + 1}: no label is a target")
-            found.append((ids, targets, 0, tokens.key(ids)))
+                problem = "it has not one label for each token"
+            elif all(label == -100 for label in targets):
+                problem = "no label is a target"
+            if problem:
+                raise ValueError(f"{name}, {json_rows.place(name, index + 1)}: {problem}")
+            found.append((ids, targets, 0, tokens.key(ids), first_target(targets)))
         return dict(zip(FEATURES, map(list, zip(*found, strict=True)), strict=True))
 
     return readers.cached_map(checked, complete, FEATURES, name, with_indices=True)
 
 
-def draw_documents(rows: Dataset, limit: int, name: str, verbose: bool) -> Dataset:
+def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace, verbose: bool) -> Dataset:
     """Return a random `limit` of the documents (0: all), without those that have no target left.
 
-    A chat has none if its first answer begins after --max-seq-length. Raises ValueError if no
-    document is left.
+    A chat has none if its first answer begins after --max-seq-length. With --prepare-only such
+    chats stay, so that who trains on the tokens is told of them. Raises ValueError if no document
+    is left.
     """
     total = len(rows)
     limit = min(limit or total, total)
     if limit < total:
         rows = rows.select(sorted(random.Random(0).sample(range(total), limit)))
-    lost = rows.with_format("numpy")["cut"][:]  # tokens
-    cut = np.flatnonzero(lost).tolist()
-    empty = set()
-    for i, labels in zip(cut, rows.select(cut)["labels"], strict=True):
-        if all(label == -100 for label in labels):
-            empty.add(i)
+    columns = rows.with_format("numpy", ["cut", "begins"])[:]
+    lost = columns["cut"]  # tokens
+    cut = np.count_nonzero(lost)
+    kept = np.flatnonzero(columns["begins"] <= args.max_seq_length)
     if verbose:
         targets = readers.count_targets(rows)
         print(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
     if verbose and cut:
         print(
-            f"{name}: {len(cut):,} cut to --max-seq-length, losing {lost.sum():,} tokens; "
-            f"{len(empty):,} left out, whose answers begin after it",
+            f"{name}: {cut:,} cut to --max-seq-length, losing {lost.sum():,} tokens; "
+            f"{limit - len(kept):,} left out, whose answers begin after it",
             flush=True,
         )
-    if len(empty) == limit:
-        raise ValueError(f"{name}: no answer begins within --max-seq-length")
-    if not empty:
+    if len(kept) == 0:
+        raise ValueError(
+            f"{name}: no answer begins within --max-seq-length {args.max_seq_length}: "
+            f"--max-seq-length {columns['begins'].max()} keeps all {limit:,} documents"
+        )
+    if args.prepare_only:
         return rows
-    return rows.select([i for i in range(limit) if i not in empty])
+    rows = rows.remove_columns("begins")
+    return rows if len(kept) == limit else rows.select(kept)
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:

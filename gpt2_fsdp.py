@@ -1,10 +1,10 @@
 """Train GPT-2 as a causal language model with PyTorch FSDP, and compare sharding strategies.
 
-    python gpt2_fsdp.py --model-name tiny --dataset docstrings               # no GPU, no download
-    torchrun --nnodes 1 --nproc_per_node 8 gpt2_fsdp.py                      # gpt2 on WikiText-2
+    python gpt2_fsdp.py --model-name tiny --dataset docstrings  # no GPU
+    torchrun --nnodes 1 --nproc_per_node 8 gpt2_fsdp.py  # gpt2 on WikiText-2
     torchrun --nnodes 2 --nproc_per_node 8 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 --rdzv-id 1 gpt2_fsdp.py \\
-        --model-name openai-community/gpt2-xl --strategy hybrid_shard        # on each of 2 nodes
+        --model-name openai-community/gpt2-xl --strategy hybrid_shard
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
@@ -205,7 +205,7 @@ def load_model(
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL)
+        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
     fit_config(args, LossModel, config, "block_size")
     if args.model_name == "tiny" or args.from_scratch:
         return LossModel(config), tokenizer, None  # the seed is the same on all ranks

@@ -1,10 +1,10 @@
 """Fine-tune Llama on chats with PyTorch FSDP, from 7B to 70B, with packed documents.
 
-    python llama_fsdp.py --model-name tiny                                   # no GPU, no download
+    python llama_fsdp.py --model-name tiny  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 llama_fsdp.py --dataset chats.jsonl
     torchrun --nnodes 4 --nproc_per_node 8 --rdzv-backend c10d \\
         --rdzv-endpoint HOST:29500 --rdzv-id 1 llama_fsdp.py \\
-        --model-name meta-llama/Llama-2-70b-hf --dataset chats.jsonl         # on each of 4 nodes
+        --model-name meta-llama/Llama-2-70b-hf --dataset chats.jsonl
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes sequences of
 --max-seq-length tokens, each packed with documents that do not see each other. Run the same command
@@ -46,6 +46,7 @@ import policies
 from runtime import adapters, arguments, attention, batches, hf_load, optimization, paged, ranks
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, fit_config, logit_scale_and_cap
+from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; memory_estimator.py reads these, too.
@@ -246,9 +247,9 @@ def load_model(
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL)
+        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
     fit_config(args, LossModel, config, "max_seq_length")
-    tokenizer.chat_template = tokenizer.chat_template or data.TEMPLATE  # final/ has it too
+    chat_templates.give(tokenizer, args.chat_template)  # final/ has it too
     kernel = attention.set_attention(args, config, MODEL)
     if args.model_name == "tiny":
         model = LossModel(config)  # the seed is the same on all ranks

@@ -5,6 +5,9 @@
     python memory_estimator.py --model-name DIRECTORY --json         # or a config.json, or a hub id
     python memory_estimator.py --model-name DIRECTORY --script my_script.py  # a copy of one of ours
 
+The first lines are a verdict: the least of means with which full_shard fits, as `verdict` says, and
+the command that trains so. The tables below show the other strategies.
+
 Nothing is allocated and no weights are read: the model is built on meta, cut into FSDP units by the
 scripts' policy, and run forward once on meta, to see what autograd keeps. A GB is 10^9 bytes. The
 formulas and their sources stand with `read_model`, `forward_pass`, `memory` and `traffic`.
@@ -24,12 +27,15 @@ DDP is shown with the activations of FSDP; autocast keeps 5% (GPT-2, T5) to 22% 
 residuals and norms stay in fp32.
 """
 
+import argparse
 import bisect
 import functools
 import importlib
 import importlib.util
 import itertools
 import json
+import math
+import shlex
 import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections import ChainMap
@@ -85,12 +91,21 @@ SIZES = [  # as published, and the scripts' tiny models
     }),
 ]  # fmt: skip
 BUILT_IN = {name: (cls, keys, row) for cls, keys, rows in SIZES for name, row in rows.items()}
+HUB_IDS = {  # of built-in sizes, by how their names begin
+    "tiny-": "tiny",  # no hub id, but what the scripts call it
+    "tinyllama-1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    "llama-2-": "meta-llama/Llama-2-{}-hf",
+    "gpt2": "openai-community/gpt2{}",
+    "t5-": "google-t5/t5-{}",
+    "flan-t5-": "google/flan-t5-{}",
+}
 # Bytes per parameter on the GPU and in CPU memory: AdamW's two moments in fp32. Paged ones are in
 # unified memory, which the driver moves to the CPU when the GPU is full: they count as wholly there
 # (Dettmers et al. 2023, QLoRA; bitsandbytes' PagedAdamW, by transformers' names).
 OPTIMIZERS = {"adamw": (8, 0), "paged_adamw_32bit": (0, 8)}
 SHARDED = itertools.product(("shard_grad_op", "full_shard", "hybrid_shard"), (False, True))
 MODES = [("ddp", False), *SHARDED]  # strategy, CPU offload
+LENGTH_FLAGS = ("max_seq_length", "block_size", "source_length")  # the scripts' for --seq-length
 TERMS = ("parameter", "gradient", "optimizer", "unsharded", "activation", "logit")
 MOST_NODES = 4096
 SAID = {"True": "yes", "False": "no", "None": "none"}
@@ -162,7 +177,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--peak-tflops", type=float, default=312.0, help="TFLOP/s of a GPU at this precision")
     add = parser.add_argument_group("output").add_argument
     add("--all", **arguments.OFF, help="with and without activation checkpointing, and every "
-        "optimizer")  # fmt: skip
+        "optimizer of the script")  # fmt: skip
     add("--json", **arguments.OFF, help="all of these as a JSON object, in bytes and seconds")
     parser.set_defaults(**adapters.DEFAULTS)
     args, problems = arguments.resolved(parser.parse_args(argv), adapters)
@@ -175,10 +190,18 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         **dict.fromkeys(above_zero, (arguments.LEAST, arguments.ANY)),
     }
     problems = arguments.out_of_range(args, limits) + problems
+    if args.fsdp == 2 and args.optimizer != "adamw":
+        problems.append(f"--optimizer {args.optimizer} needs --fsdp 1, and no adapters")
     if problems:
         parser.error("; ".join(problems))
     args.fsdp = args.fsdp or 1
     return args
+
+
+def built_in_size(name: str) -> str | None:
+    """Return the key in BUILT_IN of the model that `name` means, None if it is no such."""
+    size = Path(name).name.lower().removesuffix("-hf").removesuffix("-chat")
+    return size if size in BUILT_IN and not Path(name).exists() else None
 
 
 def load_config(name: str) -> transformers.PretrainedConfig:
@@ -186,18 +209,36 @@ def load_config(name: str) -> transformers.PretrainedConfig:
 
     Raises ValueError if there is none.
     """
-    size = Path(name).name.lower().removesuffix("-hf").removesuffix("-chat")
-    if size in BUILT_IN and not Path(name).exists():
+    place = Path(name)
+    size = built_in_size(name)
+    if size:
         config_class, keys, values = BUILT_IN[size]
         return config_class(**dict(zip(keys.split(), values, strict=True)))
+    if not place.exists():
+        try:
+            place = hf_load.model_directory(name, BUILT_IN, ["config.json"])
+        except ValueError as error:
+            raise ValueError(f"{error}; --help lists the built-in sizes") from None
     try:
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(
-            f"--model-name {name}: no config of it here or on the hub ({type(error).__name__}), "
-            f"and it is no built-in size: {', '.join(BUILT_IN)}"
+            f"--model-name {name}: no config of it can be read ({type(error).__name__}): name a "
+            "directory with a config.json of a model that Transformers knows"
         ) from None
-    return config
+
+
+def hub_id(name: str) -> str:
+    """Return what a script takes as --model-name for the model that `name` means here."""
+    if Path(name).is_file():  # a config.json
+        return str(Path(name).parent)
+    size = built_in_size(name)
+    if size is None or "/" in name:
+        return name
+    for start, full in HUB_IDS.items():
+        if size.startswith(start):
+            return full.format(size.removeprefix(start))
+    return size
 
 
 def load_script(args: Namespace, config: transformers.PretrainedConfig) -> ModuleType:
@@ -226,6 +267,28 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
         raise ValueError(f"--script {path} has no {', '.join(missing)}, as the scripts here have")
     hf_load.check_type(config, script.MODEL, args.model_name)
     return script
+
+
+def script_flags(script: ModuleType) -> dict[str, Any]:
+    """Return the flags that a script has, by name, with its defaults."""
+    parser = argparse.ArgumentParser()
+    arguments.add_model(parser)
+    for room in ("data", "adapters", "paged"):  # as the scripts call them
+        if hasattr(getattr(script, room, None), "add_arguments"):
+            vars(script)[room].add_arguments(parser)
+    arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
+    parser.set_defaults(**script.RECIPE)
+    return vars(parser.parse_args([]))
+
+
+def check_flags(args: Namespace, flags: dict[str, Any]) -> None:
+    """Raise ValueError if what is asked for is not among the script's `flags`."""
+    asked = {"--lora-rank": args.lora_rank, "--optimizer": args.optimizer != "adamw"}
+    for flag, is_given in asked.items():
+        if is_given and flag[2:].replace("-", "_") not in flags:
+            raise ValueError(
+                f"{flag} is no flag of the script that trains {args.model_name}: leave it out"
+            )
 
 
 def model_class(script: ModuleType) -> type[nn.Module]:
@@ -298,6 +361,8 @@ class Model:
     head_is_trained: bool
     tied: bool  # the output head's weight is the input embedding, too
     checkpointing: bool  # the script's default
+    script: str  # its file
+    flags: dict[str, Any]  # those it has, with their defaults
     chunked: bool  # the loss computes the logits of a chunk of tokens at a time
     logit_count: int  # elements of the logits that are held at a time
     logits: int  # their bytes
@@ -319,6 +384,8 @@ def read_model(args: Namespace) -> Model:
     """
     config = load_config(args.model_name)
     script = load_script(args, config)
+    flags = script_flags(script)
+    check_flags(args, flags)
     config = hf_load.text_part(config, script.MODEL)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
     model_checks.check_length("--seq-length", args.seq_length, config)
@@ -353,7 +420,9 @@ def read_model(args: Namespace) -> Model:
         head=head.numel(),
         head_is_trained=head.requires_grad,
         tied=head is model.get_input_embeddings().weight,
-        checkpointing=script.RECIPE.get("activation_checkpointing", False),
+        checkpointing=flags["activation_checkpointing"],
+        script=args.script or f"{script.__name__}.py",
+        flags=flags,
         chunked=chunked,
         logit_count=tokens * config.vocab_size,
         logits=tokens * config.vocab_size * (each + compute.itemsize % 4),
@@ -844,6 +913,13 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
         print(f"{name:{widths[0]}}  {'  '.join(aligned)}")
 
 
+def takes_offload(args: Namespace) -> bool:
+    """Tell whether the scripts take --cpu-offload with what is asked for, see policies.py."""
+    if args.fsdp == 2:
+        return args.precision != "fp16"
+    return args.nodes * args.gpus_per_node > 1 and args.gradient_accumulation_steps == 1
+
+
 def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     """Return what to estimate: strategy, CPU offload, activation checkpointing, optimizer."""
     recomputing = [args.activation_checkpointing]
@@ -852,56 +928,147 @@ def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     optimizers = [args.optimizer]
     if args.all or args.json:
         recomputing = [True, False]
-        optimizers = list(OPTIMIZERS)
+        optimizers = list(OPTIMIZERS) if "optimizer" in model.flags else ["adamw"]
     found = []
     for recompute, optimizer, mode in itertools.product(recomputing, optimizers, MODES):
         strategy, offload = mode
-        if args.lora_rank and (strategy == "ddp" or optimizer != "adamw"):  # the scripts refuse it
+        if args.lora_rank and strategy == "ddp":  # the scripts refuse it
             continue
         if offload and optimizer != "adamw":  # a paged optimizer's moments are on the CPU already
             continue
+        if args.fsdp == 2 and optimizer != "adamw":  # the scripts refuse it
+            continue
         if strategy == "hybrid_shard" and args.gpus_per_node == 1:  # the scripts refuse it
             continue
-        if offload and args.fsdp == 1 and args.nodes * args.gpus_per_node == 1:  # they refuse it
+        if offload and not takes_offload(args):
             continue
         found.append((strategy, offload, recompute, optimizer))
     return found
 
 
+def verdict(model: Model, args: Namespace) -> str | None:
+    """Return a sentence with the least of means with which full_shard fits, and on a line of its
+    own the command; None if it fits on no number of nodes.
+
+    In this order: what is asked for; activation checkpointing, which costs a third more compute;
+    CPU offload, which costs more time, but no machine; more nodes; more nodes with offload.
+    """
+    asked = args.activation_checkpointing
+    if asked is None:
+        asked = model.checkpointing
+    means = [(False, asked, args.optimizer), (False, True, args.optimizer)]
+    if takes_offload(args):
+        means.append((True, True, "adamw"))
+    rows = [estimate(model, args, "full_shard", *choice) for choice in means]
+    without_offload = rows[1]["smallest_nodes"]
+    if not any(row["fits"] for row in rows):
+        more = [row["smallest_nodes"] for row in rows[1:] if row["smallest_nodes"]]
+        if not more:
+            return None
+        args = Namespace(**vars(args) | {"nodes": more[0]})
+        rows = [estimate(model, args, "full_shard", *choice) for choice in means]
+    row = next(row for row in rows if row["fits"])
+    added = ["activation checkpointing"] * (row["activation_checkpointing"] and not asked)
+    added += ["CPU offload"] * row["cpu_offload"]
+    how = f" with {' and '.join(added)}" if added else ""
+    sentence = f"full_shard{how} fits on {in_words(args.nodes)}: {row['peak_bytes'] / 1e9:.1f} of "
+    sentence += f"{args.gpu_memory_gb:g} GB"
+    if row["cpu_offload"]:
+        on_cpu = max(row[f"{when}cpu_bytes_per_node"] for when in ("", "save_", "resume_"))
+        sentence += f", and {on_cpu / 1e9:,.0f} GB of CPU memory in each"
+        if without_offload:
+            sentence += f"; without offload on {in_words(without_offload)}"
+    on_each = ", on each node" * (args.nodes > 1)
+    return f"{sentence}; command{on_each}:\n{command(model, args, row)}"
+
+
+def in_words(nodes: int) -> str:
+    """Return a number of nodes in words."""
+    return f"{nodes} node{'s' * (nodes > 1)}"
+
+
+def command(model: Model, args: Namespace, row: dict[str, Any]) -> str:
+    """Return the command that trains as a row of full_shard says; the data are the user's."""
+    words = ["torchrun", "--nnodes", args.nodes, "--nproc_per_node", args.gpus_per_node]
+    if args.nodes > 1:
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", 1]
+    words += [model.script, "--model-name", hub_id(args.model_name), "--strategy", "full_shard"]
+    wanted = {
+        "fsdp": 2 if args.fsdp == 2 else None,
+        **dict.fromkeys(LENGTH_FLAGS, args.seq_length),
+    }
+    same = ("batch_size", "gradient_accumulation_steps", "target_length", "precision", "lora_rank")
+    wanted |= {name: getattr(args, name) for name in (*same, "load_in_4bit")}
+    wanted |= {name: row[name] for name in ("activation_checkpointing", "cpu_offload", "optimizer")}
+    for name, value in wanted.items():
+        flag = name.replace("_", "-")
+        if model.flags.get(name, value) == value:  # the script's default, or no flag of it
+            continue
+        words += [f"--{flag}" if value else f"--no-{flag}"]
+        if not isinstance(value, bool):
+            words[-1:] = [f"--{flag}", value]
+    return shlex.join(map(str, words))
+
+
+def why_nothing_fits(model: Model, args: Namespace) -> str:
+    """Return a sentence: what is largest on as many nodes as are looked at, and what would help."""
+    most = Namespace(**vars(args) | {"nodes": MOST_NODES})
+    rows = [estimate(model, most, "full_shard", False, True, args.optimizer)]
+    if takes_offload(most):
+        rows.append(estimate(model, most, "full_shard", True, True, "adamw"))
+    best = min(rows, key=lambda row: row["peak_bytes"])
+    term = max(TERMS, key=lambda term: best[f"{term}_bytes"])
+    remedy = "give a smaller --batch-size or --seq-length"
+    if term not in ("activation", "logit"):
+        needed = math.ceil(best["peak_bytes"] / 1e9 + args.reserve_gb)
+        remedy = f"it takes GPUs of {needed} GB, --gpu-memory-gb {needed}"
+    offload = " and CPU offload" * best["cpu_offload"]
+    sizes = f"{best[f'{term}_bytes'] / 1e9:.1f} GB of {best['peak_bytes'] / 1e9:.1f}"
+    return (
+        f"{args.model_name} fits {args.gpu_memory_gb:g} GB, less --reserve-gb {args.reserve_gb:g}, "
+        f"on no number of nodes: on {MOST_NODES}, under full_shard with activation checkpointing"
+        f"{offload}, the largest term is {term}_bytes, {sizes}: {remedy}"
+    )
+
+
 def main(argv: list[str] | None = None) -> None:
-    """Print the estimates; end with exit code 1 if nothing fits on any number of nodes."""
+    """Print the verdict and the estimates; end with exit code 1 if nothing fits on any number of
+    nodes."""
     args = parse_args(argv)
     try:
         model = read_model(args)
     except ValueError as error:
         ranks.exit_with(error)
-    chosen = choices(model, args)
-    rows = [estimate(model, args, *choice) for choice in chosen]
+    found = verdict(model, args)
+    if found is None:
+        ranks.say_error(why_nothing_fits(model, args))
+    rows = [estimate(model, args, *choice) for choice in choices(model, args)]
     if args.json:
         print(json.dumps({"estimates": rows}))
     else:
-        print(
-            f"{args.model_name}: {model.parameters:,} parameters in {len(model.units)} "
-            f"units; {args.nodes} x {args.gpus_per_node} GPUs of {args.gpu_memory_gb:g} GB; "
-            f"{args.precision}, {args.batch_size} x {args.seq_length} tokens per GPU"
-        )
-        for title, columns in TABLES.items():
-            print_table(f"\n{title}", rows, columns)
-        share = 100 * args.reserve_gb / args.gpu_memory_gb
-        print(
-            f"\n{LEGEND}\nfits: --reserve-gb {args.reserve_gb:g} ({share:.1f}% of a GPU) is left "
-            "to what is not counted, see --help."
-        )
-    if not any(row["smallest_nodes"] for row in rows):
-        args.nodes = MOST_NODES
-        most = [estimate(model, args, *choice) for choice in chosen]
-        best = min(most, key=lambda row: row["peak_bytes"])
-        term = max(TERMS, key=lambda term: best[f"{term}_bytes"])
-        ranks.exit_with(
-            f"{args.model_name} fits {args.gpu_memory_gb:g} GB on no number of nodes: on "
-            f"{MOST_NODES}, under {best['strategy']}, the largest term is {term}_bytes, "
-            f"{best[f'{term}_bytes'] / 1e9:.1f} GB of {best['total_bytes'] / 1e9:.1f}"
-        )
+        print_estimates(model, args, found, rows)
+    if found is None:
+        raise SystemExit(1)
+
+
+def print_estimates(
+    model: Model, args: Namespace, found: str | None, rows: list[dict[str, Any]]
+) -> None:
+    """Print the verdict that was `found`, if any, and the tables."""
+    if found is not None:
+        print(f"{found}\n")
+    print(
+        f"{args.model_name}: {model.parameters:,} parameters in {len(model.units)} "
+        f"units; {args.nodes} x {args.gpus_per_node} GPUs of {args.gpu_memory_gb:g} GB; "
+        f"{args.precision}, {args.batch_size} x {args.seq_length} tokens per GPU"
+    )
+    for title, columns in TABLES.items():
+        print_table(f"\n{title}", rows, columns)
+    share = 100 * args.reserve_gb / args.gpu_memory_gb
+    print(
+        f"\n{LEGEND}\nfits: --reserve-gb {args.reserve_gb:g} ({share:.1f}% of a GPU) is left "
+        "to what is not counted, see --help."
+    )
 
 
 if __name__ == "__main__":

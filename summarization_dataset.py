@@ -55,35 +55,33 @@ class Source:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the groups "data" and "summaries" to `parser`."""
-    group = parser.add_argument_group("data")
-
-    def add(flag: str, text: str, **options) -> None:
-        group.add_argument(flag, help=f"{text} (default: %(default)s)", **options)
-
+    """Add the group "data" to `parser`."""
+    add = parser.add_argument_group("data").add_argument
     dataset = "wikihow, docstrings (built in), a CSV, TSV, JSONL or Parquet file, or a hub id"
     val_split = "the one to validate on; the training split again means: hold out 5%% of it"
     eval_split = "with --evaluate-only: validation, WikiHow's test, or any split of a hub data set"
-    add("--dataset", dataset, default="wikihow")
-    add("--val-dataset", "a file or hub id to validate on, instead of a part of --dataset")
-    add("--data-dir", "folder with WikiHow's CSV files and title lists", default="data")
-    add("--wikihow-part", "whole articles or paragraphs", choices=list(WIKIHOW), default="all")
-    add("--dataset-config", "configuration of a hub data set")
-    add("--train-split", "split of a hub data set to train on", default="train")
-    add("--val-split", val_split, default="validation")
-    add("--eval-split", eval_split, default="validation")
-    add("--source-column", "column with the texts", default="text")
-    add("--target-column", "column with the summaries", default="headline")
-    add("--source-prefix", "put before each text", default="summarize: ")
-    add("--source-length", "longest text in tokens, EOS included", type=int, default=512)
-    add("--target-length", "longest summary in tokens, EOS included", type=int, default=150)
+    add("--dataset", help=dataset, default="wikihow")
+    add("--val-dataset", help="a file or hub id to validate on, instead of a part of --dataset")
+    add("--data-dir", help="folder with WikiHow's CSV files and title lists", default="data")
+    add("--wikihow-part", help="whole articles or paragraphs", choices=list(WIKIHOW), default="all")
+    add("--dataset-config", help="configuration of a hub data set")
+    add("--train-split", help="split of a hub data set to train on", default="train")
+    add("--val-split", help=val_split, default="validation")
+    add("--eval-split", help=eval_split, default="validation")
+    add("--source-column", help="column with the texts", default="text")
+    add("--target-column", help="column with the summaries", default="headline")
+    add("--source-prefix", help="put before each text", default="summarize: ")
+    add("--source-length", help="longest text in tokens, EOS included", type=int, default=512)
+    add("--target-length", help="longest summary in tokens, EOS included", type=int, default=150)
     for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
         text = f"0: all; as by default, but {number} of wikihow and docstrings"
-        group.add_argument(flag, type=int, help=text)
+        add(flag, type=int, help=text)
     line = "put each text and summary on one line, as is done with wikihow and docstrings"
-    add("--clean", line, **arguments.OFF)
-    add("--bad-rows", bad_rows.HELP, choices=bad_rows.CHOICES, default="fail")
-    add("--group-by-length", "batches of texts of about one length pad less", **arguments.ON)
+    add("--clean", help=line, **arguments.OFF)
+    add("--bad-rows", help=bad_rows.HELP, choices=bad_rows.CHOICES, default="fail")
+    add(
+        "--group-by-length", help="batch texts of about one length, which pads less", **arguments.ON
+    )
 
 
 def resolve_arguments(args: argparse.Namespace) -> dict[str, int]:
@@ -312,7 +310,11 @@ def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
         if len(columns) == 3:
             needed = needed.replace("are not both", f"and {columns[2]} are not all")
         found = ", ".join(rows.column_names)
-        raise ValueError(f"{name} has columns {found}; {needed} among them")
+        advice = ""
+        texts = readers.longest_texts(rows)
+        if len(columns) == 2 and len(texts) > 1:
+            advice = f": give --source-column {texts[0]} --target-column {texts[1]}"
+        raise ValueError(f"{name} has columns {found}; {needed} among them{advice}")
     for column in columns:
         kind = rows.features[column]
         if not readers.is_text(kind):

@@ -63,8 +63,8 @@ def draw(runs: dict[str, Events], panels: list[str], title: str, picture: Path) 
     """Draw a panel for each quantity that any run has, with a colour for each run."""
     lines = [line for events in runs.values() for line in events["train"]]
     panels = [key for key in panels if any(key in line for line in lines)]
-    height = 0.6 + 2.4 * max(len(panels), 2)
-    figure, axes = plt.subplots(len(panels), sharex=True, squeeze=False, figsize=(9, height))
+    height = 0.6 + 1.8 * max(len(panels), 2)  # small: legible at a width of 600 pixels
+    figure, axes = plt.subplots(len(panels), sharex=True, squeeze=False, figsize=(6.5, height))
     for axis, key in zip(axes.flat, panels, strict=True):
         for number, (name, events) in enumerate(runs.items()):
             color = f"C{number}"
@@ -74,6 +74,8 @@ def draw(runs: dict[str, Events], panels: list[str], title: str, picture: Path) 
                 label = f"{name}: validation"
                 draw_points(axis, validations, key, "o", color=color, label=label)
         axis.set_title(PANELS[key], loc="left", fontsize=11)
+        if key != "loss":
+            axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes.flat[0].legend()
     axes.flat[-1].set_xlabel("optimizer step")
@@ -132,7 +134,7 @@ def save(figure: "plt.Figure", title: str, picture: Path) -> None:
     """Write the picture under its title."""
     figure.suptitle(title, fontsize=13)
     figure.tight_layout()
-    figure.savefig(picture, dpi=120)
+    figure.savefig(picture, dpi=160)
 
 
 def main() -> None:

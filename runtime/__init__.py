@@ -20,6 +20,7 @@ The run
     arguments     the flags that mean the same in every script
 The model
     models        names and shapes, whatever wraps them
+    hub           whether the Hugging Face hub gives a name, and why not
     hf_load       Hugging Face files in
     stored_tensors  the tensors in those files
     hf_export     Hugging Face files out
@@ -29,6 +30,6 @@ The data
     rows/         readers of files and hub data sets, tokens made beforehand, JSON, bad rows, chats
 Optional: a copy that has no use for them leaves them out
     adapters, nf4 (LoRA, 4 bits)   paged, paged_adamw (--optimizer)   attention (packed documents)
-    rouge   trackers   profiling   rows/chat_formats   rows/tokens (--prepare-only)
-    generate (a program)
+    rouge   trackers   profiling   rows/chat_formats, rows/chat_templates (Llama's)
+    rows/tokens (--prepare-only)   generate (a program)
 """

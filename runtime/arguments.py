@@ -14,39 +14,103 @@ from . import ranks
 OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
 INSTALL = "pip install -r requirements-extras.txt"
+METAVARS = {int: "N", float: "X", Path: "PATH"}
+COMMON = (  # what nine of ten runs set
+    "model_name", "dataset", "train_file", "source_column", "target_column",
+    "val_file", "output_dir", "epochs", "max_steps", "batch_size", "gradient_accumulation_steps",
+    "lr", "block_size", "max_seq_length", "strategy", "fsdp", "activation_checkpointing",
+    "lora_rank", "load_in_4bit", "evaluate_only",
+)  # fmt: skip
 TRACKERS = ["tensorboard", "wandb", "trackio"]
 
 
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults that are not None, and the program's docstring as it is written."""
+class Help(argparse.HelpFormatter):
+    """Shows a flag with its default, and leaves examples as they are written."""
 
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None:
-            return action.help
-        return super()._get_help_string(action)
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        flag = action.option_strings[0]
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[1] if action.default else flag
+        if action.nargs == 0:
+            return ", ".join(action.option_strings)
+        more = " ..." if action.nargs == "+" else ""
+        return f"{flag} {action.metavar or METAVARS.get(action.type, 'NAME')}{more}"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return f"do not {text}" if action.default else text
+        if "(default" in text:
+            return text
+        notes = []
+        if action.choices:
+            notes.append(", ".join(map(str, action.choices)))
+        if action.default and action.default != argparse.SUPPRESS:
+            notes.append(f"default {action.default}")
+        return f"{text} ({'; '.join(notes)})" if notes else text
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(" "):  # commands
+            return text
+        return super()._fill_text(text, width, indent)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, said by rank 0, and which takes no abbreviations."""
+    """A parser whose errors are one sentence, said by rank 0, and which takes no abbreviations.
+
+    Its help begins with title and commands of the description, then what most runs set.
+    """
 
     def __init__(self, description: str) -> None:
-        super().__init__(description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+        super().__init__(description=description, formatter_class=Help, allow_abbrev=False)
+
+    def format_help(self) -> str:
+        """Return the text of --help."""
+        title, commands, *rest = self.description.strip("\n").split("\n\n")
+        formatter = self._get_formatter()
+        formatter.add_usage(f"{self.prog} [flags]", [], [])
+        formatter.add_text(title)
+        formatter.add_text(commands)
+        by_name = {action.dest: action for action in self._actions}
+        common = [by_name[name] for name in COMMON if name in by_name]
+        groups = [(group.title, group._group_actions) for group in self._action_groups]
+        for heading, actions in [("what most runs set", common), *groups]:
+            formatter.start_section(heading)
+            if heading != "what most runs set":
+                actions = [action for action in actions if action not in common]
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        for paragraph in rest:
+            formatter.add_text(paragraph)
+        return formatter.format_help()
 
     def error(self, message: str) -> None:
         """End with exit code 1, and for a flag that is none with one that looks like it."""
-        _, _, words = message.partition("unrecognized arguments: ")
-        for word in words.split():
-            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
-            if near:
-                message += f" ({word}: did you mean {near[0]}?)"
-        ranks.exit_with(message)
+        start, colon, words = message.partition("unrecognized arguments: ")
+        words = [word + did_you_mean(word, self._option_string_actions) for word in words.split()]
+        ranks.exit_with(start + colon + " ".join(words))
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return " (did you mean NAME?)" of the one of `names` that is nearest, "" if none is near.
+
+    Of hub ids and paths the last parts are compared: a user knows these best.
+    """
+    others = [name for name in names if name != word]
+    by_last_part = {name.rpartition("/")[2].lower(): name for name in reversed(others)}
+    near = difflib.get_close_matches(word.rpartition("/")[2].lower(), by_last_part, n=1)
+    return f" (did you mean {by_last_part[near[0]]}?)" if near else ""
 
 
 def add_model(parser: argparse.ArgumentParser) -> Callable:
     """Declare --model-name in the group "model"; return what adds a flag to that."""
     add = parser.add_argument_group("model").add_argument
-    add("--model-name", help="hub id, local directory, or tiny (random weights, "
-        "bytes as tokens, no download)")  # fmt: skip
+    add("--model-name", help="hub id, directory, or tiny (random, no download)")
     return add
 
 
@@ -67,15 +131,15 @@ def add_common(
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", default="output", help="checkpoints, metrics and the final model")
-    add("--resume", default="auto", help="auto (newest complete checkpoint), none, or a PATH")
+    add("--resume", default="auto", help="auto: the newest checkpoint; none; or a PATH")
     add("--export-only", **OFF, help="write the newest checkpoint to final/ and exit")
     add("--prepare-only", **OFF, help="write the tokens to OUTPUT_DIR/prepared, for --dataset, "
         "and exit")  # fmt: skip
     add(
         "--evaluate-only",
         **OFF,
-        help="validate without training, into evaluation.json: the newest checkpoint, or that of "
-        "--resume; --model-name itself if there is none, or with --resume none",
+        help="validate the newest checkpoint, or that of --resume; --model-name itself if there "
+        "is none, or with --resume none",
     )
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
@@ -109,7 +173,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_optimization(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", type=int, default=4, help="samples per rank and micro-batch")
-    add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
+    add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches of a step")
     add(
         "--accumulate-no-sync",
         **OFF,
@@ -117,7 +181,7 @@ def _add_optimization(parser: argparse.ArgumentParser) -> None:
         "gradient, summed in the compute dtype (--fsdp 2: in that of the reduction)",
     )
     add("--epochs", type=int, default=2, help="passes over the training set")
-    add("--max-steps", type=int, default=0, help="train just so many steps (0: --epochs decides)")
+    add("--max-steps", type=int, default=0, help="train so many steps (0: --epochs decides)")
     add("--lr", type=float, default=3e-4, help="peak learning rate")
     add(
         "--lr-schedule",

@@ -7,7 +7,7 @@ import os
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,30 +34,35 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from . import models, ranks, stored_tensors, trained
+from . import hub, models, ranks, stored_tensors, trained
 from .ranks import first_on_node, on_every_rank, on_rank_zero
 from .screen import Progress
 from .stored_tensors import Stored, StoredTensor
 
 HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # as safetensors calls them
+FILES = ("*.safetensors", "*.json", "*.model", "*.spm", "*.txt", "*.jinja")  # of the hub's
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
 
 
-def model_directory(name: str) -> Path:
+def model_directory(name: str, known: Iterable[str], patterns: Sequence[str] = FILES) -> Path:
     """The directory `name`, or that of the hub's model of this name, downloaded if need be.
 
-    Call it under `first_on_node`. Raises ValueError if the hub does not give it.
+    Call it under `first_on_node`. Raises ValueError, with the nearest of the names that are
+    `known`, if there is no such model, or it cannot be had.
     """
     if Path(name).is_dir():
         return Path(name)
+    what, refusal = f"--model-name {name}", hub.refusal("model", name)
     try:
-        patterns = ["*.safetensors", "*.json", "*.model", "*.spm", "*.txt", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        from_cache = refusal is not None
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=from_cache))
     except (OSError, ValueError) as error:
+        if refusal is not None:
+            raise ValueError(hub.explain(what, "model", name, refusal, known)) from None
+        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"--model-name {name} is no directory here and the hub does not give it "
-            f"({type(error).__name__}): accept its licence at https://huggingface.co/{name} and "
-            "set HF_TOKEN, or give a local directory with its files"
+            f"{what} has not come whole from the hub ({type(error).__name__}: {reason}): start "
+            "again, which goes on with what has come, or give a directory with its files"
         ) from None
 
 
@@ -289,13 +294,14 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 def open_model(
-    name: str, model_class: type[PreTrainedModel]
+    name: str, model_class: type[PreTrainedModel], recipe: dict[str, Any]
 ) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
     """The directory of the model `name`, its config and its tokenizer; all ranks.
 
     Raises ValueError if the model cannot be had, is no `model_class`, or its tokenizer has no EOS.
+    If `name` is nearly tiny, or the one in the script's `recipe`, the sentence says so.
     """
-    directory = first_on_node(model_directory, name)
+    directory = first_on_node(model_directory, name, ("tiny", recipe.get("model_name", "tiny")))
     config = load_config(directory, model_class, name)
     tokenizer = load_tokenizer(directory, config.vocab_size)
     if tokenizer.eos_token_id is None:

@@ -33,6 +33,11 @@ PLACES = {  # arguments that may differ between nodes, or say where things are
     "output_dir", "resume", "model_name", "dataset", "val_dataset", "data_dir", "train_file",
     "val_file",
 }  # fmt: skip
+OTHERS = {  # values that are checksums, in words
+    "model": "its parameters or its configuration are others, by checksum",
+    "data": "the samples of {data}, or those to validate on, are others, by checksum",
+    "base": "the weights below the adapters are others",
+}
 PROBES = 256  # samples at most of each data set that are looked at as they are
 
 
@@ -60,7 +65,17 @@ def of_model(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
     if any(other != config for _, other in _on_all_nodes(config)):
         raise ValueError(f"--model-name {args.model_name}: the nodes have another config.json each")
     identity = {"script": script, "model": checksum([*named, config])}
+    if hasattr(args, "chat_template"):  # of the tokenizer, which is exported with the model
+        identity["--chat-template"] = content_of(args.chat_template)
     return identity | trained.of(model).identity(args, model)
+
+
+def content_of(flag: str | None) -> str | None:
+    """Return the value of a flag, or where that names a file a checksum of what it holds."""
+    if flag is None or not Path(flag).expanduser().is_file():
+        return flag
+    content = Path(flag).expanduser().read_bytes()
+    return f"a file, crc {zlib.crc32(content):08x}"
 
 
 def described(model: nn.Module) -> list[tuple[str, Any]]:
@@ -181,7 +196,7 @@ def compare(
         return
     if "script" in differing:
         differing = ["script"]  # from which all else follows
-    what = ", ".join(f"{name} ({saved.get(name)} there, {here[name]} here)" for name in differing)
+    what = ", ".join(_in_words(name, saved.get(name), here[name], args) for name in differing)
     remedy = "give what it had, or another --output-dir"
     flags = _changed_flags(directory, args)
     if "data" not in differing:
@@ -195,6 +210,19 @@ def compare(
         if rest:
             remedy = f"use a number of processes that divides {saved['global batch']}"
     raise ValueError(f"{who} that differs in {what}: {remedy}")
+
+
+def _in_words(name: str, there: Any, here: Any, args: Namespace) -> str:
+    """Say what differs under a name of the identity; of a checksum what it is of."""
+    if name not in OTHERS:
+        return f"{name} ({there} there, {here} here)"
+    words = OTHERS[name].format(data=_names(args))
+    return f"{name} ({words}: {_sum(there)} there, {_sum(here)} here)"
+
+
+def _sum(value: Any) -> str:
+    """Return the checksum of what `checksum` has returned, without the number of items."""
+    return str(value).rpartition("crc ")[2]
 
 
 def _say_other_name(directory: Path, args: Namespace) -> None:

@@ -110,9 +110,16 @@ class Lock:
                 if self._is_gone(holder) or (too_late and seen == first_seen):
                     self.path.unlink()
                 elif too_late:
-                    raise ValueError(f"--output-dir {self.directory} is in use by {who}")
+                    raise ValueError(
+                        f"--output-dir {self.directory} is in use by {who}: stop that with Ctrl-C "
+                        "there, or give another --output-dir"
+                    )
                 elif first_seen is None:
-                    print(f"waiting for {who}, which uses {self.directory}", flush=True)
+                    print(
+                        f"waiting for {who}, which uses {self.directory}, for {LOCK_SECONDS} s: "
+                        "stop it with Ctrl-C there, or this one, and give another --output-dir",
+                        flush=True,
+                    )
                     first_seen = seen
             time.sleep(0.2)
 

@@ -71,6 +71,7 @@ class Check:
     ):  # fmt: skip
         self.scaler = state.scaler
         self.step = state.step + 1
+        self.epoch = state.epoch
         self.samples = samples  # of all ranks
         self.counts = counts  # of all ranks; the first is that of target tokens
         self.numbers = HostCopy(torch.stack([loss, grad_norm.to(loss)]))  # loss: this rank's share
@@ -91,9 +92,14 @@ class Check:
                 return
             reason = ", and the loss scale of fp16 would fall below 1"
         where = ranks.ranks_where(not math.isfinite(loss))
-        whose = f"loss not finite on ranks {where}" if where else "though every loss is finite"
+        samples, whose = self.samples, "though every loss is finite"
+        if where:
+            whose = f"loss not finite on ranks {where}"
+            samples = [i for rank in where for i in samples[rank :: dist.get_world_size()]]
         ranks.exit_with(
-            f"step {self.step}: gradient norm {grad_norm}, {whose}, samples {self.samples}{reason}"
+            f"step {self.step}: gradient norm {grad_norm}, {whose}, samples {samples} of epoch "
+            f"{self.epoch}{reason}: lower --lr, or look at these samples, which the script's "
+            "load_data gives as train_set[i]"
         )
 
 

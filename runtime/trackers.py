@@ -68,6 +68,10 @@ class Trackers:
             tqdm.write(f"--track {name} failed and is left out from here on: {first_line}")
 
 
+def _say_where(name: str, where: str) -> None:
+    tqdm.write(f"--track {name}: {where}")
+
+
 @contextlib.contextmanager
 def _tensorboard(trackers: Trackers) -> Iterator[Send]:
     from torch.utils.tensorboard import SummaryWriter
@@ -82,6 +86,7 @@ def _tensorboard(trackers: Trackers) -> Iterator[Send]:
             writer.add_scalar(name, number, step)
         writer.flush()
 
+    _say_where("tensorboard", f"tensorboard --logdir {writer.log_dir} shows the numbers")
     with contextlib.closing(writer):
         yield send
 
@@ -97,6 +102,8 @@ def _wandb(trackers: Trackers) -> Iterator[Send]:
         resume="allow",
         config=vars(trackers.args),
     )
+    # Without a network there is no address yet.
+    _say_where("wandb", run.url or f"wandb sync {Path(run.dir).parent} uploads the numbers")
     with run:
         yield lambda numbers, step: run.log(numbers, step=step)
 
@@ -111,6 +118,7 @@ def _trackio(trackers: Trackers) -> Iterator[Send]:
         resume="allow",
         config={name: str(value) for name, value in vars(trackers.args).items()},
     )
+    _say_where("trackio", f"trackio show --project {trackers.script} shows the numbers")
     yield lambda numbers, step: run.log(numbers, step=step)
     trackio.finish()
 

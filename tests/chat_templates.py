@@ -3,6 +3,8 @@
 Transformers drops a line break that follows a block, `%}`; within `{{ }}` it stays.
 """
 
+from runtime.rows.chat_templates import NAMED, PROMPTER
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -103,6 +105,8 @@ KNOWN = {
     "chatml": (CHATML, None, "<|im_end|>", ["<|im_start|>"]),
     "qwen 2.5": (QWEN_2_5, None, "<|im_end|>", ["<|im_start|>"]),
     "qwen 3": (QWEN_3, None, "<|im_end|>", ["<|im_start|>"]),
-    "ours": (None, "<s>", "</s>", []),
+    "ours": (PROMPTER, "<s>", "</s>", []),
+    "our llama 2": (NAMED["llama-2"], "<s>", "</s>", []),
+    "our chatml": (NAMED["chatml"], None, "<|im_end|>", ["<|im_start|>"]),
 }
 TOOLS = ("llama 3", "mistral", "qwen 2.5", "qwen 3")

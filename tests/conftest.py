@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 CACHE = tempfile.TemporaryDirectory()  # of `datasets`, which reads the variable when imported
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
+huggingface_hub.constants.HF_HUB_OFFLINE = True  # it is imported already
 
 WIDE = {
     "hidden_size": 64,

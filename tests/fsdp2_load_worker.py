@@ -54,7 +54,7 @@ def main() -> None:
                 place = Path(directory)
                 if seen_by == "rank 0" and rank != 0:
                     place = without_weights(place, Path(output) / f"{name} {rank}")
-                hf_load.model_directory = lambda _, place=place: place
+                hf_load.model_directory = lambda *_, place=place: place
                 model, tokenizer, init = script.load_model(args, device)
                 model = script.wrap_model(args, device, model, init)
                 path = Path(output) / name / way / seen_by

@@ -38,10 +38,11 @@ def main() -> None:
     """Write what each variant gave, rank 0's view of it, to the first argument."""
     compile_without_compiler()
     output, model, chats, batch, variants, wrong = sys.argv[1:]
-    common = ["--dataset", chats, "--max-seq-length", "64", "--precision", "fp32", "--lr", "1e-3",
-              "--batch-size", batch, "--max-steps", "10", "--max-grad-norm", "0.5",
-              "--no-activation-checkpointing", "--output-dir", f"{output}.run",
-              "--weight-decay", "0.1"]  # fmt: skip
+    # Its documents are long enough to be cut, and for batches of several widths.
+    common = ["--dataset", chats, "--chat-template", "prompter", "--max-seq-length", "64",
+              "--precision", "fp32", "--lr", "1e-3", "--batch-size", batch,
+              "--max-steps", "10", "--max-grad-norm", "0.5", "--no-activation-checkpointing",
+              "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
     named = [*common, "--model-name", model]
     device = llama_fsdp.setup(llama_fsdp.parse_args(named))
     results: dict = {"refused": {}}

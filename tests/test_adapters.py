@@ -32,6 +32,7 @@ import llama_fsdp
 import summarization_dataset
 import T5_training
 from benchmarks.driven import Driven
+from runtime.rows.chat_templates import LLAMA_2
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -170,8 +171,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 def held_out_loss(model: nn.Module, flags: list[str]) -> float:
     """The mean loss of the validation documents, one by one."""
-    args = llama_fsdp.parse_args(flags)
-    _, rows = chat_dataset.load_documents(args, ByT5Tokenizer(), args.dataset[0], False)
+    args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
+    _, rows = chat_dataset.load_documents(args, tokenizer, args.dataset[0], False)
     total, count = 0.0, 0
     for row in rows:
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])

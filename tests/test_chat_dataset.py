@@ -28,7 +28,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
 from runtime.identities import as_lists
-from runtime.rows import bad_rows, chat_formats, readers
+from runtime.rows import bad_rows, chat_formats, chat_templates, readers
+from runtime.rows.chat_templates import PROMPTER
 
 SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -39,6 +40,12 @@ EMPTY = ASSISTANT | {"content": "\n"}
 CALLING = ASSISTANT | {"content": "", "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "weather", "parameters": {}}}
 UNKNOWN = "the tokenizer's chat template does not know {}"
+CANNOT = "the tokenizer's chat template cannot write {}"
+TOOLS_AS_TEXT = (
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name + call.function.arguments }}{% endfor %}{% endfor %}"
+)
+NO_TEXT = 'can only concatenate str (not "dict") to str'
 ASKED = (
     "the chat template renders an answer otherwise than it asks for one, so the model would learn "
     "what it will not be asked"
@@ -86,7 +93,7 @@ SEVERAL = {
     "mistral": {"plain": 3, "ends with a question": 2, "thoughts": 3, "tools": 2},
 }
 ANSWERS = [turn["content"] for turn in CHAT if turn["role"] == "assistant"]
-PLAIN = [f" {answer} <|endoftext|>" for answer in ANSWERS]  # what TEMPLATE makes of them
+PLAIN = [f" {answer} <|endoftext|>" for answer in ANSWERS]  # what PROMPTER makes of them
 
 
 def arguments(**changes: object) -> Namespace:
@@ -105,9 +112,7 @@ def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     tokenizer.decoder = decoders.ByteLevel()
-    rendered = ByT5Tokenizer().apply_chat_template(
-        CHAT, chat_template=chat_dataset.TEMPLATE, tokenize=False
-    )
+    rendered = letters().apply_chat_template(CHAT, tokenize=False)
     lines = [rendered] * 4 + [f"{turn['content']} <|endoftext|> <|prompter|>" for turn in CHAT]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"initial_alphabet": alphabet, "show_progress": False}
@@ -117,7 +122,13 @@ def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
         tokenizer.add_special_tokens([bos])
         bos = {"single": f"{bos} $A", "special_tokens": [(bos, tokenizer.token_to_id(bos))]}
         tokenizer.post_processor = processors.TemplateProcessing(**bos)
+    special = {"chat_template": PROMPTER} | special
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def letters() -> ByT5Tokenizer:
+    """A tokenizer of bytes, with a template that takes turns in any order."""
+    return ByT5Tokenizer(chat_template=PROMPTER)
 
 
 def with_template(tokenizer: object, template: str) -> object:
@@ -159,9 +170,7 @@ def documents(rows: list[dict], args: Namespace, tokenizer: object = None) -> Da
     """Rows through `encoder`, as a script maps them."""
     kind = chat_formats.find_kind("rows.jsonl", list(rows[0]), args.text_column)
     rows = Dataset.from_list(rows)
-    function = chat_dataset.encoder(
-        "rows.jsonl", kind, rows.features, tokenizer or ByT5Tokenizer(), args
-    )
+    function = chat_dataset.encoder("rows.jsonl", kind, rows.features, tokenizer or letters(), args)
     features = Features(chat_dataset.FEATURES | bad_rows.ORIGIN)
     options = {"batched": True, "with_indices": True, "remove_columns": rows.column_names}
     rows = rows.map(function, features=features, **options)
@@ -201,15 +210,15 @@ def test_template() -> None:
     tokenizer = bpe(bos_token="<s>", eos_token="</s>")
 
     def render(tokenizer: object, count: int, prompt: bool) -> str:
-        options = {"chat_template": chat_dataset.TEMPLATE, "add_generation_prompt": prompt}
-        return tokenizer.apply_chat_template(CHAT[:count], tokenize=False, **options)
+        options = {"tokenize": False, "add_generation_prompt": prompt}
+        return tokenizer.apply_chat_template(CHAT[:count], **options)
 
     text = (
         "<|system|> Be brief. <|endoftext|> <|prompter|> Who wrote Emma? <|endoftext|> "
         "<|assistant|> Jane Austen wrote it. <|endoftext|>"
     )
     assert render(tokenizer, 3, False) == "<s>" + text
-    assert render(ByT5Tokenizer(), 3, False) == text
+    assert render(letters(), 3, False) == text
     for count in range(1, len(CHAT)):
         for prompt in (False, CHAT[count]["role"] == "assistant"):
             assert render(tokenizer, 7, False).startswith(render(tokenizer, count, prompt))
@@ -217,7 +226,7 @@ def test_template() -> None:
 
 def test_targets_with_the_built_in_template() -> None:
     """Bytes, and a BPE; their EOS is not what the template ends turns with."""
-    assert targets(CHAT, ByT5Tokenizer()) == ended(PLAIN, "</s>")
+    assert targets(CHAT, letters()) == ended(PLAIN, "</s>")
     tokenizer = bpe(bos_token="<s>", eos_token="</s>")
     ids, labels = only_document(CHAT, tokenizer)
     assert len(ids) < len(tokenizer.decode(ids)) / 3, "the BPE does not merge"
@@ -270,18 +279,18 @@ def test_tokens_that_cross_borders() -> None:
 def test_the_assistant_speaks_first() -> None:
     """There is no chat to render before its turn, yet its header is no target."""
     expected = ended(PLAIN[:2], "</s>")
-    for tokenizer in ByT5Tokenizer(), bpe(bos_token="<s>", eos_token="</s>"):
+    for tokenizer in letters(), bpe(bos_token="<s>", eos_token="</s>"):
         found = targets(CHAT[2:5], tokenizer)
         assert [span.strip() for span in found] == [span.strip() for span in expected]
 
 
 def test_no_eos_after_the_users_last_turn() -> None:
-    assert targets(CHAT[:4], ByT5Tokenizer()) == PLAIN[:1]
+    assert targets(CHAT[:4], letters()) == PLAIN[:1]
 
 
 def test_train_on_prompt() -> None:
     """All but the first token, also where turns are rewritten."""
-    rewriting = with_template(ByT5Tokenizer(), REWRITING)
+    rewriting = with_template(letters(), REWRITING)
     for tokenizer in rewriting, bpe(bos_token="<s>", eos_token="</s>"):
         ids, labels = only_document(REWRITTEN, tokenizer, True)
         assert labels == [-100, *ids[1:]]
@@ -290,7 +299,7 @@ def test_train_on_prompt() -> None:
 
 def test_plain_documents() -> None:
     """The tokenizer's special tokens once, those in the text read as text."""
-    tokenizer = ByT5Tokenizer()
+    tokenizer = letters()
     ids, labels = chat_dataset.encode_text("a</s>", tokenizer)
     assert ids == [*(byte + 3 for byte in b"a</s>"), tokenizer.eos_token_id]
     assert labels == [-100, *ids[1:]]
@@ -555,8 +564,9 @@ def test_columns() -> None:
     with pytest.raises(ValueError) as error:
         chat_formats.find_kind("my.csv", ["prompt", "answer"], "body")
     assert str(error.value) == (
-        "my.csv has columns prompt, answer: it needs messages, prompt and completion, "
-        "conversations, instruction and output, or --text-column body"
+        "my.csv has columns prompt, answer: rename them to messages, or prompt and completion, "
+        "or conversations, or instruction and output, or give --text-column prompt, if that holds "
+        "whole documents"
     )
 
 
@@ -631,9 +641,7 @@ def test_columns() -> None:
 def test_bad_rows_are_named(row: dict, sentence: str) -> None:
     """By the data set and the number of the row, the first being 1; a batch may start anywhere."""
     kind = chat_formats.find_kind("my.jsonl", list(row), "content")
-    function = chat_dataset.encoder(
-        "my.jsonl", kind, dict.fromkeys(row), ByT5Tokenizer(), arguments()
-    )
+    function = chat_dataset.encoder("my.jsonl", kind, dict.fromkeys(row), letters(), arguments())
     said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     good = {"messages": [USER, ASSISTANT], "prompt": "a", "completion": "b", "content": "c"}
     good |= {"conversations": said, "instruction": "a", "output": "b"}
@@ -664,25 +672,25 @@ def test_bad_rows_are_left_out(
     monkeypatch.setattr(readers, "LARGE", large)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     path = str(some_bad_rows(tmp_path, 30, 15))
-    with pytest.raises(ValueError, match="pairs.jsonl, row 1: the assistant's turn is empty"):
-        chat_dataset.load_documents(arguments(), ByT5Tokenizer(), path, verbose=True)
+    with pytest.raises(ValueError, match="pairs.jsonl, line 1: the assistant's turn is empty"):
+        chat_dataset.load_documents(arguments(), letters(), path, verbose=True)
     capfd.readouterr()
     skip = arguments(bad_rows="skip")
-    found = chat_dataset.load_documents(skip, ByT5Tokenizer(), path, verbose=True)
+    found = chat_dataset.load_documents(skip, letters(), path, verbose=True)
     printed = capfd.readouterr().out
     reason = "the assistant's turn is empty"
     assert f"{path}: rows of kind prompt (prompt, completion)\n" in printed
     assert f"{path}: 15 of 45 rows left out; 15: {reason}\n" in printed
-    shown = [f"{path}, row {number}, left out: {reason}" for number in range(1, 11)]
-    assert re.findall(r".*, row .*", printed) == shown
+    shown = [f"{path}, line {number}, left out: {reason}" for number in range(1, 11)]
+    assert re.findall(r".*, line .*", printed) == shown
     assert f"{path}: and 5 more" in printed
-    with pytest.raises(ValueError, match="pairs.jsonl, row 1: "):  # though it is in the cache
-        chat_dataset.load_documents(arguments(), ByT5Tokenizer(), path, verbose=True)
+    with pytest.raises(ValueError, match="pairs.jsonl, line 1: "):  # though it is in the cache
+        chat_dataset.load_documents(arguments(), letters(), path, verbose=True)
     (tmp_path / "good").mkdir()
     good = str(some_bad_rows(tmp_path / "good", 30, 0))
     for mode in "fail", "skip":
         args = arguments(bad_rows=mode)
-        expected = chat_dataset.load_documents(args, ByT5Tokenizer(), good, verbose=False)
+        expected = chat_dataset.load_documents(args, letters(), good, verbose=False)
         assert [list(part) for part in found] == [list(part) for part in expected]
 
 
@@ -690,13 +698,13 @@ def test_too_many_bad_rows(tmp_path: Path) -> None:
     """Half of them may be."""
     args = arguments(bad_rows="skip")
     path = str(some_bad_rows(tmp_path, 5, 5))
-    assert len(chat_dataset.load_documents(args, ByT5Tokenizer(), path, False)[0]) == 4
+    assert len(chat_dataset.load_documents(args, letters(), path, False)[0]) == 4
     path = str(some_bad_rows(tmp_path, 5, 6))
     with pytest.raises(ValueError) as error:
-        chat_dataset.load_documents(args, ByT5Tokenizer(), path, False)
+        chat_dataset.load_documents(args, letters(), path, False)
     assert str(error.value) == (
         f"{path}: 6 of 11 rows are bad, of which --bad-rows skip leaves out half at most; "
-        "the first is row 1: the assistant's turn is empty"
+        "the first is line 1: the assistant's turn is empty"
     )
 
 
@@ -751,9 +759,16 @@ def test_documents_of_one_chat_stay_together(
             f"turn 3, the assistant's after the user's: {ASKED}",
         ),
         (LLAMA_2, [USER, CALLING, RESULT, ASSISTANT], UNKNOWN.format("tool_calls")),
-        (CHATML, [USER, ASSISTANT, RESULT], UNKNOWN.format("the role tool")),
+        (LLAMA_2, [USER, ASSISTANT, RESULT], UNKNOWN.format("the role tool")),
         (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], UNKNOWN.format("thinking")),
-        (None, [USER, CALLING], UNKNOWN.format("tool_calls")),
+        (TOOLS_AS_TEXT, [USER, CALLING], f"{CANNOT.format('tool_calls')}: {NO_TEXT}"),
+        (
+            chat_templates.LLAMA_2,
+            [ASSISTANT, USER],
+            "turn 1, the assistant's: the format of Llama 2 has the turns of user and assistant "
+            "alternate, the first of them the user's, after one of the system at most",
+        ),
+        (PROMPTER, [USER, CALLING], UNKNOWN.format("tool_calls")),
     ],
 )
 def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str) -> None:
@@ -766,12 +781,111 @@ def test_what_a_template_refuses(template: str, chat: list[dict], sentence: str)
     assert str(error.value) == f"my.jsonl, row 1: {sentence} ({bad_rows.ADVICE})"
 
 
+def test_a_template_that_names_no_tool_may_know_them() -> None:
+    """ChatML writes any role. One that says `tool` only to drop such turns does not know them."""
+    chat = [USER, ASSISTANT, RESULT, ASSISTANT]
+    tokenizer = with_template(known_tokenizer("chatml", bpe), CHATML)
+    ids, labels = only_document(chat, tokenizer)
+    assert "<|im_start|>tool\n3<|im_end|>" in tokenizer.decode(ids)
+    assert spans(ids, labels, tokenizer) == ["b<|im_end|>", "b<|im_end|>"]
+    dropping = CHATML.replace("{% for m in messages %}", "{% for m in messages "
+                              "if m.role != 'tool' and not m.tool_calls %}")  # fmt: skip
+    for said, turns in (("the role tool", chat), ("tool_calls", [USER, CALLING])):
+        with pytest.raises(ValueError, match=UNKNOWN.format(said)):
+            chat_dataset.encode(turns, None, with_template(tokenizer, dropping), False)
+
+
+SAID = {
+    "chatml": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWho wrote Emma?<|im_end|>\n",
+        "<|im_start|>assistant\n",
+        "Jane Austen wrote it.<|im_end|>\n",
+        "<|im_start|>user\nAnd Ulysses?<|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "llama-2": (
+        "[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nWho wrote Emma? [/INST]",
+        "",
+        " Jane Austen wrote it. </s>",
+        "<s>[INST] And Ulysses? [/INST]",
+    ),
+    "llama-3": (
+        "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nWho wrote Emma?<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "Jane Austen wrote it.<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\nAnd Ulysses?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_named_templates(name: str) -> None:
+    """To the letter, as they are published; with BOS where the tokenizer has one."""
+    question, header, answer, second = SAID[name]
+    for bos in "<s>", None:
+        tokenizer = bpe(bos_token=bos, eos_token="</s>", chat_template=chat_templates.NAMED[name])
+
+        def render(count: int, prompt: bool, tokenizer: object = tokenizer) -> str:
+            options = {"tokenize": False, "add_generation_prompt": prompt}
+            return tokenizer.apply_chat_template(CHAT[:count], **options)
+
+        expected = (bos or "") + question + header
+        assert render(2, True) == expected
+        assert render(3, False) == expected + answer
+        assert render(4, True) == expected + answer + second.replace("<s>", bos or "")
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        (None, "is no file, and none of the names chatml, llama-2, llama-3, prompter"),
+        ("{% for m in messages %}{{ m.content }}", "is no chat template in Jinja (Unexpected end"),
+        ("# Read me", "is no chat template, as it leaves out what is said: give a file that"),
+        (b"\xff\xfe", "is no chat template in Jinja ('utf-8' codec"),
+        (CHATML, None),
+        ("{{ raise_exception('never') }}", None),  # it may need more than a question and an answer
+    ],
+)
+def test_what_is_no_chat_template(text: str | bytes | None, said: str, tmp_path: Path) -> None:
+    """One sentence, before anything is started, that names the flag."""
+    path = tmp_path / "own.jinja"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    problems = chat_dataset.check_arguments(arguments(chat_template=str(path)))
+    assert [problem.startswith(f"--chat-template {path} {said}") for problem in problems] == (
+        [True] if said else []
+    )
+
+
+def test_which_template_is_used_is_said(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Unless it is the tokenizer's own; and what of it the tokenizer takes apart."""
+    (tmp_path / "own.jinja").write_text(CHATML)
+    apart = "the chat template writes <|im_start|>, <|im_end|>, which are no single tokens of the"
+    for own, wanted, template, words in (
+        (None, None, chat_templates.LLAMA_2, ["the tokenizer has no chat template: it is given "
+                                              "llama-2, which final/ and best/ have too"]),
+        (LLAMA_2, None, LLAMA_2, []),
+        (LLAMA_2, "llama-2", chat_templates.LLAMA_2,
+         ["--chat-template llama-2 is the tokenizer's chat template, in place of its own"]),
+        (None, "chatml", chat_templates.CHATML,
+         ["--chat-template chatml is the tokenizer's chat template, which had none", apart]),
+        (None, str(tmp_path / "own.jinja"), CHATML, ["own.jinja is the tokenizer's chat", apart]),
+        (CHATML, None, CHATML, [apart]),
+    ):  # fmt: skip
+        tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=own)
+        chat_templates.give(tokenizer, wanted)
+        lines = capfd.readouterr().out.splitlines()
+        assert tokenizer.chat_template == template and len(lines) == len(words)
+        assert all(word in line for word, line in zip(words, lines, strict=True))
+    chat_templates.give(known_tokenizer("chatml", bpe), None)
+    assert capfd.readouterr().out == ""
+
+
 def test_tools_that_a_template_does_not_know() -> None:
     """Of several templates that with the name tool_use is taken for a chat with tools."""
     with pytest.raises(ValueError, match="template does not know tools"):
-        chat_dataset.encode(
-            [USER, ASSISTANT], [TOOL], with_template(ByT5Tokenizer(), CHATML), False
-        )
+        chat_dataset.encode([USER, ASSISTANT], [TOOL], with_template(letters(), CHATML), False)
     several = {"default": CHATML, "tool_use": QWEN_3}
     tokenizer = with_template(known_tokenizer("qwen 3", bpe), several)
     for tools, template in (None, CHATML), ([TOOL], QWEN_3):
@@ -788,15 +902,12 @@ def known_tokenizer(name: str, make: Callable) -> object:
         options["extra_ids"] = 0
     elif bos:
         options["bos_token"] = bos
-    tokenizer = make(**options)
-    return with_template(tokenizer, template)
+    return with_template(make(**options), template)
 
 
 def rendered(chat: list[dict], tools: list | None, tokenizer: object, prompt: bool) -> list[int]:
     """The tokens of a chat, or of the question for an answer to it."""
     options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools}
-    if tokenizer.chat_template is None:
-        options["chat_template"] = chat_dataset.TEMPLATE
     text = tokenizer.apply_chat_template(chat, **options)
     return tokenizer(text if prompt else text.rstrip(), add_special_tokens=False)["input_ids"]
 
@@ -885,9 +996,9 @@ def test_weights_and_validation_chats_of_ones_own(
     second = write_pairs(tmp_path / "b.jsonl", "one", "two", "three")
     val = write_pairs(tmp_path / "val.jsonl", *"xyz")
     args = arguments(dataset=[first, second], weights=[2, 1], val_dataset=[val, second])
-    args.evaluate_only = False
+    args.evaluate_only = args.prepare_only = False
     assert chat_dataset.check_arguments(args) == []
-    train_set, val_sets = chat_dataset.load_sets(args, ByT5Tokenizer(), verbose=True)
+    train_set, val_sets = chat_dataset.load_sets(args, letters(), verbose=True)
     assert {name: len(rows) for name, rows in val_sets.items()} == {val: 3, second: 3}
     keys = train_set["key"][:]
     assert keys[:4] == keys[4:8] and len(set(keys)) == 7 and len(keys) == 11
@@ -903,6 +1014,38 @@ def test_weights_and_validation_chats_of_ones_own(
         args.weights = wrong
         (problem,) = chat_dataset.check_arguments(args)
         assert problem.startswith("--weights needs a whole number above 0 for each of the 2 --data")
+
+
+@pytest.mark.parametrize("long, lost", [(10, False), (11, True), (50, True), (51, None)])
+def test_losing_most_chats_is_no_aside(
+    long: int, lost: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Above a tenth a warning, above half the end, whatever --bad-rows says; the length
+    that is named keeps nine of ten."""
+    prompts = ["?" * (1 + i) if i < 100 - long else "?" * (99 + i) for i in range(100)]
+    path = tmp_path / "chats.jsonl"
+    rows = [json.dumps({"prompt": prompt, "completion": "x"}) + "\n" for prompt in prompts]
+    path.write_text("".join(rows))
+    options = {"dataset": [str(path)], "evaluate_only": False, "prepare_only": False}
+    args = arguments(max_seq_length=150, bad_rows="skip", **options)
+    head = len("<|prompter|>  <|endoftext|> <|assistant|>")
+    said = (
+        f"{path}: {long} of 100 documents are left out, as their answers begin after "
+        f"--max-seq-length 150: --max-seq-length {head + len(prompts[89])} keeps nine of ten"
+    )
+    for _ in range(2):  # the second time from the cache
+        if lost is None:
+            with pytest.raises(ValueError) as error:
+                chat_dataset.load_sets(args, letters(), verbose=True)
+            assert str(error.value) == f"{said}; a run leaves out half at most"
+            continue
+        train_set, val_sets = chat_dataset.load_sets(args, letters(), verbose=True)
+        assert len(train_set) + len(val_sets[str(path)]) == 100 - long
+        assert (f"WARNING: {said}\n" in capsys.readouterr().out) == lost
+    args.max_seq_length = head + len(prompts[89])
+    train_set, val_sets = chat_dataset.load_sets(args, letters(), verbose=True)
+    assert len(train_set) + len(val_sets[str(path)]) == 90
+    assert "WARNING" not in capsys.readouterr().out
 
 
 def test_own_files_that_are_none(tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ def test_a_bad_step_changes_nothing(two_ranks: dict) -> None:
     for name in ("full_shard", "fsdp2", "ddp"):
         (changed, infinite), (changed_by_empty, empty) = two_ranks[name]["bad"].values()
         assert changed == changed_by_empty == [], name
-        assert "step 11: gradient norm" in infinite and "ranks [1], samples [7, 8]" in infinite
+        assert (
+            "step 11: gradient norm" in infinite and "ranks [1], samples [8] of epoch" in infinite
+        )
         assert "step 12 has no target tokens, in samples [7, 8]" in empty
 
 
@@ -397,6 +399,46 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     assert decoded(load(tmp_path, "--train-file", str(tmp_path / "b.txt"), *some)) == "changed</s>"
 
 
+def test_the_end_is_held_out_without_a_val_file(
+    texts: tuple, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A twentieth of the blocks, at least one; no token of it is trained on; one block is none."""
+    path = tmp_path / "all.txt"
+    path.write_text(texts[0].read_text() * 3)
+    flags = ["--train-file", str(path), "--block-size", "16", "--model-name", "tiny"]
+    args = gpt2_fsdp.parse_args(flags)
+    train_set, val_sets = block_dataset.load(args, ByT5Tokenizer(), verbose=True)
+    rows = [train_set.dataset, val_sets["validation"].dataset]
+    whole = load(tmp_path, *flags, "--val-file", str(texts[1]))
+    assert [len(part) for part in rows] == [len(whole) - len(whole) // 20, len(whole) // 20]
+    assert list(rows[0]) + list(rows[1]) == list(whole)
+    assert decoded(rows[0]) + decoded(rows[1])[1:] == path.read_text().rstrip("\n") + "</s>"
+    said = f"validation: the last {len(rows[1])} of {len(whole)} blocks of --train-file are held"
+    assert said in capsys.readouterr().out
+    args.evaluate_only = True
+    _, again = block_dataset.load(args, ByT5Tokenizer(), verbose=False)
+    assert list(again["validation"].dataset) == list(rows[1])
+    path.write_text("short")
+    with pytest.raises(ValueError, match="--train-file gives one block, .*: give --val-file"):
+        block_dataset.load(args, ByT5Tokenizer(), verbose=False)
+    with pytest.raises(SystemExit):
+        gpt2_fsdp.parse_args(["--val-file", str(path)])
+
+
+def test_what_is_held_out_is_part_of_a_run(
+    texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """It goes on with the same; other validation text is refused, with the flag."""
+    flags = ["--model-name", "tiny", "--train-file", str(texts[0]), "--block-size", "32",
+             "--output-dir", str(tmp_path)]  # fmt: skip
+    for more in (["--max-steps", "1"], ["--max-steps", "2"]):
+        assert gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, *more])) == 0
+    with pytest.raises(SystemExit):
+        other = ["--max-steps", "3", "--val-file", str(texts[1])]
+        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, *other]))
+    assert "give what it had of --val-file (None there, [" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("content, flags, said", [
     (None, [], "cannot be read: No such file"),
     (b"", [], "is empty"),
@@ -408,7 +450,7 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     (b"", ["--cpu-offload"], "--cpu-offload needs a GPU"),
     (b"", ["--block-size", "1"], "--block-size 1 is out of range: it must be at least 2"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
-    (b"", ["--dataset", "own.txt"], "own.txt is no hub id: name files by --train-file and --val-"),
+    (b"", ["--dataset", "own.txt"], "own.txt is no hub id: name files by --train-file"),
     (b"", ["--output-dir", __file__], "test_gpt2.py is a file: name a directory"),
     (b"", ["--output-dir", "tests", "--model-name", str(ROOT / "tests")], "the model's own direct"),
     (b"", ["--model-name", "NO EOS"], "has no EOS token"),
@@ -477,7 +519,10 @@ def test_an_empty_validation_set_and_an_unknown_column(
     (tmp_path / "blank.txt").write_text("\n")
     (tmp_path / "c.jsonl").write_text('{"body": "text", "title": "x"}\n')
     command = ["--model-name", "tiny", "--output-dir", str(tmp_path / "run"), "--block-size", "32"]
-    for name, said in (("blank.txt", "give no block"), ("c.jsonl", "has columns body, title")):
+    for name, said in (
+        ("blank.txt", "give no block"),
+        ("c.jsonl", "is not among them: give --text-column body"),
+    ):
         files = ["--train-file", str(texts[0]), "--val-file", str(tmp_path / name)]
         with pytest.raises(SystemExit):
             gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*command, *files]))

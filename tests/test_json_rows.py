@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset, Value
-from test_chat_dataset import arguments, known_tokenizer
+from test_chat_dataset import arguments, known_tokenizer, letters
 from transformers import ByT5Tokenizer
 
 import chat_dataset
@@ -99,17 +99,39 @@ def test_a_line_that_is_no_json(tmp_path: Path, capfd: pytest.CaptureFixture) ->
     path = tmp_path / "pairs.jsonl"
     lines = [json.dumps({"prompt": f"{i} + 1", "completion": str(i + 1)}) for i in range(9)]
     path.write_text("\n".join([*lines[:3], '{"prompt": "b}', "", "[1]", *lines[3:], ""]))
-    with pytest.raises(ValueError, match="pairs.jsonl: line 4 cannot be read as JSON: "):
-        chat_dataset.load_documents(arguments(), ByT5Tokenizer(), str(path), False)
+    with pytest.raises(
+        ValueError, match="pairs.jsonl, line 4: it cannot be read as JSON: .* at column"
+    ):
+        chat_dataset.load_documents(arguments(), letters(), str(path), False)
     skip = arguments(bad_rows="skip")
-    found = chat_dataset.load_documents(skip, ByT5Tokenizer(), str(path), True)
+    found = chat_dataset.load_documents(skip, letters(), str(path), True)
     said = capfd.readouterr().out
-    assert "2 of 11 rows left out" in said and "row 5, left out: line 6 is no JSON object" in said
+    assert "2 of 11 rows left out" in said
+    assert f"{path}, line 6, left out: it is no JSON object\n" in said and "row 5" not in said
     (tmp_path / "good").mkdir()
     (tmp_path / "good/pairs.jsonl").write_text("\n".join(lines))
     good = str(tmp_path / "good/pairs.jsonl")
-    expected = chat_dataset.load_documents(arguments(), ByT5Tokenizer(), good, False)
+    expected = chat_dataset.load_documents(arguments(), letters(), good, False)
     assert [list(part) for part in found] == [list(part) for part in expected]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "list.json", "rows.csv"])
+def test_where_a_row_stands(name: str, tmp_path: Path) -> None:
+    """On a line of its own, blank ones counted, or else by its number."""
+    rows = [json.dumps({"prompt": "a", "completion": text}) for text in ("b", "c", "")]
+    text = f"\n{rows[0]}\n\n{rows[1]}\n \n{rows[2]}\n"
+    said = "line 6"
+    if name == "list.json":
+        text, said = f"[\n{', '.join(rows)}]", "row 3"
+    if name == "rows.csv":
+        text, said = 'prompt,completion\n"a\n",b\na,c\na,\n', "row 3"
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        chat_dataset.load_documents(arguments(), letters(), str(path), False)
+    assert str(error.value).startswith(f"{path}, {said}: the assistant's turn is empty (")
+    assert json_rows.place(str(path), 99) == "row 99"
+    assert json_rows.place("someone/set", 3) == "row 3"
 
 
 def test_the_sum_of_rows_is_that_of_their_content(tmp_path: Path) -> None:

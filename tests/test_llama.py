@@ -330,19 +330,20 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
     chat = [{"role": "user", "content": "a"}]
     options = {"tokenize": False, "add_generation_prompt": True}
     text = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, **options)
-    assert text == "<|prompter|> a <|endoftext|> <|assistant|>"
+    assert text == "[INST] a [/INST]"
 
 
 @pytest.mark.parametrize("content, flags, said", [
-    ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "row 1: no turn is the assistant"),
-    ('{"messages": []}\n', [], "row 1: messages is empty"),
+    ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "line 1: no turn is the assistant"),
+    ('{"messages": []}\n', [], "line 1: messages is empty"),
     ('{"messages": [{"role": "robot", "content": "a"}]}\n', [], "robot"),
     ('{"messages": [{"role": "user", "content": "a"}]}\n{"mess\n', [], "line 2"),
     ('{"question": "a", "answer": "b"}\n', [], "has columns question, answer"),
     ('{"content": "a"}\n', ["--max-seq-length", "9000"], "above the model's 2048 positions"),
     ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length 2 is out of range"),
     ('{"prompt": "long question", "completion": "a"}\n{"prompt": "another long", "completion": '
-     '"b"}\n', ["--max-seq-length", "8"], "no answer begins within --max-seq-length"),
+     '"b"}\n', ["--max-seq-length", "8"],
+     "2 of 2 documents are left out, as their answers begin after --max-seq-length 8"),
     ('{"content": "a"}\n{"content": "b"}\n', [], None),
     (None, [], "no such file"),
 ])  # fmt: skip

@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import check_equal_weights, launch, losses, metrics, weights
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
+from runtime.rows.chat_templates import LLAMA_2
 
 RELOAD = """
 import json, sys, torch
@@ -28,8 +29,8 @@ for line in open(sys.argv[2]):
     chat = [{"role": "user", "content": row["prompt"]}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     start = tokenizer(text, add_special_tokens=False).input_ids
-    answer = " " + row["completion"] + " <|endoftext|>"
-    end = tokenizer(answer, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    answer = " " + row["completion"] + " " + tokenizer.eos_token
+    end = tokenizer(answer, add_special_tokens=False).input_ids
     ids = torch.tensor([start + end])
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits[0, len(start) - 1 :]
@@ -67,7 +68,7 @@ def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
     assert train[12] < 0.9 * train[1]
     assert metrics(uninterrupted, "train")[-1]["epoch"] > 0
     assert list(val[-1]["losses"]) == [flags[3], flags[5]]
-    args, tokenizer = llama_fsdp.parse_args(flags), llama_fsdp.ByT5Tokenizer()
+    args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     sets = [chat_dataset.load_documents(args, tokenizer, name, False)[1] for name in args.dataset]
     counts = [sum(x != -100 for row in rows["labels"] for x in row) for rows in sets]
     total = sum(n * x for n, x in zip(counts, val[-1]["losses"].values(), strict=True))
@@ -85,7 +86,7 @@ def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -
     llama_fsdp.ByT5Tokenizer().save_pretrained(tmp_path / "tied")
     command = [*flags[2:], "--model-name", tmp_path / "tied", "--output-dir", tmp_path / "run"]
     launch(2, "llama_fsdp.py", *command, "--max-steps", "2")
-    args, tokenizer = llama_fsdp.parse_args(flags), llama_fsdp.ByT5Tokenizer()
+    args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     total, count = 0.0, 0
     for row in chat_dataset.load_documents(args, tokenizer, args.dataset[0], False)[1]:
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
@@ -135,15 +136,13 @@ def test_plain_transformers_finds_the_same_loss(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
     """In a fresh process, from final/ alone: weights, chat template, settings for generation."""
-    args = llama_fsdp.parse_args(flags)
-    tokenizer = llama_fsdp.ByT5Tokenizer()
+    args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, held_out = chat_dataset.load_documents(args, tokenizer, args.dataset[1], verbose=False)
     rows = []
     for ids in held_out["input_ids"]:
-        text = tokenizer.decode(ids)
-        prompt, answer = text.split(" <|endoftext|> <|assistant|> ")
-        prompt = prompt.removeprefix("<|prompter|> ")
-        completion = answer.split(" <|endoftext|>")[0]
+        prompt, answer = tokenizer.decode(ids).split(" [/INST] ")
+        prompt = prompt.removeprefix("[INST] ")
+        completion = answer.removesuffix("</s>").strip()
         rows.append(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
     (tmp_path / "held_out.jsonl").write_text("".join(rows))
     command = [sys.executable, "-c", RELOAD, uninterrupted / "final", tmp_path / "held_out.jsonl"]

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from conftest import ROOT, launch
 
 import memory_estimator
 import policies
+from runtime import ranks
 
 GIB = 1 << 30
 STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard")
@@ -431,11 +433,88 @@ def test_tables(capsys: pytest.CaptureFixture) -> None:
     assert printed.count("adamw, no activation checkpointing") == len(memory_estimator.TABLES)
     assert "--reserve-gb 2 (2.5% of a GPU)" in printed
     memory_estimator.main([*command, "--all"])
+    printed = capsys.readouterr().out
+    assert printed.count("adamw, with activation checkpointing") == 5 and "paged" not in printed
+    memory_estimator.main(["--model-name", "tiny", "--all"])
     assert capsys.readouterr().out.count("paged_adamw_32bit, with activation checkpointing") == 5
+    memory_estimator.main(["--model-name", "tiny", "--all", "--fsdp", "2"])
+    assert "paged" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, verdict, expected", [
+    ("", "full_shard fits on 1 node: 15.5 of 80 GB; command:",
+     {"model_name": "meta-llama/Llama-2-7b-hf", "activation_checkpointing": True}),
+    ("--model-name llama-2-70b", "full_shard with CPU offload fits on 1 node: 72.4 of 80 GB, and "
+     "2,071 GB of CPU memory in each; without offload on 2 nodes; command:",
+     {"cpu_offload": True, "model_name": "meta-llama/Llama-2-70b-hf"}),
+    ("--model-name llama-2-70b --nodes 2 --gpus-per-node 4", "full_shard with CPU offload fits on "
+     "2 nodes", {"cpu_offload": True}),
+    ("--model-name llama-2-70b --gradient-accumulation-steps 2", "full_shard fits on 3 nodes", {}),
+    ("--model-name llama-2-70b --gpus-per-node 1", "full_shard fits on 16 nodes", {}),
+    ("--model-name gpt2-xl --batch-size 4 --gpu-memory-gb 10", "full_shard with activation "
+     "checkpointing fits on 1 node", {"activation_checkpointing": True}),
+    ("--model-name flan-t5-xxl --seq-length 256 --target-length 64", "full_shard fits on 1 node",
+     {"source_length": 256, "target_length": 64, "batch_size": 1, "precision": "bf16"}),
+    ("--seq-length 4096 --no-activation-checkpointing --gradient-accumulation-steps 4 "
+     "--optimizer paged_adamw_32bit --precision fp32", "full_shard fits on 1 node",
+     {"max_seq_length": 4096, "activation_checkpointing": False, "precision": "fp32",
+      "gradient_accumulation_steps": 4, "optimizer": "paged_adamw_32bit"}),
+    ("--lora-rank 16 --load-in-4bit --gpus-per-node 1 --gpu-memory-gb 24", "full_shard fits on 1 "
+     "node: 6.0 of 24 GB", {"lora_rank": 16, "load_in_4bit": True, "fsdp": 2}),
+    ("--model-name tiny-t5", "full_shard fits on 1 node", {"model_name": "tiny"}),
+])  # fmt: skip
+def test_the_verdict_is_first_and_its_command_is_the_scripts(
+    flags: str,
+    verdict: str,
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """The script takes the flags, and they mean what the estimate is of; each row that is said to
+    fit does so."""
+    if "lora" in flags or "paged" in flags:
+        pytest.importorskip("peft")
+        pytest.importorskip("bitsandbytes")
+    memory_estimator.main(flags.split())
+    first, line, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(verdict)
+    words = shlex.split(line)
+    assert words[0] == "torchrun"
+    (place,) = (i for i, word in enumerate(words) if word.endswith(".py"))
+    monkeypatch.setenv("WORLD_SIZE", words[4])  # what a script takes depends on the machine
+    monkeypatch.setattr(ranks, "device_count", lambda: 8)
+    script = importlib.import_module(words[place].removesuffix(".py"))
+    taken = vars(script.parse_args([*words[place + 1 :], "--dataset", "docstrings"]))
+    assert taken["strategy"] == "full_shard"
+    assert {name: taken[name] for name in expected} == expected
+    asked = memory_estimator.parse_args(flags.split())
+    nodes, processes = int(words[2]), int(words[4])
+    assert processes == asked.gpus_per_node and f"fits on {nodes} node" in first
+    assert ("--rdzv-endpoint" in words) == (nodes > 1) == ("on each node" in first)
+    rows = estimates(*flags.split(), "--nodes", nodes)
+    names = ("cpu_offload", "activation_checkpointing")
+    found = row(rows, "full_shard", optimizer=taken.get("optimizer", "adamw"),
+                **{name: taken[name] for name in names})  # fmt: skip
+    assert found["fits"] and f"{found['peak_bytes'] / 1e9:.1f} of " in first
+
+
+def test_the_names_of_built_in_sizes_are_those_of_the_hub() -> None:
+    """Which mean the same here; the tiny ones are the scripts'."""
+    for name in memory_estimator.BUILT_IN:
+        full = memory_estimator.hub_id(name)
+        if full != "tiny" and name != "tinyllama-1.1b":
+            assert full.count("/") == 1 and memory_estimator.built_in_size(full) == name
+    assert memory_estimator.hub_id("llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
+    assert memory_estimator.hub_id("mine/llama-2-7b") == "mine/llama-2-7b"
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["--model-name", "someone/unknown"], "flan-t5-xxl"),
+    (["--model-name", "someone/unknown"], "unset it, give a directory with its files, or set"),
+    (["--model-name", "llama2-7b"], "llama2-7b (did you mean llama-2-7b?) is no directory here"),
+    (["--modelname", "gpt2"], "unrecognized arguments: --modelname (did you mean --model-name?)"),
+    (["--model-name", "gpt2", "--lora-rank", "4"], "--lora-rank is no flag of the script that"),
+    (["--model-name", "t5-3b", "--optimizer", "paged_adamw_32bit"], "--optimizer is no flag of"),
+    (["--fsdp", "2", "--optimizer", "paged_adamw_32bit"], "needs --fsdp 1, and no adapters"),
     (["--gpus-per-node", "0"], "--gpus-per-node 0 is out of range: it must be at least 1"),
     (["--nodes", "0", "--peak-tflops", "0"], "1; --peak-tflops 0.0 is out of range: it must be"),
     (["--gpus", "2"], "unrecognized arguments: --gpus"),
@@ -447,7 +526,9 @@ def test_tables(capsys: pytest.CaptureFixture) -> None:
     (["--model-name", "gpt2", "--script", "ONE_LESS"], "has no CHUNK, as the scripts here have"),
     (["--model-name", "BROKEN"], "no config of it"),
     (["--model-name", "gpt2", "--seq-length", "2048"], "above the model's 1024 positions"),
-    (["--batch-size", "64", "--gpu-memory-gb", "16"], "the largest term is activation_bytes"),
+    (["--batch-size", "64", "--gpu-memory-gb", "16"], "the largest term is activation_bytes, 63.1 "
+     "GB of 64.7: give a smaller --batch-size or --seq-length"),
+    (["--gpu-memory-gb", "4"], "it takes GPUs of 6 GB, --gpu-memory-gb 6"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(
     flags: list[str],

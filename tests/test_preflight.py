@@ -234,7 +234,7 @@ def test_errors_are_sentences(processes: int, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for flags, sentence in (
         ([*TINY, tmp_path, "--gpus-per-node", "99"], "devices, and 99 were asked for"),
-        (["--model-name", tmp_path], "no config of it here or on the hub"),
+        (["--model-name", tmp_path], "no config of it can be read"),
         ([*TINY, tmp_path / "file"], f"--output-dir {tmp_path}/file on {HOST}: Not a directory"),
     ):
         result = launch(processes, "preflight.py", *flags, check=False)

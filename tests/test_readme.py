@@ -4,6 +4,7 @@ Commands for a CPU are run, here or in the test that is named, as they stand but
 GPUs and the hub are parsed.
 """
 
+import argparse
 import importlib.util
 import re
 import runpy
@@ -28,7 +29,7 @@ from runtime import attention, ranks
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 TEXT = "\n".join(PAGES.values())
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
-BENCHMARKS = ("run_all", "compare_strategies")
+BENCHMARKS = ("run_all", "compare_strategies", "plot_runs")
 PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
     f"{module.__name__}.py": module.parse_args
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
@@ -42,6 +43,12 @@ def commands() -> list[str]:
     """Return the lines of all blocks of bash, each with its comment."""
     blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     return list(filter(None, "".join(blocks).replace("\\\n", " ").splitlines()))
+
+
+def inline_commands() -> list[str]:
+    """Return the commands in backquotes that start a program of PARSERS."""
+    found = [" ".join(code.split()) for code in re.findall(r"`(python \w+\.py [^`]+)`", TEXT)]
+    return [line for line in found if line.split()[1] in PARSERS]
 
 
 def needs_more(line: str) -> bool:
@@ -97,10 +104,10 @@ def test_demo_persuades(tmp_path: Path) -> None:
 @pytest.mark.parametrize("script", [f"{name}.py" for name in SCRIPTS])
 def test_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None:
     """The by-hand command, cut to one step, started elsewhere and without torchrun."""
-    start = f"OMP_NUM_THREADS=2 python {script} --model-name tiny"
-    line = next(line for line in commands() if line.startswith(start))
+    start = f"python {script} --model-name tiny"
+    line = next(line for line in inline_commands() if line.startswith(start))
     short = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
-    flags = [*shlex.split(line, comments=True)[3:], *short, "--output-dir", "here"]
+    flags = [*shlex.split(line)[2:], *short, "--output-dir", "here"]
     launch(0, script, *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
 
@@ -121,27 +128,28 @@ def own_flags_part(text: str) -> str:
     return "\n".join(kept)
 
 
-def test_flags_that_are_named_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every --flag named is one of a program's, or of what it is compared with."""
     from torch.distributed.run import get_args_parser
 
-    known = {"--no-build-isolation"}  # pip's
+    known = {"--help", "--no-build-isolation"}  # pip's
     known |= {"--nodes", "--ntasks-per-node", "--signal", "--time", "--mem"}  # Slurm's
     known |= {"--ipc", "--shm-size", "--logdir"}  # docker's, TensorBoard's
     known |= set(get_args_parser()._option_string_actions)
-    folder = ROOT / "benchmarks"
-    known |= set(re.findall(f'"({FLAG})"', (folder / "plot_runs.py").read_text()))
-    known |= set(re.findall(f'"({FLAG})"', (ROOT / "runtime/generate.py").read_text()))
-    monkeypatch.syspath_prepend(folder)
-    programs = [*SCRIPTS, "memory_estimator", "preflight", "tests/chaos"]
+
+    def note(parser: argparse.ArgumentParser, *_: object) -> None:
+        known.update(parser._option_string_actions)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", note)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    programs = [*SCRIPTS, "memory_estimator", "preflight", "tests/chaos", "runtime.generate"]
     programs += [f"benchmarks/{name}" for name in BENCHMARKS]
     for program in programs:
-        monkeypatch.setattr(sys, "argv", [f"{program}.py", "--help"])
         with pytest.raises(SystemExit):
+            if "." in program:
+                runpy.run_module(program, run_name="__main__")
             runpy.run_path(str(ROOT / f"{program}.py"), run_name="__main__")
-        known |= set(re.findall(FLAG, capsys.readouterr().out))
     for path, text in PAGES.items():
         unknown = set(re.findall(FLAG, own_flags_part(text))) - known
         assert not unknown, f"{path.name}: {unknown}"
@@ -157,11 +165,9 @@ def test_every_command_is_marked_or_run_by_a_test() -> None:
     """Those that need GPUs or a hub say so; each other kind has its test."""
     run = (
         "make demo",  # test_demo_command
+        "make test",
         "python -m runtime.generate output/demo/final",  # test_demo_command
         ". .venv/bin/activate", "pip install -r",  # make test
-        "OMP_NUM_THREADS=2 python T5_training.py --model-name tiny",
-        "OMP_NUM_THREADS=2 python gpt2_fsdp.py --model-name tiny",
-        "OMP_NUM_THREADS=2 python llama_fsdp.py --model-name tiny",  # test_cpu_command
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
         "python memory_estimator.py",  # test_estimates
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
@@ -208,7 +214,8 @@ def make_what_is_named(flags: list[str]) -> None:
 def started() -> list[str]:
     """Return the commands that start a program of PARSERS, each once."""
     pattern = "|".join(map(re.escape, (*PARSERS, "launch.slurm")))
-    return sorted({line for line in commands() if re.search(rf"(^| )({pattern})( |$)", line)})
+    found = {line for line in commands() if re.search(rf"(^| )({pattern})( |$)", line)}
+    return sorted(found | set(inline_commands()))
 
 
 @pytest.mark.parametrize("line", started())
@@ -290,7 +297,9 @@ def test_files_that_are_named_exist() -> None:
 
 def test_estimates() -> None:
     """The table of GB is what memory_estimator.py says."""
-    rows = set(re.findall(r"^\| `(llama-2-\d+b)` \|(.*)\|$", TEXT, re.MULTILINE))
+    rows = set(
+        re.findall(r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$", TEXT, re.MULTILINE)
+    )
     assert {name for name, _ in rows} == {"llama-2-7b", "llama-2-13b", "llama-2-70b"}
     for name, cells in rows:
         args = memory_estimator.parse_args(["--model-name", name])
@@ -330,3 +339,37 @@ def test_estimates_of_adapters() -> None:
         if not plain["fits"]:
             expected[0] += ": too much"
         assert offloaded["fits"] and figures == expected
+
+
+def test_estimates_of_flags_for_gpus() -> None:
+    """The same of the table of GPUs and flags, all with activation checkpointing."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    pattern = r"^\| `([\w.-]+)` \| (\d+) of (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
+    for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
+        nodes = max(1, int(gpus) // 8)
+        args = memory_estimator.parse_args([
+            "--model-name", name, "--nodes", str(nodes), "--gpus-per-node", str(int(gpus) // nodes),
+            "--gpu-memory-gb", memory, *flags.split(),
+        ])  # fmt: skip
+        model = memory_estimator.read_model(args)
+        found = memory_estimator.estimate(model, args, "full_shard", False, True, "adamw")
+        assert found["fits"] and f"{found['peak_bytes'] / 1e9:,.1f}" == figure, (name, gpus)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_helps(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """At 80 columns no line is wider; the first 40 have commands and what most runs set."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).parse_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    first = "\n".join(lines[:40])
+    assert f"torchrun --nnodes 1 --nproc_per_node 8 {name}.py" in first
+    for flag in ("--model-name", "--output-dir", "--batch-size", "--strategy", "--fsdp"):
+        assert flag in first
+    text = " ".join(" ".join(lines).split())
+    assert "--lr X peak learning rate (default 5e-05)" in text or name != "llama_fsdp"

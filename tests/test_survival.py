@@ -196,6 +196,7 @@ def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     (error,) = errors
     assert "step 5: gradient norm nan" in error and "samples [" in error and "ranks [" in error
+    assert ": lower --lr, or look at these samples, which the script's load_data gives" in error
     assert error in result.stderr.split("Root Cause")[1]  # the last on the screen
     names = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
     assert names == ["step-00000002", "step-00000004"]
@@ -389,7 +390,8 @@ def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     try:
         wait_until(lock.exists, 60, str)
         who = f"process {holder.pid} on {socket.gethostname()}"
-        with pytest.raises(ValueError, match=f"is in use by {who}"), Lock(tmp_path):
+        said = f"is in use by {who}: stop that with Ctrl-C there, or give another --output-dir"
+        with pytest.raises(ValueError, match=said), Lock(tmp_path):
             pass
     finally:
         holder.kill()

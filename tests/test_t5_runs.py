@@ -292,7 +292,7 @@ def test_an_older_checkpoint_survives_a_requeue(
 
 @pytest.mark.parametrize("flag, said", [
     (["--model-name", "/no/such/directory"], "--model-name /no/such/directory is no directory"),
-    (["--model-name", "no-such/model"], "HF_TOKEN"),
+    (["--model-name", "no-such/model"], "HF_HUB_OFFLINE keeps from asking the hub"),
     (["--output-dir", "/dev/null/here"], "/dev/null/here"),
     (["--export-only"], "--export-only finds no checkpoint"),
     (["--source-column", "body"], "has columns text, headline"),

@@ -30,6 +30,7 @@ import chat_dataset
 import summarization_dataset
 from runtime import hf_load
 from runtime.optimization import note_decay, parameter_groups
+from runtime.rows.chat_templates import LLAMA_2
 
 Changes = list[tuple[str, str]]  # what stands in the script, and what takes its place
 
@@ -389,7 +390,7 @@ def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, tor
         if script == "T5_training":
             sets = summarization_dataset.load_summarization(args, tokenizer, verbose=False)
         else:
-            tokenizer.chat_template = chat_dataset.TEMPLATE
+            tokenizer.chat_template = LLAMA_2
             sets = chat_dataset.load_documents(args, tokenizer, args.dataset[0], verbose=False)
         rows = sets[0] if split == "train" else sets[1]
     for row in rows:

@@ -1,6 +1,7 @@
 """Tokens made beforehand: used as they are, and refused where they cannot be right."""
 
 import json
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Callable
@@ -53,6 +54,24 @@ def test_prepared_tokens_train_as_the_raw_rows(name: str, tmp_path: Path) -> Non
     assert list(losses(tmp_path / "raw")) == [1, 2, 3]
 
 
+def test_prepared_chats_tell_how_many_are_lost(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """As the raw rows do, and they train alike."""
+    rows = [{"prompt": "?" * (90 * (i % 4 == 0) + i), "completion": "x"} for i in range(1, 41)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--max-seq-length", 64, "--dataset"]
+    run(llama_fsdp, tmp_path / "raw", *flags, path)
+    (said,) = re.findall(r"WARNING: .*chats.jsonl: (10 of 40 .*)", capfd.readouterr().out)
+    run(llama_fsdp, tmp_path / "made", *flags, path, "--prepare-only")
+    assert said in capfd.readouterr().out
+    prepared = tmp_path / "made" / tokens.PREPARED
+    run(llama_fsdp, tmp_path / "made", *flags, prepared)
+    assert f"WARNING: {prepared}: {said}" in capfd.readouterr().out
+    assert losses(tmp_path / "made") == losses(tmp_path / "raw")
+
+
 def pairs(**changes: object) -> list[dict]:
     """Twenty rows of a few tokens, the third of which has `changes`."""
     rows = [{"input_ids": [5 + i, 6, 1], "labels": [7, 8 + i, 1]} for i in range(20)]
@@ -63,11 +82,11 @@ def pairs(**changes: object) -> list[dict]:
 WRONG = {
     "an id": (
         {"input_ids": [5, 384]},
-        "row 3: input_ids has 384, which is none of the",
+        " 3: input_ids has 384, which is none of the",
     ),
-    "negative": ({"input_ids": [5, -1]}, "row 3: input_ids has -1, which is none of"),
-    "too long": ({"input_ids": [5] * 300}, "row 3: input_ids has 300 tokens, more than the "),
-    "empty": ({"input_ids": []}, "row 3: input_ids is empty"),
+    "negative": ({"input_ids": [5, -1]}, " 3: input_ids has -1, which is none of"),
+    "too long": ({"input_ids": [5] * 300}, " 3: input_ids has 300 tokens, more than the "),
+    "empty": ({"input_ids": []}, " 3: input_ids is empty"),
     "none": ({"input_ids": None}, "input_ids has rows or numbers missing"),
 }
 
@@ -121,7 +140,10 @@ def test_what_was_made_for_something_else(tmp_path: Path) -> None:
             (own, 9, GPT2Tokenizer({"a": 0}, [])),
             "x was made with another vocabulary, or rules of splitting, ",
         ),
-        (((*own, "cut"), 9, ByT5Tokenizer()), "x was made for another script, my_t5"),
+        (
+            ((*own, "cut"), 9, ByT5Tokenizer()),
+            "x was made for another script, or by another version of my_t5",
+        ),
         ((own, 8, ByT5Tokenizer()), "x was made with --source-length 9, not 8: give the same"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -27,6 +27,11 @@ def run_twice(flags: list[str]) -> None:
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--max-steps", steps]))
 
 
+def told(capfd: pytest.CaptureFixture) -> list[str]:
+    """What the runs have said of where to look: once at each start."""
+    return [line for line in capfd.readouterr().out.splitlines() if line.startswith("--track")]
+
+
 def numbers(output: Path) -> dict[tuple[str, int], float]:
     """What metrics.jsonl has, by event/name and step."""
     found = {}
@@ -40,13 +45,19 @@ def numbers(output: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> None:
+def test_tensorboard_has_the_same_numbers(
+    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     """Read back from its files, in fp32; each step stands once, though the run went on."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_twice([*flags, "--track", "tensorboard"])
-    stored = EventAccumulator(str(tmp_path / "run/track/tensorboard"))
+    place = tmp_path / "run/track/tensorboard"
+    assert told(capfd) == 2 * [
+        f"--track tensorboard: tensorboard --logdir {place} shows the numbers"
+    ]
+    stored = EventAccumulator(str(place))
     stored.Reload()
     found = {}
     for name in stored.Tags()["scalars"]:
@@ -61,7 +72,7 @@ def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> N
 
 
 def test_trackio_has_the_same_losses(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """In one run of its local store."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
@@ -69,6 +80,8 @@ def test_trackio_has_the_same_losses(
     from trackio.sqlite_storage import SQLiteStorage
 
     run_twice([*flags, "--track", "trackio"])
+    line = "--track trackio: trackio show --project gpt2_fsdp shows the numbers"
+    assert told(capfd) == [line, line]
     (run,) = SQLiteStorage.get_runs("gpt2_fsdp")
     logged = SQLiteStorage.get_logs("gpt2_fsdp", run)
     found = {line["step"]: line["train/loss"] for line in logged if "train/loss" in line}
@@ -95,7 +108,7 @@ def wandb_history(path: Path) -> list[dict[str, float]]:
 
 
 def test_wandb_has_the_same_numbers(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """Read back from what it keeps without a network, of one run though there were two starts."""
     pytest.importorskip("wandb")
@@ -103,6 +116,8 @@ def test_wandb_has_the_same_numbers(
     monkeypatch.setenv("WANDB_SILENT", "true")
     run_twice([*flags, "--track", "wandb"])
     stores = sorted((tmp_path / "run/track/wandb").glob("offline-run-*/*.wandb"))
+    lines = [f"--track wandb: wandb sync {path.parent} uploads the numbers" for path in stores]
+    assert told(capfd) == lines
     assert len(stores) == 2 and len({path.name for path in stores}) == 1
     found = {}
     for path in stores:

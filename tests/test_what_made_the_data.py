@@ -22,6 +22,7 @@ import llama_fsdp
 import summarization_dataset
 import T5_training
 from runtime import identities, ranks
+from runtime.rows import chat_templates
 
 DATED = (
     "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>"
@@ -100,6 +101,36 @@ def test_prepared_chats_of_another_template(
         info.write_text(json.dumps(text | {"description": json.dumps(described)}))
     assert start(llama_fsdp, *again, first) == 1
     assert "does not say what made its tokens: make it again" in capfd.readouterr().err
+
+
+def test_another_chat_template_is_another_run(
+    llama_directory: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """It is refused by a resume, an export, and prepared tokens; final/ has the one trained in."""
+    flags = ["--max-seq-length", 96, "--model-name", llama_directory, "--dataset", chats]
+    flags += ["--output-dir", tmp_path / "run"]
+    chatml, file = ["--chat-template", "chatml"], tmp_path / "own.jinja"
+    assert start(llama_fsdp, *flags, *chatml) == 0
+    template = AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template
+    assert template == chat_templates.CHATML
+    capfd.readouterr()
+    file.write_text(UNDATED)
+    for more in ([], ["--chat-template", "prompter"], ["--chat-template", file]):
+        for what in (["--max-steps", 4], ["--export-only"]):
+            assert start(llama_fsdp, *flags, *more, *what) == 1
+            said = capfd.readouterr().err
+            assert "differs in " in said and "--chat-template (chatml there, " in said
+    assert start(llama_fsdp, *flags, *chatml, "--max-steps", 3) == 0
+    made = [*flags[:-1], tmp_path / "made"]
+    assert start(llama_fsdp, *made, "--chat-template", file, "--prepare-only") == 0
+    again = [*flags[:4], "--dataset", tmp_path / "made/prepared", "--output-dir", tmp_path / "next"]
+    capfd.readouterr()
+    assert start(llama_fsdp, *again, *chatml) == 1
+    assert "give the --chat-template that it was made with" in capfd.readouterr().err
+    assert start(llama_fsdp, *again, "--chat-template", file) == 0
+    file.write_text(UNDATED.replace("<", "["))  # the same name
+    assert start(llama_fsdp, *again, "--chat-template", file, "--export-only") == 1
+    assert "--chat-template (a file, crc " in capfd.readouterr().err
 
 
 def test_prepared_text_of_another_eos(
@@ -226,13 +257,13 @@ def test_rows_saved_anew_by_the_same_code(tmp_path: Path) -> None:
     """`datasets` takes them for the same; what was made of the old ones is not used."""
     rows = [{"prompt": f"{word} {i}", "completion": "x"} for word in "ab" for i in range(9)]
     found = []
-    args = chats_arguments()
+    args, tokenizer = chats_arguments(), ByT5Tokenizer(chat_template=UNDATED)
     for word in range(2):
         made = Dataset.from_list(rows[9 * word :][:9])
         made._fingerprint = "the same"
         shutil.rmtree(tmp_path / "rows", ignore_errors=True)
         made.save_to_disk(tmp_path / "rows")
-        sets = chat_dataset.load_documents(args, ByT5Tokenizer(), str(tmp_path / "rows"), False)
+        sets = chat_dataset.load_documents(args, tokenizer, str(tmp_path / "rows"), False)
         found.append([ids for part in sets for ids in part["input_ids"][:]])
     assert found[0] != found[1]
 

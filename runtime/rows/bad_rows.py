@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, Value
 
+from .json_rows import place
 from .readers import shortened
 
 ORIGIN = {"row": Value("int64"), "problem": Value("string")}  # rows from 1; "" if it is good
@@ -26,7 +27,7 @@ def problem(name: str, number: int, error: Exception, bad_rows: str) -> str:
     """
     reason = shortened(str(error)) or type(error).__name__
     if bad_rows == "fail":
-        raise ValueError(f"{name}, row {number}: {reason} ({ADVICE})") from error
+        raise ValueError(f"{name}, {place(name, number)}: {reason} ({ADVICE})") from error
     return reason
 
 
@@ -56,12 +57,12 @@ def leave_out(name: str, bad: dict[int, str], total: int, bad_rows: str, verbose
         return
     number, reason = next(iter(bad.items()))
     if bad_rows == "fail":
-        raise ValueError(f"{name}, row {number}: {reason} ({ADVICE})")
+        raise ValueError(f"{name}, {place(name, number)}: {reason} ({ADVICE})")
     share = f"{len(bad):,} of {total:,} rows"
     if 2 * len(bad) > total:
         raise ValueError(
             f"{name}: {share} are bad, of which --bad-rows skip leaves out half at most; "
-            f"the first is row {number}: {reason}"
+            f"the first is {place(name, number)}: {reason}"
         )
     if verbose:
         say_bad_rows(name, share, bad)
@@ -75,6 +76,6 @@ def say_bad_rows(name: str, share: str, bad: dict[int, str]) -> None:
         counts.append(f"{sum(count for _, count in reasons[SHOWN:]):,}: other reasons")
     print(f"{name}: {share} left out; {'; '.join(counts)}")
     for number, reason in list(bad.items())[:SHOWN]:
-        print(f"{name}, row {number}, left out: {reason}")
+        print(f"{name}, {place(name, number)}, left out: {reason}")
     if len(bad) > SHOWN:
         print(f"{name}: and {len(bad) - SHOWN:,} more", flush=True)

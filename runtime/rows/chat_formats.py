@@ -4,7 +4,6 @@ Imports nothing else of this repository.
 """
 
 import json
-import re
 from typing import Any
 
 COLUMNS = {  # the columns of each kind of rows; the first kind that fits is taken, then plain text
@@ -28,9 +27,9 @@ def find_kind(name: str, columns: list[str], text_column: str) -> str:
     for kind, needed in kinds.items():
         if set(needed) <= set(columns):
             return kind
-    known = ", ".join(" and ".join(needed) for needed in COLUMNS.values())
-    raise ValueError(f"{name} has columns {', '.join(columns)}: it needs {known}, or "
-                     f"--text-column {text_column}")  # fmt: skip
+    known = ", or ".join(" and ".join(needed) for needed in COLUMNS.values())
+    raise ValueError(f"{name} has columns {', '.join(columns)}: rename them to {known}, or give "
+                     f"--text-column {columns[0]}, if that holds whole documents")  # fmt: skip
 
 
 def used_columns(kind: str, columns: list[str], text_column: str) -> list[str]:
@@ -196,19 +195,3 @@ def from_json(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def check_template(template: str, turns: list[dict], tools: list[dict] | None) -> None:
-    """Raise ValueError if a chat has something that the template's source does not name.
-
-    Transformers passes everything on, and a template leaves out what it does not know.
-    """
-    keys = {key for turn in turns for key in turn}
-    wanted = {key: rf"\b{key}\b" for key in ("tool_calls", *THOUGHTS) if key in keys}
-    if tools:
-        wanted["tools"] = r"\btools\b"
-    if any(turn["role"] == "tool" for turn in turns):
-        wanted["the role tool"] = r"""["']tool["']"""
-    for what, pattern in wanted.items():
-        if not re.search(pattern, template):
-            raise ValueError(f"the tokenizer's chat template does not know {what}")

@@ -7,6 +7,7 @@ nothing else of this repository.
 """
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -19,7 +20,27 @@ from datasets import Dataset, Features, List, Value
 
 JSON = "json"  # the id of a feature whose texts are JSON
 BROKEN = "not read"  # the column that says why a row could not be read
+SUFFIXES = (".jsonl", ".ndjson", ".json")
 HEAD = 1 << 20  # bytes of a file that are looked at for objects
+
+
+def place(name: str, number: int) -> str:
+    """Say where row `number`, from 1, of a data set stands: a line, if it is a JSON file with a row
+    on each, else the row."""
+    path = Path(name).expanduser()
+    if path.suffix.lower() in SUFFIXES and path.is_file() and not holds_list(path):
+        with path.open(encoding="utf-8-sig") as file:
+            rows = (line_number for line_number, line in enumerate(file, 1) if line.strip())
+            line = next(itertools.islice(rows, number - 1, None), None)
+        if line is not None:
+            return f"line {line}"
+    return f"row {number}"
+
+
+def holds_list(path: Path) -> bool:
+    """Tell whether a JSON file is a list of its rows, and not a row a line."""
+    with path.open(encoding="utf-8-sig") as file:
+        return path.suffix.lower() == ".json" and file.read(HEAD).lstrip().startswith("[")
 
 
 def begin_with_objects(path: Path) -> bool:
@@ -55,12 +76,12 @@ def read(path: Path, key: str, skip_broken: bool) -> Dataset:
     )
     kinds = dict(zip(known["column"], known["kind"], strict=True))
     if BROKEN in kinds and (not skip_broken or len(kinds) == 1):
-        raise ValueError(f"{path}: {kinds[BROKEN]}")
+        raise ValueError(f"{path}{kinds[BROKEN]}")
     types = {"int": Value("int64"), "ints": List(Value("int64")), JSON: Value("string", id=JSON)}
     features = {name: types.get(kind, Value("string")) for name, kind in kinds.items()}
 
     def rows() -> Iterator[dict[str, Any]]:
-        for row, reason in parsed_json(path):
+        for row, _, reason in parsed_json(path):
             found = {BROKEN: reason} if BROKEN in kinds else {}
             for name, value in row.items():
                 is_json = kinds[name] == JSON and value is not None
@@ -72,16 +93,17 @@ def read(path: Path, key: str, skip_broken: bool) -> Dataset:
 
 def survey(path: Path) -> Iterator[dict[str, str]]:
     """Yield the columns of a JSON file with their kinds: text, int, ints, or JSON. If a line holds
-    no object, there is a column BROKEN, whose kind is what is wrong with the first such line."""
+    no object, there is a column BROKEN, whose kind is where the first such line stands, and what is
+    wrong with it, as the path goes on to say."""
     kinds: dict[str, str] = {}
-    for row, reason in parsed_json(path):
+    for row, where, reason in parsed_json(path):
         if reason:
-            kinds.setdefault(BROKEN, reason)
+            kinds.setdefault(BROKEN, f", {where}: {reason}" if where else f": {reason}")
         for name, value in row.items():
             kind = kind_of(value)
             if kinds.setdefault(name, kind) != kind and kind:
                 kinds[name] = JSON if kinds[name] else kind
-    kinds = kinds or {BROKEN: "it has no rows"}
+    kinds = kinds or {BROKEN: ": it has no rows"}
     for name, kind in kinds.items():
         yield {"column": name, "kind": kind or "text"}
 
@@ -104,12 +126,11 @@ def is_int64(value: Any) -> bool:
     return type(value) is int and -(2**63) <= value < 2**63
 
 
-def parsed_json(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the objects of a JSON file, one a line or a list of them, each with ""; or, for one
-    that cannot be read, {} with what is wrong."""
+def parsed_json(path: Path) -> Iterator[tuple[dict[str, Any], str, str]]:
+    """Yield the objects of a JSON file, one a line or a list of them: each, where it stands, and
+    ""; or, for one that cannot be read, {}, where it stands, and what is wrong."""
+    is_list = holds_list(path)
     with path.open(encoding="utf-8-sig") as file:
-        is_list = path.suffix.lower() == ".json" and file.read(HEAD).lstrip().startswith("[")
-        file.seek(0)
         if not is_list:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -118,19 +139,25 @@ def parsed_json(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
         try:
             rows = json.load(file)
         except ValueError as error:
-            yield {}, f"it cannot be read as JSON: {error}"
+            yield {}, "", f"it cannot be read as JSON: {error}"
             return
     for number, row in enumerate(rows, 1):
-        yield (row, "") if isinstance(row, dict) else ({}, f"row {number} is no JSON object")
+        yield checked_object(f"row {number}", row)
 
 
-def parsed_object(place: str, text: str) -> tuple[dict[str, Any], str]:
-    """Return an object from its JSON, with "", or {} with what is wrong at `place`."""
+def parsed_object(place: str, text: str) -> tuple[dict[str, Any], str, str]:
+    """Return what `parsed_json` yields of a line."""
     try:
-        row = json.loads(text)
+        return checked_object(place, json.loads(text))
     except ValueError as error:
-        return {}, f"{place} cannot be read as JSON: {error}"
-    return (row, "") if isinstance(row, dict) else ({}, f"{place} is no JSON object")
+        # Of a line alone, JSON would give the number 1.
+        reason = f"{error.msg} at column {error.colno}" if hasattr(error, "colno") else error
+        return {}, place, f"it cannot be read as JSON: {reason}"
+
+
+def checked_object(place: str, row: Any) -> tuple[dict[str, Any], str, str]:
+    """Return what `parsed_json` yields of a row."""
+    return (row, place, "") if isinstance(row, dict) else ({}, place, "it is no JSON object")
 
 
 def as_in_file(value: Any, feature: Any) -> Any:

@@ -32,6 +32,7 @@ from datasets import Dataset, Features, Value
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from .. import arguments, hub
 from ..screen import Lines
 from . import json_rows
 
@@ -63,7 +64,10 @@ def text_column(name: str, rows: Dataset, column: str) -> Dataset:
     """Return the given column alone, under the name text; ValueError if it is not there."""
     if column not in rows.column_names:
         found = ", ".join(rows.column_names)
-        raise ValueError(f"{name} has columns {found}; --text-column {column} is not among them")
+        advice = "".join(f": give --text-column {other}" for other in longest_texts(rows)[:1])
+        raise ValueError(
+            f"{name} has columns {found}; --text-column {column} is not among them{advice}"
+        )
     if not is_text(rows.features[column]):
         raise ValueError(f"{name}: column {column} does not hold text but {rows.features[column]}")
     rows = rows.select_columns([column])
@@ -76,6 +80,17 @@ def is_text(feature: Any) -> bool:
     """Tell whether a column of this feature holds text or nothing, and not the JSON of values."""
     kind = getattr(feature, "dtype", None)
     return kind in ("string", "large_string", "null") and feature.id != json_rows.JSON
+
+
+def longest_texts(rows: Dataset) -> list[str]:
+    """Return the columns that hold text, the one with the longest in the first rows first."""
+    first = rows[:100]
+    lengths = {
+        name: sum(len(text or "") for text in first[name])
+        for name, kind in rows.features.items()
+        if is_text(kind) and name != json_rows.BROKEN
+    }
+    return sorted(lengths, key=lengths.__getitem__, reverse=True)
 
 
 def docstring_rows() -> Dataset:
@@ -191,16 +206,17 @@ def csv_options(path: Path) -> dict:
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=separator, strict=True)
-        rows = filter(None, reader)
+        begin: list[list[str]] = []  # the header and the first row
         good = 0  # the last good line: pandas would read a wrong quote, and what follows, as text
         try:
-            header, first = next(rows, []), next(rows, [])
-            good = reader.line_num
-            for _ in rows:
+            for row in reader:
                 good = reader.line_num
+                if row and len(begin) < 2:
+                    begin.append(row)
         except csv.Error as error:
             advice = "a quote inside a quoted field is written twice"
-            raise ValueError(f"badly quoted after line {good} ({error}): {advice}") from None
+            raise ValueError(f"badly quoted from line {good + 1} on ({error}): {advice}") from None
+    header, first = [*begin, [], []][:2]
     if len(header) == 1 and ";" in header[0]:
         raise ValueError("its fields are set apart by semicolons: save it with commas")
     if len(set(header)) < len(header):
@@ -223,7 +239,8 @@ def check_name(flag: str, name: str) -> list[str]:
         return [f"{flag} {name} is of no known kind: {', '.join(KINDS)}"]
     is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
     if not path.is_file() and (path.suffix.lower() in KINDS or not is_hub_id):
-        return [f"{flag} {name} is missing: there is no such file"]
+        hint = arguments.did_you_mean(name, hub.beside("dataset", name))
+        return [f"{flag} {name}{hint} is missing: there is no such file"]
     return []
 
 
@@ -276,17 +293,22 @@ def key_by_content(parts: Dataset | datasets.DatasetDict) -> None:
 
 def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
     """Load the hub data set `name`; raises ValueError, with a sentence, if it cannot be had."""
+    refusal = hub.refusal("dataset", name)
+    is_offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = is_offline or refusal is not None
     try:
         return datasets.load_dataset(name, args.dataset_config)
     except Exception as error:  # network, access, configuration: each has types of its own
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        is_there = Path(name).exists() or isinstance(error, ValueError)  # but not as it should be
+        if refusal is not None and not is_there:
+            raise ValueError(hub.explain(name, "dataset", name, refusal, ["docstrings"])) from error
+        reason = shortened(str(error) or type(error).__name__)
         raise ValueError(
-            f"{name} is no file here and did not load from the hub ({reason}): "
-            "a gated data set needs its licence accepted on "
-            f"https://huggingface.co/datasets/{name} and HF_TOKEN set, one with several "
-            "configurations --dataset-config; without the hub, give a CSV, TSV, JSONL or Parquet "
-            "file, or docstrings"
+            f"{name} did not load ({reason}): choose one of several configurations with "
+            f"--dataset-config, or give {hub.INSTEAD['dataset']}"
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = is_offline
 
 
 def token_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Data sets of tokens made beforehand: rows of `input_ids`, and of `labels`, as a run uses them.
 
 Such a data set is a Parquet or JSONL file, or a directory that `save_to_disk` or --prepare-only has
-written. Imports nothing of this repository but readers.
+written. Imports nothing of this repository but readers and
+json_rows.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from datasets import Dataset, DatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from . import readers
+from .json_rows import place
 
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 TEMPLATE = "chat template"
@@ -66,15 +68,19 @@ def check_origin(
     if not isinstance(made_from, dict) or "script" not in made_from:
         return {}
     if set(columns) != set(rows.column_names):
-        raise ValueError(f"{name} was made for another script, {made_from['script']}")
+        raise ValueError(
+            f"{name} was made for another script, or by another version of {made_from['script']}: "
+            "make it again"
+        )
     there = made_from.get("rules")
     if there is None:
         raise ValueError(f"{name} does not say what made its tokens: make it again")
     differing = [words for rule in rules for words in _difference(rule, there.get(rule), rules)]
+    same = "give the --chat-template that it was made with, " * (TEMPLATE in differing)
     if differing:
         raise ValueError(
             f"{name} was made with another {', '.join(differing)} than the model's tokenizer has: "
-            "make it again with --prepare-only, or train the model that it was made for"
+            f"{same}make it again with --prepare-only, or train the model that it was made for"
         )
     for flag in flags:
         there, here = made_from["arguments"][flag], getattr(args, flag)
@@ -120,15 +126,15 @@ def checked_columns(
             row = int(lengths.argmax())
             if lengths[row] > longest:
                 raise ValueError(
-                    f"{name}, row {first + row}: {column} has {lengths[row]:,} tokens, more than "
-                    f"the {longest:,} that {flag} allows"
+                    f"{name}, {place(name, first + row)}: {column} has {lengths[row]:,} tokens, "
+                    f"more than the {longest:,} that {flag} allows"
                 )
             wrong = np.flatnonzero((values < lowest) | (values >= len(tokenizer)))
             if len(wrong):
                 row = int(offsets.searchsorted(wrong[0], side="right")) - 1
                 raise ValueError(
-                    f"{name}, row {first + row}: {column} has {values[wrong[0]]}, which is none of "
-                    f"the tokenizer's {len(tokenizer):,} tokens"
+                    f"{name}, {place(name, first + row)}: {column} has {values[wrong[0]]}, "
+                    f"which is none of the tokenizer's {len(tokenizer):,} tokens"
                 )
     return rows.select_columns(list(limits))
 
@@ -151,7 +157,8 @@ def _batches(name: str, rows: Dataset, column: str) -> Iterator[tuple[int, np.nd
         offsets = offsets - offsets[0]
         lengths = np.diff(offsets)
         if lengths.min() == 0:
-            raise ValueError(f"{name}, row {first + lengths.argmin()}: {column} is empty")
+            row = first + int(lengths.argmin())
+            raise ValueError(f"{name}, {place(name, row)}: {column} is empty")
         yield first, values, offsets
         first += len(batch)
 
