@@ -1,23 +1,59 @@
-"""The commands that the README and the Makefile give, run as they stand but shorter."""
+"""README.md and docs/*.md, taken together: their commands, flags, links and estimates.
 
-import importlib
+Commands for a CPU are run, here or in the test that is named, as they stand but shorter. Those for
+GPUs and the hub are parsed.
+"""
+
+import argparse
+import importlib.util
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, launch, metrics
 
+import gpt2_fsdp
+import llama_fsdp
 import memory_estimator
+import preflight
+import T5_training
 from benchmarks import demo
-from runtime import ranks
+from runtime import attention, ranks
 
-README = (ROOT / "README.md").read_text()
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
+TEXT = "\n".join(PAGES.values())
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
-BENCHMARKS = ("run_all", "compare_strategies")
+BENCHMARKS = ("run_all", "compare_strategies", "plot_runs")
+PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
+    f"{module.__name__}.py": module.parse_args
+    for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
+}
+EXTRAS = ("peft", "bitsandbytes", "tensorboard", "wandb", "trackio", "rouge_score")
+FOLDERS = ("runtime", "runtime/rows", "benchmarks")  # whose files may be named without them
+FLAG = r"--[a-z][\w-]*\w"
+
+
+def commands() -> list[str]:
+    """Return the lines of all blocks of bash, each with its comment."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    return list(filter(None, "".join(blocks).replace("\\\n", " ").splitlines()))
+
+
+def inline_commands() -> list[str]:
+    """Return the commands in backquotes that start a program of PARSERS."""
+    found = [" ".join(code.split()) for code in re.findall(r"`(python \w+\.py [^`]+)`", TEXT)]
+    return [line for line in found if line.split()[1] in PARSERS]
+
+
+def needs_more(line: str) -> bool:
+    """Tell whether a command is marked as one for GPUs or the hub."""
+    return bool(re.search(r"# (GPUs|hub)", line))
 
 
 def run_demo(directory: Path, *flags: object) -> str:
@@ -30,11 +66,11 @@ def run_demo(directory: Path, *flags: object) -> str:
 
 
 def ask_the_demo(directory: Path) -> str:
-    """Return the answer of the demo's model to the README's question."""
-    pattern = r"^python (-m runtime.generate output/demo/final .*)$"
-    (line,) = re.findall(pattern, README, re.MULTILINE)
+    """Return the answer of the demo's model to the question that is asked in the text first."""
+    start = "python -m runtime.generate output/demo/final "
+    line = next(line for line in commands() if line.startswith(start))
     command = shlex.split(line.replace("output/", f"{directory}/output/"), comments=True)
-    return subprocess.check_output([sys.executable, *command], cwd=ROOT, text=True)
+    return subprocess.check_output([sys.executable, *command[1:]], cwd=ROOT, text=True)
 
 
 def test_demo_command(tmp_path: Path) -> None:
@@ -66,74 +102,205 @@ def test_demo_persuades(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [f"{name}.py" for name in SCRIPTS])
-def test_readme_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None:
+def test_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None:
     """The by-hand command, cut to one step, started elsewhere and without torchrun."""
-    start = f"OMP_NUM_THREADS=2 python {script}"
-    lines = README.replace("\\\n", " ").splitlines()
-    line = next(line for line in lines if line.startswith(start))
+    start = f"python {script} --model-name tiny"
+    line = next(line for line in inline_commands() if line.startswith(start))
     short = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
-    flags = [*shlex.split(line)[3:], *short, "--output-dir", "here"]
+    flags = [*shlex.split(line)[2:], *short, "--output-dir", "here"]
     launch(0, script, *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
 
 
-def test_flags_in_the_readme_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Every --flag named in the README is one of a program's, or of what it compares with."""
-    known = {"--nnodes", "--nproc", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--nodes",
-             "--no-build-isolation", "--signals-to-handle", "--shutdown-timeout",
-             "--max-restarts"}  # fmt: skip
-    folder = ROOT / "benchmarks"
-    known |= set(re.findall(r'"(--[a-z-]+)"', (folder / "plot_runs.py").read_text()))
-    monkeypatch.syspath_prepend(folder)
-    programs = [ROOT / f"{name}.py" for name in (*SCRIPTS, "memory_estimator", "tests/chaos")]
-    for program in (*programs, *(folder / f"{name}.py" for name in BENCHMARKS)):
-        monkeypatch.setattr(sys, "argv", [str(program), "--help"])
+def own_flags_part(text: str) -> str:
+    """Return a page without what names the flags of other programs: of a table whose last column
+    is "here" it keeps that one alone."""
+    kept, before, is_compared = [], "", False
+    for line in text.splitlines():
+        if line.startswith("|"):
+            *_, last, _ = line.split("|")
+            if not before.startswith("|"):
+                is_compared = last.strip().startswith("here")
+            kept.append(last if is_compared else line)
+        else:
+            kept.append(line)
+        before = line
+    return "\n".join(kept)
+
+
+def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every --flag named is one of a program's, or of what it is compared with."""
+    from torch.distributed.run import get_args_parser
+
+    known = {"--help", "--no-build-isolation"}  # pip's
+    known |= {"--nodes", "--ntasks-per-node", "--signal", "--time", "--mem"}  # Slurm's
+    known |= {"--ipc", "--shm-size", "--logdir"}  # docker's, TensorBoard's
+    known |= set(get_args_parser()._option_string_actions)
+
+    def note(parser: argparse.ArgumentParser, *_: object) -> None:
+        known.update(parser._option_string_actions)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", note)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    programs = [*SCRIPTS, "memory_estimator", "preflight", "tests/chaos", "runtime.generate"]
+    programs += [f"benchmarks/{name}" for name in BENCHMARKS]
+    for program in programs:
         with pytest.raises(SystemExit):
-            runpy.run_path(str(program), run_name="__main__")
-        known |= set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
-    ours, compared = README.split("## Coming from")[0], README.split("## FSDP1 or 2")[1]
-    named = set(re.findall(r"--[a-z][a-z-]+", ours + compared))
-    assert named and named <= known
-    table = README.split("## Coming from")[1].split("## FSDP1 or 2")[0]
-    here = "".join(row.split("|")[4] for row in table.splitlines() if row.startswith("|"))
-    named = set(re.findall(r"--[a-z][a-z-]+", here))
-    assert named and named <= known
+            if "." in program:
+                runpy.run_module(program, run_name="__main__")
+            runpy.run_path(str(ROOT / f"{program}.py"), run_name="__main__")
+    for path, text in PAGES.items():
+        unknown = set(re.findall(FLAG, own_flags_part(text))) - known
+        assert not unknown, f"{path.name}: {unknown}"
 
 
 def test_what_to_set_where_ranks_are_apart() -> None:
     """The error names the same variables as the troubleshooting."""
     names = re.findall(r"\w+_SOCKET_IFNAME", ranks.APART)
-    assert len(names) == 2 and all(f"`{name}`" in README for name in names)
+    assert len(names) == 2 and all(f"`{name}`" in TEXT for name in names)
 
 
 def test_every_command_is_marked_or_run_by_a_test() -> None:
     """Those that need GPUs or a hub say so; each other kind has its test."""
-    blocks = "".join(re.findall(r"```bash\n(.*?)```", README, re.DOTALL))
-    lines = list(filter(None, blocks.replace("\\\n", " ").splitlines()))
-    assert lines
     run = (
         "make demo",  # test_demo_command
+        "make test",
         "python -m runtime.generate output/demo/final",  # test_demo_command
         ". .venv/bin/activate", "pip install -r",  # make test
-        "OMP_NUM_THREADS=2 python T5_training.py --model-name tiny",
-        "OMP_NUM_THREADS=2 python gpt2_fsdp.py --model-name tiny",
-        "OMP_NUM_THREADS=2 python llama_fsdp.py --model-name tiny",  # test_readme_cpu_command
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
-        "python memory_estimator.py",  # test_estimates_in_the_readme
+        "python memory_estimator.py",  # test_estimates
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
         "python benchmarks/side_by_side.py", "python benchmarks/compare_strategies.py",
         "python benchmarks/plot_runs.py",
     )  # fmt: skip
-    for line in lines:
-        assert re.search(r"# (GPUs|hub)", line) or line.startswith(run), line
+    assert commands()
+    for line in commands():
+        assert needs_more(line) or line.startswith(run), line
 
 
-def test_estimates_in_the_readme() -> None:
+def program_and_flags(line: str) -> tuple[str, list[str], int, int]:
+    """Return which program a command starts, its flags, and the number of nodes and of processes
+    on each. Raises SystemExit if torchrun would refuse it."""
+    from torch.distributed.run import get_args_parser
+
+    words = shlex.split(line, comments=True)
+    while words and "=" in words[0]:
+        words.pop(0)
+    if words[0] == "torchrun":
+        args = get_args_parser().parse_args(words[1:])
+        program, flags = args.training_script, args.training_script_args
+        return program, flags, int(args.nnodes.split(":")[-1]), int(args.nproc_per_node)
+    if words[0] == "sbatch":
+        at = words.index("launch.slurm")
+        nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words[:at] else 1
+        program, *flags = words[at + 1 :] or ["T5_training.py"]
+        return program, flags, nodes, 8
+    assert words[0] == "python", line
+    return words[1], words[2:], 1, 1
+
+
+def make_what_is_named(flags: list[str]) -> None:
+    """Make the files and prepared data that flags name, in the working directory."""
+    for word in (*flags, "data/wikihowAll.csv"):
+        path = Path(word)
+        if path.name == "prepared":
+            path = path / "dataset_info.json"
+        if path.suffix in (".csv", ".json", ".jsonl", ".parquet", ".txt"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+
+
+def started() -> list[str]:
+    """Return the commands that start a program of PARSERS, each once."""
+    pattern = "|".join(map(re.escape, (*PARSERS, "launch.slurm")))
+    found = {line for line in commands() if re.search(rf"(^| )({pattern})( |$)", line)}
+    return sorted(found | set(inline_commands()))
+
+
+@pytest.mark.parametrize("line", started())
+def test_commands_parse(
+    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """As on a machine with the GPUs, the packages and the files that they ask for."""
+    program, flags, nodes, processes = program_and_flags(line)
+    monkeypatch.chdir(tmp_path)
+    make_what_is_named(flags)
+    monkeypatch.setenv("WORLD_SIZE", str(nodes * processes))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    if "# GPUs" in line:
+        monkeypatch.setattr(ranks, "device_count", lambda: processes)
+        monkeypatch.setattr(ranks, "accelerator", lambda: "cuda")
+        monkeypatch.setattr(ranks, "has_bf16", lambda: True)
+        monkeypatch.setattr(attention, "check_arguments", lambda args: [])
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *x: x[0] in EXTRAS or found(*x))
+    try:
+        PARSERS[program](flags)
+    except SystemExit:
+        pytest.fail(f"{line}: {capsys.readouterr().err}")
+
+
+@pytest.mark.parametrize("line, said", [
+    ("torchrun --nproc_per_node 8 T5_training.py --batchsize 4", "unrecognized arguments"),
+    ("torchrun --nproc_per_node 8 llama_fsdp.py --lora-rank 8 --fsdp 1", "needs --fsdp 2"),
+    ("python gpt2_fsdp.py --cpu-offload", "needs a GPU"),
+])  # fmt: skip
+def test_wrong_commands_do_not_parse(line: str, said: str, capsys: pytest.CaptureFixture) -> None:
+    """So that the test above would see a wrong flag; and torchrun's are looked at, too."""
+    program, flags, *_ = program_and_flags(line)
+    with pytest.raises(SystemExit):
+        PARSERS[program](flags)
+    assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        program_and_flags("torchrun --nprocs 8 T5_training.py")
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    found: dict[str, int] = {}
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for heading in re.findall(r"^#+ (.*)$", plain, re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        number = found.get(anchor, 0)
+        found[anchor] = number + 1
+        if number:
+            found[f"{anchor}-{number}"] = 1
+    return set(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_resolve(page: Path) -> None:
+    """Files, pictures and headings that a page links to, unless they are on the web, are there."""
+    plain = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
+    plain = re.sub(r"`[^`]*`", "", plain)
+    for target in re.findall(r"\]\(([^)\s]+)\)", plain):
+        if re.match(r"[a-z]+:", target):
+            continue
+        place, _, anchor = target.partition("#")
+        path = (page.parent / place).resolve() if place else page
+        assert path.exists(), f"{page.name}: {target}"
+        assert ROOT in (path, *path.parents), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(path.read_text()), f"{page.name}: {target}"
+
+
+def test_files_that_are_named_exist() -> None:
+    """The programs and modules of this repository that are named in backquotes."""
+    pattern = r"(?:(?:runtime|rows|benchmarks|tests|docs)/)?[\w/]+\.(?:py|slurm)"
+    own = {"my_script.py"}  # the reader's
+    for name in set(re.findall(rf"`({pattern})`", TEXT)) - own:
+        places = [ROOT / name, *(ROOT / folder / name for folder in FOLDERS)]
+        assert any(place.is_file() for place in places), name
+
+
+def test_estimates() -> None:
     """The table of GB is what memory_estimator.py says."""
-    rows = re.findall(r"^\| `(llama-2-\d+b)` \|(.*)\|$", README, re.MULTILINE)
-    assert len(rows) == 3
+    rows = set(
+        re.findall(r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$", TEXT, re.MULTILINE)
+    )
+    assert {name for name, _ in rows} == {"llama-2-7b", "llama-2-13b", "llama-2-70b"}
     for name, cells in rows:
         args = memory_estimator.parse_args(["--model-name", name])
         model = memory_estimator.read_model(args)
@@ -150,12 +317,12 @@ def test_estimates_in_the_readme() -> None:
         assert [cell.strip() for cell in cells.split("|")] == expected
 
 
-def test_estimates_of_adapters_in_the_readme() -> None:
+def test_estimates_of_adapters() -> None:
     """The same of the table of LoRA and QLoRA."""
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     cells = r"\| (Q?)LoRA, (\d+)B \| (\d) of (\d+) GB \| (.*) \| (.*) \| (.*) \|"
-    rows = re.findall(cells, README)
+    rows = set(re.findall(cells, TEXT))
     assert len(rows) == 5
     for in_4bit, size, gpus, memory, *figures in rows:
         flags = ["--model-name", f"llama-2-{size}b", "--lora-rank", "16"]
@@ -172,6 +339,22 @@ def test_estimates_of_adapters_in_the_readme() -> None:
         if not plain["fits"]:
             expected[0] += ": too much"
         assert offloaded["fits"] and figures == expected
+
+
+def test_estimates_of_flags_for_gpus() -> None:
+    """The same of the table of GPUs and flags, all with activation checkpointing."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    pattern = r"^\| `([\w.-]+)` \| (\d+) of (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
+    for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
+        nodes = max(1, int(gpus) // 8)
+        args = memory_estimator.parse_args([
+            "--model-name", name, "--nodes", str(nodes), "--gpus-per-node", str(int(gpus) // nodes),
+            "--gpu-memory-gb", memory, *flags.split(),
+        ])  # fmt: skip
+        model = memory_estimator.read_model(args)
+        found = memory_estimator.estimate(model, args, "full_shard", False, True, "adamw")
+        assert found["fits"] and f"{found['peak_bytes'] / 1e9:,.1f}" == figure, (name, gpus)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
