@@ -73,12 +73,29 @@ def ask_the_demo(directory: Path) -> str:
     return subprocess.check_output([sys.executable, *command[1:]], cwd=ROOT, text=True)
 
 
+def without_numbers(line: str) -> str:
+    """Return a line of the screen with N for each number."""
+    return re.sub(r"\d[\d.,:]*(e-\d+)?", "N", line)
+
+
+def test_the_readme_is_short() -> None:
+    """One sitting."""
+    assert len(README.splitlines()) <= 160 and len(README.split()) <= 1600
+
+
 def test_demo_command(tmp_path: Path) -> None:
-    """`make demo`, of few dates: it evaluates, trains, evaluates, shows examples and a picture; a
-    second one shows the result. The README's command talks to the model."""
+    """`make demo`, of few dates: it evaluates, trains, evaluates, shows examples and a picture, with
+    lines as the README has them; a second one shows the result. The README's command talks to the
+    model."""
     pytest.importorskip("matplotlib")
-    run_demo(tmp_path, "--rows", 256, "--epochs", 1)
+    first = run_demo(tmp_path, "--rows", 256, "--epochs", 1)
     printed = run_demo(tmp_path)
+    said = list(map(without_numbers, first.splitlines()))
+    (shown,) = re.findall(r"```text\n(2 x cpu.*?)```", README, re.DOTALL)
+    shown = [line for line in shown.splitlines() if line[0] not in " ."]
+    assert len(shown) >= 8
+    places = [said.index(without_numbers(line)) for line in shown]
+    assert places[:3] == sorted(places[:3]) and places[-1] == max(places)
     assert "T5_training.py" not in printed
     output = tmp_path / "output/demo"
     assert all(printed.count(word) == 3 for word in ("given:", "before:", "after:"))
