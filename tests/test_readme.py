@@ -80,18 +80,19 @@ def without_numbers(line: str) -> str:
 
 def test_the_readme_is_short() -> None:
     """One sitting."""
-    assert len(README.splitlines()) <= 160 and len(README.split()) <= 1600
+    readme = PAGES[ROOT / "README.md"]
+    assert len(readme.splitlines()) <= 160 and len(readme.split()) <= 1600
 
 
 def test_demo_command(tmp_path: Path) -> None:
-    """`make demo`, of few dates: it evaluates, trains, evaluates, shows examples and a picture, with
-    lines as the README has them; a second one shows the result. The README's command talks to the
-    model."""
+    """`make demo`, of few dates: it evaluates, trains, evaluates, shows examples and a picture, in
+    lines as the README has them; a second one shows the result. The model can be talked to."""
     pytest.importorskip("matplotlib")
     first = run_demo(tmp_path, "--rows", 256, "--epochs", 1)
     printed = run_demo(tmp_path)
+    readme = PAGES[ROOT / "README.md"]
     said = list(map(without_numbers, first.splitlines()))
-    (shown,) = re.findall(r"```text\n(2 x cpu.*?)```", README, re.DOTALL)
+    (shown,) = re.findall(r"```text\n(2 x cpu.*?)```", readme, re.DOTALL)
     shown = [line for line in shown.splitlines() if line[0] not in " ."]
     assert len(shown) >= 8
     places = [said.index(without_numbers(line)) for line in shown]
