@@ -492,18 +492,8 @@ def test_tried(trained: Path, name: str) -> None:
     assert abs(first["loss"] - last["loss"]) > 1e-3
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "bart",
-        pytest.param("mt5", marks=pytest.mark.slow),
-        pytest.param("opt", marks=pytest.mark.slow),
-        pytest.param("gpt_neox", marks=pytest.mark.slow),
-        pytest.param("qwen3", marks=pytest.mark.slow),
-        pytest.param("mistral", marks=pytest.mark.slow),
-        pytest.param("qwen2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bart", "mt5", "opt", "gpt_neox", "qwen3", "mistral", "qwen2"])
 def test_run(name: str, directory: Path, flags: list[str], tmp_path: Path) -> None:
     """Killed and resumed in a folder of its own; each loss is Transformers' own."""
     script, changes, model_class = CASES[name]
