@@ -40,14 +40,18 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _whole_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each parameter and persistent buffer of a wrapped model, in its dtype.
+def _whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of each parameter and persistent buffer of a wrapped model.
 
-    FSDP1 gathers the parameters a unit at a time, whole on rank 0 only, FSDP2 a tensor at a time,
-    whole on all ranks. Buffers are never sharded.
+    FSDP1 gathers the parameters a unit at a time, whole on rank 0 only and as they are trained,
+    FSDP2 a tensor at a time, whole on all ranks, and in `dtype` already if it is floating-point:
+    that is less to send. Buffers are never sharded.
     """
     if isinstance(model, FSDPModule):
         for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
+            tensor = tensor.detach()
+            if tensor.is_floating_point():
+                tensor = tensor.to(dtype)
             yield WRAPPERS.sub("", name), gather(tensor)
         return
     gathered = {"recurse": False, "writeback": False, "rank0_only": True}
@@ -125,7 +129,7 @@ def export_model(
         keys = _keys_to_save(inner)  # rank 0 alone has looked at the files
     with new_directory(path) as temporary:
         files = WeightFiles(temporary, args)
-        for name, tensor in _whole_tensors(model):  # all ranks gather it
+        for name, tensor in _whole_tensors(model, files.dtype):  # all ranks gather it
             if dist.get_rank() == 0 and name not in not_saved:
                 for key, part in _as_in_files(inner, keys, name, tensor.detach()).items():
                     files.add(key, part)
