@@ -10,8 +10,8 @@ One optimizer step trains on --batch-size x --gradient-accumulation-steps x proc
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
 Face model. To make a script of your own, copy this one with policies.py, block_dataset.py and the
 folder runtime/, and change, in this order: the import of GPT2Block, BLOCKS, MODEL and TINY, which
-is all for another model of its kind, such as OPT; `load_model`, `load_data`, `forward`; in `train`
-the optimizer, the schedule, the loss and the step.
+is all for another model of its kind, such as OPT; `load_model`, `load_data`, `chunked_loss`; in
+`train` the optimizer, the schedule and the step.
 
 Left out on purpose: attention that stops at document boundaries (see llama_fsdp.py).
 """

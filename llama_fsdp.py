@@ -11,8 +11,8 @@ One optimizer step trains on --batch-size x --gradient-accumulation-steps x proc
 again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging Face model. To make a
 script of your own, copy this one with policies.py, chat_dataset.py and the folder runtime/, and
 change, in this order: the import of LlamaDecoderLayer, BLOCKS, MODEL and TINY, which is all for
-another model of its kind, such as Qwen 3; `load_model`, `load_data`, `forward`; in `train` the
-optimizer, the schedule, the loss and the step.
+another model of its kind, such as Qwen 3; `load_model`, `load_data`, `chunked_loss`; in `train`
+the optimizer, the schedule and the step.
 """
 
 import sys

@@ -16,7 +16,7 @@ ON = {"action": argparse.BooleanOptionalAction, "default": True}
 INSTALL = "pip install -r requirements-extras.txt"
 METAVARS = {int: "N", float: "X", Path: "PATH"}
 COMMON = (  # what nine of ten runs set
-    "model_name", "dataset", "train_file", "source_column", "target_column",
+    "model_name", "dataset", "train_file", "source_column", "target_column", "source_prefix",
     "val_file", "output_dir", "epochs", "max_steps", "batch_size", "gradient_accumulation_steps",
     "lr", "block_size", "max_seq_length", "strategy", "fsdp", "activation_checkpointing",
     "lora_rank", "load_in_4bit", "evaluate_only",

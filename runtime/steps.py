@@ -74,7 +74,9 @@ class Check:
         self.epoch = state.epoch
         self.samples = samples  # of all ranks
         self.counts = counts  # of all ranks; the first is that of target tokens
-        self.numbers = HostCopy(torch.stack([loss, grad_norm.to(loss)]))  # loss: this rank's share
+        self.numbers = HostCopy(
+            torch.stack([loss.sum(), grad_norm.to(loss)])
+        )  # loss: this rank's share
 
     def make(self) -> None:
         """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
@@ -153,9 +155,9 @@ class Step:
         """Have the optimizer's next step change nothing if the gradients are not finite, or if no
         rank had a target; the run then ends. Call it before that step, in every step.
 
-        `loss` is this rank's share, `grad_norm` that of all ranks. A fused optimizer is told on the
-        device, and skips the step in its kernel. For any other the host waits for the norm. In fp16
-        the scaler decides by itself.
+        `loss` is this rank's share, or its parts, `grad_norm` that of all ranks. A fused optimizer
+        is told on the device, and skips the step in its kernel. For any other the host waits for
+        the norm. In fp16 the scaler decides by itself.
         """
         self._is_guarded = True
         state = self._steps.state

@@ -546,6 +546,10 @@ FILES = {  # name: (content, words of the answer)
     "quotes.csv": ('text,headline\na,b\n"he said "hi" to",c\n', "badly quoted from line 3 on ("),
     "header quotes.csv": ('"te"xt,headline\na,b\n', "badly quoted from line 1 on ("),
     "lists.json": ('[{"text": "a"},\n["text"]]', "lists.json, row 2: it is no JSON object"),
+    "quoted.csv": (
+        '"text";"headline"\n"a, b";"c"\n',
+        "set apart by semicolons: save it with commas",
+    ),
     "semicolon.csv": ("text;headline\na;b\n", "set apart by semicolons: save it with commas"),
     "bad.jsonl": (
         '{"text": "a"}\n\n{"text": "b}\n',

@@ -205,6 +205,10 @@ def csv_options(path: Path) -> dict:
     separator = "\t" if path.suffix.lower() == ".tsv" else ","
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
+        names = file.readline()
+        if ";" in names and separator not in names:
+            raise ValueError("its fields are set apart by semicolons: save it with commas")
+        file.seek(0)
         reader = csv.reader(file, delimiter=separator, strict=True)
         begin: list[list[str]] = []  # the header and the first row
         good = 0  # the last good line: pandas would read a wrong quote, and what follows, as text
@@ -217,8 +221,6 @@ def csv_options(path: Path) -> dict:
             advice = "a quote inside a quoted field is written twice"
             raise ValueError(f"badly quoted from line {good + 1} on ({error}): {advice}") from None
     header, first = [*begin, [], []][:2]
-    if len(header) == 1 and ";" in header[0]:
-        raise ValueError("its fields are set apart by semicolons: save it with commas")
     if len(set(header)) < len(header):
         raise ValueError("two columns have the same name")
     if len(first) > len(header):  # pandas would shift the columns
