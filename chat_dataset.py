@@ -26,7 +26,8 @@ FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "begins": Value("int6
 def examples(args: Namespace) -> list[list[dict]]:
     """Return two sequences that begin alike, for model_checks.check_logits. Packed, both end in the
     document that the first also begins with; it is longer than some models' attention blocks."""
-    length = max(16, min(160, args.max_seq_length // 2))
+    # A multiple of 4, so that two fill a row, which is padded to one of 8.
+    length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))
     long = [10 + i % 97 for i in range(length + 1)]
     other = long[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
     first, second, short = ({"input_ids": x, "labels": x} for x in (long, other, long[:9]))
@@ -417,7 +418,7 @@ def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace, verbos
         print(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
     if verbose and cut:
         print(
-            f"{name}: {cut:,} cut to --max-seq-length, losing {lost.sum():,} tokens; "
+            f"{name}: {cut:,} of {limit:,} cut to --max-seq-length, losing {lost.sum():,} tokens; "
             f"{limit - len(kept):,} left out, whose answers begin after it",
             flush=True,
         )

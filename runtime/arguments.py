@@ -92,8 +92,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """End with exit code 1, and for a flag that is none with one that looks like it."""
         start, colon, words = message.partition("unrecognized arguments: ")
-        words = [word + did_you_mean(word, self._option_string_actions) for word in words.split()]
-        ranks.exit_with(start + colon + " ".join(words))
+        flags = [word for word in words.split() if word.startswith("--")]
+        hints = [did_you_mean(flag, self._option_string_actions) for flag in flags]
+        ranks.exit_with(start + colon + words + "".join(hints))
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:

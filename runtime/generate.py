@@ -40,7 +40,9 @@ def main() -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if not (args.directory / "tokenizer_config.json").is_file():
-        ranks.exit_with(f"{args.directory} has no model: name a final/ or best/ of a run")
+        final = args.directory / "final"
+        other = final if final.is_dir() else "a final/ or best/ of a run"
+        ranks.exit_with(f"{args.directory} has no model: name {other}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.directory)
         model = load_model(args.directory)

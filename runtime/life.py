@@ -62,6 +62,9 @@ class Life:
         except (OSError, ValueError) as error:
             ranks.tell_failure()
             self._stack.close()
+            if isinstance(error, OSError) and error.strerror:
+                place = f"--output-dir {self.directory} cannot be used"
+                error = f"{place} ({error.strerror}): name a directory to which you can write"
             ranks.exit_with(error)
         if self.args.profile:
             from . import profiling  # a copy may leave it out

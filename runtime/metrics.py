@@ -27,7 +27,6 @@ PEAK_TFLOPS = {  # of a GPU whose name has this, in bf16, dense, as NVIDIA's dat
 }  # fmt: skip
 DIGITS = {"lr": 3, "grad_norm": 3}  # on the screen; 4 of others
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
-SAID = {"phase": "", "best_step": "best_step "}  # though they are no measures
 UNSAID = {"tokens_per_second_per_rank", "tflops_per_gpu", "assumed_peak_tflops"}
 
 
@@ -241,8 +240,8 @@ class Metrics:
             ranks.say(f"metrics.jsonl could not be written ({error.strerror})")
         words = []
         for key, value in values.items():
-            if key in SAID:
-                words.append(f"{SAID[key]}{value}")
+            if key == "phase":
+                words.append(value)
             elif type(value) is float and key not in UNSAID:
                 words.append(f"{SHORT.get(key, key)} {shown(value, DIGITS.get(key, 4))}")
         lines = self._progress.lines

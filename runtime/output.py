@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import checkpoints, ranks
+from .arguments import did_you_mean
 from .metrics import last_start, read_events, replace_text
 
 LOCK_SECONDS = 60  # without a heartbeat until a lock counts as left behind
@@ -286,7 +287,12 @@ def began_from(directory: Path, resume: str) -> str | None:
 def _given_checkpoint(resume: str) -> Path:
     path = Path(resume).resolve()
     if not (re.fullmatch(checkpoints.STEP, path.name) and path.is_dir()):
-        raise ValueError(f"--resume {resume} is not a checkpoint, a directory step-N")
+        inside = [*checkpoints.find(path)[0], *checkpoints.find(path / "checkpoints")[0]]
+        near = did_you_mean(resume, ["auto", "none"])
+        if inside:
+            near = f" (did you mean {inside[-1]}?)"
+        raise ValueError(f"--resume {resume} is not a checkpoint, a directory such as "
+                         f"step-00000100{near}")  # fmt: skip
     checkpoints.check_format(path)
     return path
 

@@ -195,7 +195,7 @@ def gather_in_turn(mine: list[Any], count: int | None) -> list[Any]:
 
 def say(text: str) -> None:
     """Print a line on rank 0, above a progress bar."""
-    if int(os.environ.get("RANK", 0)) == 0:
+    if text and int(os.environ.get("RANK", 0)) == 0:
         tqdm.write(text)
 
 
@@ -310,6 +310,8 @@ def say_error(error: object) -> None:
     """Print one sentence, which torchrun's report repeats. Any rank and any thread may call it."""
     text = f"error: {error}"
     print(text, file=sys.stderr, flush=True)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        print("(torchrun's report follows, and repeats it)", file=sys.stderr, flush=True)
     leave_to_torchrun(text)
 
 

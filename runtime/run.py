@@ -76,6 +76,12 @@ class Run(Life):
         ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         self._loader = loader
         if self.checkpoint:
+            step = checkpoints.step_of(self.checkpoint)
+            if step > total:
+                raise ValueError(
+                    f"the run has reached step {step}, and --max-steps or --epochs now end it at "
+                    f"{total}: give at least that many, or another --output-dir"
+                )
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
 
     def begin(self) -> bool:
@@ -83,11 +89,6 @@ class Run(Life):
         args, state = self.args, self.state
         if self._was_finished and self._is_done():
             return False
-        if state.step > state.total_steps:
-            raise ValueError(
-                f"the run has reached step {state.step}, and --max-steps or --epochs now end it at "
-                f"{state.total_steps}: give at least that many, or another --output-dir"
-            )
         if self.checkpoint is not None:
             ranks.say(
                 f"going on at step {state.step} of {state.total_steps}, from {self.checkpoint.name}"

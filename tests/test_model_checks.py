@@ -204,6 +204,8 @@ def test_right_models_pass(name: str, chats: Path, device: torch.device) -> None
         ["--attention", "eager", "--precision", "bf16"],
         ["--attention", "sdpa", "--precision", "bf16", "--no-packing"],
         ["--no-packing", "--fsdp", "2"],
+        ["--max-seq-length", "90"],
+        ["--max-seq-length", "47", "--attention", "eager"],
     ):
         check(script, chats, device, *flags)
 

@@ -192,6 +192,8 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(
     one_process(flags, finished)
     assert "is finished" in capfd.readouterr().out
     assert (finished / "metrics.jsonl").read_text() == before
+    fewer = refused([*flags, "--max-steps", "5"], finished, capfd)
+    assert "the run has reached step 8, and --max-steps or --epochs now end it at 5" in fewer
     one_process([*flags, "--max-steps", "10", "--lr", "2e-3"], finished)
     assert "learning rate goes on at 0.000444, not at 0 as planned" in capfd.readouterr().out
     assert list(losses(finished)) == list(range(1, 11))
@@ -247,7 +249,7 @@ def test_resume_from_a_path_into_another_directory(
     assert "is finished" in capfd.readouterr().out
     for wrong, said in (
         (finished / "checkpoints/step-00000008", f"began, which was {finished}/checkpoints/step-0"),
-        (finished, "is not a checkpoint"),
+        (finished, "is not a checkpoint, a directory such as step-00000100 (did you mean "),
         ("output/nothere", "is not a checkpoint"),
     ):
         assert said in refused([*flags, "--resume", str(wrong)], output, capfd)

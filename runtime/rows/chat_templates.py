@@ -69,6 +69,7 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "zqresult", "name": "zqname", "tool_call_id": "zqcall001"}
 TOOL = {"type": "function", "function": {"name": "zqtool", "description": "zq", "parameters": {}}}
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+ADVICE = "give one that does by --chat-template FILE"  # no template of NAMED writes tools
 TOOL_ROLE = "the role tool"
 
 
@@ -192,7 +193,7 @@ def left_out(tokenizer: Tokenizer, template: str, what: str) -> str:
             is_written = "zqthought" in render(QUESTION, ANSWER | {what: "zqthought"})
     except Exception as error:  # a template is a program, and may raise anything
         return f"the tokenizer's chat template cannot write {what}: {error}"
-    return "" if is_written else f"the tokenizer's chat template does not know {what}"
+    return "" if is_written else f"the tokenizer's chat template does not know {what}: {ADVICE}"
 
 
 def reads_as_another(text: str, render: Callable) -> bool:
