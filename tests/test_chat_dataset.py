@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -23,7 +24,16 @@ from chat_templates import (
 )
 from conftest import ROOT
 from datasets import Dataset, Features
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from jinja2 import TemplateError
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
@@ -952,6 +962,98 @@ def test_answers_as_the_model_writes_them(name: str, chat: str, make: Callable) 
                 learned.append((ids[: places[0]], list(values)))
     assert learned == one_by_one(turns, tools, tokenizer)
     assert len(found) == SEVERAL.get(name, {}).get(chat, 1)
+
+
+def metaspace(**special: object) -> PreTrainedTokenizerFast:
+    """A BPE of Llama 2's kind: only the first word of a text gets a space before it."""
+    tokenizer = bpe(words=False, **special)
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Prepend("_")])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(replacement="G", prepend_scheme="first"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return tokenizer
+
+
+def random_chats(seed: int, count: int) -> list[list[dict]]:
+    """Chats of up to 20 turns, of words, spaces, other scripts, and what special tokens say."""
+    draw = random.Random(seed)
+    pieces = [
+        *"ab \n\t-",
+        "  ",
+        "\n\n",
+        "Emma",
+        " wrote it",
+        "é",
+        "日本",
+        "ﬁ",
+        "e\u0301",
+        "👩‍🔬",
+        "\u00a0",
+    ]
+    pieces += ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|eot_id|>", "<|endoftext|>", "[INST]"]
+    pieces += [
+        "<think>",
+        "</think>",
+        "<|im_start|>assistant\n",
+        "<|im",
+        "_end|>",
+        "[/INST]",
+        "< /s>",
+    ]
+    chats = []
+    for _ in range(count):
+        roles = ["user", "assistant"] * 10
+        kind = draw.random()
+        if kind < 0.3:
+            roles = ["system", *roles]
+        elif kind < 0.4:
+            roles = roles[1:]
+        elif kind < 0.6:
+            roles = draw.choices(["system", "user", "assistant", "tool"], k=20)
+        roles = roles[: draw.randint(2, 20)]
+        contents = ["".join(draw.choices(pieces, k=draw.randint(0, 12))) for _ in roles]
+        turns = zip(roles, contents, strict=True)
+        chat = [{"role": role, "content": content} for role, content in turns]
+        chats.append([*chat, ASSISTANT] if "assistant" not in roles else chat)
+    return chats
+
+
+@pytest.mark.parametrize("make", [bpe, partial(bpe, words=False), metaspace])
+@pytest.mark.parametrize("name", KNOWN)
+def test_tokens_are_as_of_each_beginning_made_anew(
+    name: str, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rendered by Transformers, and made into tokens whole, as by a tokenizer without offsets."""
+    tokenizer = known_tokenizer(name, make)
+    chats = random_chats(len(name), 20)
+
+    def encoded() -> list:
+        found = []
+        for chat in chats:
+            for on_prompt in False, True:
+                try:
+                    found.append(encode(chat, None, tokenizer, on_prompt))
+                except (ValueError, TemplateError) as error:
+                    found.append(str(error))
+        return found
+
+    quick = encoded()
+    assert sum(isinstance(part, list) for part in quick) >= 20
+    good = [chat for chat, found in zip(chats, quick[::2], strict=True) if isinstance(found, list)]
+    together = chat_dataset.encode([(chat, None) for chat in good], tokenizer, False)
+    assert together == [found for found in quick[::2] if isinstance(found, list)]
+
+    def renderer(tokenizer: object, template: str, *_: object) -> Callable:
+        options = {"tokenize": False, "chat_template": template}
+        return partial(tokenizer.apply_chat_template, **options)
+
+    monkeypatch.setattr(chat_templates, "restarts", lambda _: {})
+    monkeypatch.setattr(chat_templates, "renderer", renderer)
+    assert encoded() == quick
 
 
 def test_what_is_learned_of_thoughts() -> None:
