@@ -981,29 +981,9 @@ def metaspace(**special: object) -> PreTrainedTokenizerFast:
 def random_chats(seed: int, count: int) -> list[list[dict]]:
     """Chats of up to 20 turns, of words, spaces, other scripts, and what special tokens say."""
     draw = random.Random(seed)
-    pieces = [
-        *"ab \n\t-",
-        "  ",
-        "\n\n",
-        "Emma",
-        " wrote it",
-        "é",
-        "日本",
-        "ﬁ",
-        "e\u0301",
-        "👩‍🔬",
-        "\u00a0",
-    ]
-    pieces += ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|eot_id|>", "<|endoftext|>", "[INST]"]
-    pieces += [
-        "<think>",
-        "</think>",
-        "<|im_start|>assistant\n",
-        "<|im",
-        "_end|>",
-        "[/INST]",
-        "< /s>",
-    ]
+    pieces = [*"ab \n\t-\u00a0é日ﬁ", "  ", "\n\n", "Emma", " wrote it", "e\u0301", "👩‍🔬", "[INST]"]
+    pieces += ["<s>", "</s>", "[/INST]", "<|eot_id|>", "<|endoftext|>", "<|im", "_end|>"]
+    pieces += ["<|im_start|>", "<|im_end|>", "<|im_start|>assistant\n", "<think>", "</think>"]
     chats = []
     for _ in range(count):
         roles = ["user", "assistant"] * 10
