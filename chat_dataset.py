@@ -237,7 +237,8 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
     ValueError if one has no text."""
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("the document is empty or not text")
-    found = tokenizer(texts, split_special_tokens=True, verbose=False)["input_ids"]
+    options = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+    found = tokenizer(texts, **options)["input_ids"]
     eos = [tokenizer.eos_token_id]
     ended = [ids if ids[-1:] == eos else ids + eos for ids in found]
     return [(ids, [-100, *ids[1:]]) for ids in ended]
