@@ -203,7 +203,8 @@ def cut_texts(
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = [text or "" for text in batch["text"]]
         plain = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
-        ids = tokenizer(texts, **plain, verbose=False)["input_ids"]
+        options = plain | {"return_attention_mask": False, "verbose": False}
+        ids = tokenizer(texts, **options)["input_ids"]
         eos = [tokenizer.eos_token_id]
         ends = [bool(text) and not text.endswith("\n") for text in texts]
         return {"input_ids": [x + eos * end for x, end in zip(ids, ends, strict=True)]}

@@ -8,12 +8,12 @@ import random
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
-from functools import partial
 
 import numpy as np
 import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from jinja2 import TemplateError
+from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime import arguments
@@ -21,6 +21,8 @@ from runtime.rows import bad_rows, chat_formats, chat_templates, json_rows, read
 
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "begins": Value("int64")}
+TOGETHER = 32  # rows that are made into tokens in one call: all they are made of is held
+SHORT = 100  # characters of a text whose tokens are kept for the other chats
 
 
 def examples(args: Namespace) -> list[list[dict]]:
@@ -79,61 +81,86 @@ def check_arguments(args: Namespace) -> list[str]:
 
 
 def encode(
-    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool,
+    chats: list[tuple[list[dict], list[dict] | None]], tokenizer: Tokenizer, train_on_prompt: bool,
     began: str = "",
-) -> list[tuple[list, list]]:  # fmt: skip
-    """Return the documents of a chat: token ids, and labels, which are the id of a target, else
-    -100. The first token is no target.
+) -> list[list[tuple[list, list]]]:  # fmt: skip
+    """Return the documents of each chat, given with its tools: token ids, and labels, which are the
+    id of a target, else -100. The first token is no target.
 
     Targets are the assistant's turns, from after the header through the end marker: each in one
     document, as the model sees it when it writes it. `train_on_prompt` makes all tokens targets, of
     the chat as it is rendered whole. An answer at a document's end without EOS gets it. The
     template's date is the day that the run `began` on. Raises ValueError, with the number of the
-    turn, if it cannot render the chat.
+    turn, if it cannot render a chat.
     """
+    rendered = [render(chat, tools, tokenizer, train_on_prompt, began) for chat, tools in chats]
+    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    encoded = tokenizer([text for parts in rendered for text, _, _ in parts], **options)
+    rows = enumerate(encoded["input_ids"])
+    kept: dict[str, list[int]] = {}  # the ids of short texts, such as the header of all answers
+
+    def ids_of(texts: list[str]) -> dict[str, list[int]]:
+        found = {text: kept[text] for text in texts if text in kept}
+        if new := [text for text in dict.fromkeys(texts) if text not in kept]:
+            found |= zip(new, tokenizer(new, **options)["input_ids"], strict=True)
+            kept.update((text, found[text]) for text in new if len(text) < SHORT)
+        return found
+
+    def label(text: str, beginnings: list[tuple[int, str]], is_answered: bool) -> tuple[list, list]:
+        row, ids = next(rows)
+        labels = list(ids) if train_on_prompt else [-100] * len(ids)
+        encoding = encoded.encodings[row] if encoded.encodings else None
+        ends = last_parts(text, beginnings, ids, encoding, tokenizer)
+        found = ids_of([end for _, end in ends])
+        # Tokens may merge across the borders, so these are where the tokens differ first.
+        borders = [common_length(ids, found[end], place) for place, end in ends]
+        for start, end in zip(borders[::2], borders[1::2], strict=True):
+            labels[start:end] = ids[start:end]
+        if is_answered and ids[-1] != tokenizer.eos_token_id:
+            ids = [*ids, tokenizer.eos_token_id]
+            labels = [*labels, tokenizer.eos_token_id]
+        return ids, [-100, *labels[1:]]
+
+    return [[label(*part) for part in parts] for parts in rendered]
+
+
+def render(
+    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool,
+    began: str,
+) -> list[tuple[str, list[tuple[int, str]], bool]]:  # fmt: skip
+    """Return the texts of a chat's documents, each with its beginnings, see `split`, and whether an
+    answer ends it; raises ValueError."""
     template = tokenizer.get_chat_template(tools=tools)
     chat_templates.check_turns(tokenizer, template, chat, tools)
     template = chat_templates.with_date(template, began)
-    options = {"tools": tools, "tokenize": False, "chat_template": template}
-    render = partial(tokenizer.apply_chat_template, **options)
+    rendered = chat_templates.renderer(tokenizer, template, chat, tools)
     try:
-        whole = render(chat).rstrip()  # a line break after the end marker belongs to no turn
+        whole = rendered(chat).rstrip()  # a line break after the end marker belongs to no turn
     except TemplateError as error:
-        raise ValueError(f"{failing_turn(chat, render)}: {error}") from error
-    found = []
-    for text, beginnings in [(whole, [])] if train_on_prompt else split(chat, whole, render):
-        texts = list(dict.fromkeys([text, *beginnings]))  # the last answer often ends the text
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        ids_of = dict(zip(texts, encoded, strict=True))
-        ids = ids_of[text]
-        labels = list(ids) if train_on_prompt else [-100] * len(ids)
-        # Tokens may merge across the borders, so these are where the tokens differ first.
-        borders = [common_length(ids, ids_of[beginning]) for beginning in beginnings]
-        for start, end in zip(borders[::2], borders[1::2], strict=True):
-            labels[start:end] = ids[start:end]
-        answered = text != whole or chat[-1]["role"] == "assistant"
-        if answered and ids[-1] != tokenizer.eos_token_id:
-            ids = [*ids, tokenizer.eos_token_id]
-            labels = [*labels, tokenizer.eos_token_id]
-        found.append((ids, [-100, *labels[1:]]))
-    return found
+        raise ValueError(f"{failing_turn(chat, rendered)}: {error}") from error
+    parts = [(whole, [])] if train_on_prompt else split(chat, whole, rendered)
+    ends_with_answer = chat[-1]["role"] == "assistant"
+    return [(text, begins, text != whole or ends_with_answer) for text, begins in parts]
 
 
-def split(chat: list[dict], whole: str, render: abc.Callable) -> list[tuple[str, list[str]]]:
+def split(
+    chat: list[dict], whole: str, render: abc.Callable
+) -> list[tuple[str, list[tuple[int, str]]]]:
     """Return texts in which every answer stands as it is rendered without the turns after it, and
-    of each text its beginnings: up to where an answer starts, up to where it ends, and so on.
+    of each text its beginnings: up to where an answer starts, up to where it ends, and so on. A
+    beginning is so many characters of the text, and a text after them.
 
     It is one text, the whole chat, if later turns never change an earlier one. Some templates drop
     what the assistant thought before the last question, or put the system's turn there.
     """
     texts: list[str] = []
-    beginnings: list[list[str]] = []
+    beginnings: list[list[tuple[int, str]]] = []
     for i, turn in enumerate(chat):
         if turn["role"] != "assistant":
             continue
         try:
             start = render(chat[:i], add_generation_prompt=True) if i else ""
-            end = render(chat[: i + 1]).rstrip()
+            end = whole if i == len(chat) - 1 else render(chat[: i + 1]).rstrip()
         except TemplateError as error:
             raise ValueError(f"{turn_name(chat, i)}: {error}") from error
         if not end.startswith(start):
@@ -147,10 +174,38 @@ def split(chat: list[dict], whole: str, render: abc.Callable) -> list[tuple[str,
             texts.append(end)
             beginnings.append([])
         # Without a turn before the first one, the header is that of an empty answer.
-        beginnings[-1] += [start or render([{"role": "assistant", "content": ""}]), end]
+        header = "" if start else render([{"role": "assistant", "content": ""}])
+        beginnings[-1] += [(len(start), header), (len(end), "")]
     if whole.startswith(texts[-1]):
         texts[-1] = whole  # with the turns after the last answer
     return list(zip(texts, beginnings, strict=True))
+
+
+def last_parts(
+    text: str, beginnings: list[tuple[int, str]], ids: list[int], encoding: Encoding | None,
+    tokenizer: Tokenizer,
+) -> list[tuple[int, str]]:  # fmt: skip
+    """Return of each beginning of a text how many of its tokens are the text's for certain, and the
+    text that the others are to be made of.
+
+    A fast tokenizer goes on after a token of `restarts` as if nothing stood before it, so only what
+    stands from the last one on is made into tokens again. Else it is all of each beginning.
+    """
+    places, starts, stops = [0], [0], [0]
+    if encoding is not None and beginnings:
+        contents = chat_templates.restarts(tokenizer)
+        for place, token in enumerate(ids):
+            if token in contents:
+                start = encoding.token_to_chars(place)[0]
+                if text.startswith(contents[token], start):
+                    places.append(place)
+                    starts.append(start)
+                    stops.append(start + len(contents[token]))
+    found = []
+    for known, rest in beginnings:
+        last = bisect_right(stops, known) - 1
+        found.append((places[last], text[starts[last] : known] + rest))
+    return found
 
 
 def failing_turn(chat: list[dict], render: abc.Callable) -> str:
@@ -171,23 +226,23 @@ def turn_name(chat: list[dict], i: int) -> str:
     return name
 
 
-def common_length(ids: list[int], other: list[int]) -> int:
-    """Return how many of the first tokens of `other` are also the first of `ids`."""
-    for place, token in enumerate(other):
-        if ids[place : place + 1] != [token]:
-            return place
-    return len(other)
+def common_length(ids: list[int], other: list[int], start: int) -> int:
+    """Return up to which place `ids` have the tokens of `other`, which begin at `start`."""
+    if ids[start : start + len(other)] == other:
+        return start + len(other)
+    return next(i for i, token in enumerate(other, start) if ids[i : i + 1] != [token])
 
 
-def encode_text(text: str, tokenizer: Tokenizer) -> tuple[list, list]:
-    """Return ids and labels of a plain document: BOS if the tokenizer adds it, text, EOS. Raises
-    ValueError without text."""
-    if not isinstance(text, str) or not text.strip():
+def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, list]]:
+    """Return ids and labels of plain documents: BOS if the tokenizer adds it, text, EOS. Raises
+    ValueError if one has no text."""
+    if not all(isinstance(text, str) and text.strip() for text in texts):
         raise ValueError("the document is empty or not text")
-    ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
-    if ids[-1] != tokenizer.eos_token_id:
-        ids.append(tokenizer.eos_token_id)
-    return ids, [-100, *ids[1:]]
+    options = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+    found = tokenizer(texts, **options)["input_ids"]
+    eos = [tokenizer.eos_token_id]
+    ended = [ids if ids[-1:] == eos else ids + eos for ids in found]
+    return [(ids, [-100, *ids[1:]]) for ids in ended]
 
 
 def first_target(labels: list[int]) -> int:
@@ -206,33 +261,52 @@ def encoder(
     document or several; a bad row gives an empty one, or raises ValueError."""
     length = args.max_seq_length + 1
 
-    def encode_row(row: dict) -> list[tuple]:
-        if row.get(json_rows.BROKEN):
-            raise ValueError(row[json_rows.BROKEN])
-        row = {name: json_rows.as_in_file(value, features[name]) for name, value in row.items()}
-        if kind == "text":
-            before = row[args.text_column]
-            found = [encode_text(before, tokenizer)]
-        else:
+    def encode_rows(rows: list[dict]) -> list[list[tuple]]:
+        asked, chats = [], []
+        for row in rows:
+            if row.get(json_rows.BROKEN):
+                raise ValueError(row[json_rows.BROKEN])
+            row = {name: json_rows.as_in_file(value, features[name]) for name, value in row.items()}
+            if kind == "text":
+                asked.append(row[args.text_column])
+                continue
             chat, tools = chat_formats.read(row, kind)
-            before = chat[: [turn["role"] for turn in chat].index("assistant")] or chat
-            found = encode(chat, tools, tokenizer, args.train_on_prompt, args.began)
-        key = int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
+            asked.append(chat[: [turn["role"] for turn in chat].index("assistant")] or chat)
+            chats.append((chat, tools))
+        if kind == "text":
+            found = [[document] for document in encode_texts(asked, tokenizer)]
+        else:
+            found = encode(chats, tokenizer, args.train_on_prompt, args.began)
+        keys = [hashlib.blake2b(repr(before).encode(), digest_size=7) for before in asked]
         return [
-            (ids[:length], labels[:length], len(ids[length:]), key, first_target(labels))
-            for ids, labels in found
+            [
+                (ids[:length], labels[:length], len(ids[length:]), key, first_target(labels))
+                for ids, labels in documents
+            ]
+            for key, documents in zip((int(x.hexdigest(), 16) for x in keys), found, strict=True)
         ]
 
+    def encode_or_name(rows: list[dict], numbers: list[int]) -> list[tuple]:
+        """Encode rows together; if one of them is bad, each alone."""
+        try:
+            found = encode_rows(rows)
+        except (ValueError, TypeError, TemplateError) as error:
+            if len(rows) > 1:
+                pairs = zip(rows, numbers, strict=True)
+                return [x for row, number in pairs for x in encode_or_name([row], [number])]
+            problem = bad_rows.problem(name, numbers[0], error, args.bad_rows)
+            return [([], [], 0, 0, 0, numbers[0], problem)]
+        pairs = zip(numbers, found, strict=True)
+        return [(*document, number, "") for number, documents in pairs for document in documents]
+
     def encode_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        rows = [
+            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
+        ]
+        numbers = [index + 1 for index in indices]
         found = []
-        for index, *values in zip(indices, *batch.values(), strict=True):
-            problem = ""
-            try:
-                documents = encode_row(dict(zip(batch, values, strict=True)))
-            except (ValueError, TypeError, TemplateError) as error:
-                problem = bad_rows.problem(name, index + 1, error, args.bad_rows)
-                documents = [([], [], 0, 0, 0)]
-            found += [(*document, index + 1, problem) for document in documents]
+        for i in range(0, len(rows), TOGETHER):
+            found += encode_or_name(rows[i : i + TOGETHER], numbers[i : i + TOGETHER])
         columns = [*FEATURES, *bad_rows.ORIGIN]
         return dict(zip(columns, map(list, zip(*found, strict=True)), strict=True))
 

@@ -422,8 +422,9 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
 
     def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = [prefix + text for text in batch["text"]], batch["summary"]
-        inputs = tokenizer(texts[0], max_length=lengths[0], truncation=True)
-        labels = tokenizer(text_target=texts[1], max_length=lengths[1], truncation=True)
+        options = {"truncation": True, "return_attention_mask": False}
+        inputs = tokenizer(texts[0], max_length=lengths[0], **options)
+        labels = tokenizer(text_target=texts[1], max_length=lengths[1], **options)
         sources = [closed(ids, lengths[0]) for ids in inputs["input_ids"]]
         targets = [closed(ids, lengths[1]) for ids in labels["input_ids"]]
         return {"input_ids": sources, "labels": targets, "length": [len(ids) for ids in sources]}

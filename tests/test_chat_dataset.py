@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -23,7 +24,16 @@ from chat_templates import (
 )
 from conftest import ROOT
 from datasets import Dataset, Features
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from jinja2 import TemplateError
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
@@ -150,9 +160,17 @@ def spans(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
     return [tokenizer.decode(run, clean_up_tokenization_spaces=False) for run in runs if run]
 
 
+def encode(
+    chat: list[dict], tools: list[dict] | None, tokenizer: object, train_on_prompt: bool
+) -> list[tuple]:
+    """Ids and labels of a chat's documents."""
+    (found,) = chat_dataset.encode([(chat, tools)], tokenizer, train_on_prompt)
+    return found
+
+
 def only_document(chat: list[dict], tokenizer: object, train_on_prompt: bool = False) -> tuple:
     """Ids and labels of a chat that gives one document."""
-    (document,) = chat_dataset.encode(chat, None, tokenizer, train_on_prompt)
+    (document,) = encode(chat, None, tokenizer, train_on_prompt)
     return document
 
 
@@ -300,11 +318,11 @@ def test_train_on_prompt() -> None:
 def test_plain_documents() -> None:
     """The tokenizer's special tokens once, those in the text read as text."""
     tokenizer = letters()
-    ids, labels = chat_dataset.encode_text("a</s>", tokenizer)
+    ((ids, labels),) = chat_dataset.encode_texts(["a</s>"], tokenizer)
     assert ids == [*(byte + 3 for byte in b"a</s>"), tokenizer.eos_token_id]
     assert labels == [-100, *ids[1:]]
     tokenizer = bpe(bos_token="<s>", eos_token="</s>")
-    ids, labels = chat_dataset.encode_text("Jane</s>", tokenizer)
+    ((ids, labels),) = chat_dataset.encode_texts(["Jane</s>"], tokenizer)
     assert tokenizer.decode(ids[1:-1]) == "Jane</s>"
     assert ids[0] == tokenizer.bos_token_id and labels == [-100, *ids[1:]]
     assert ids[-1] == labels[-1] == tokenizer.eos_token_id
@@ -792,7 +810,7 @@ def test_a_template_that_names_no_tool_may_know_them() -> None:
                               "if m.role != 'tool' and not m.tool_calls %}")  # fmt: skip
     for said, turns in (("the role tool", chat), ("tool_calls", [USER, CALLING])):
         with pytest.raises(ValueError, match=UNKNOWN.format(said)):
-            chat_dataset.encode(turns, None, with_template(tokenizer, dropping), False)
+            encode(turns, None, with_template(tokenizer, dropping), False)
 
 
 SAID = {
@@ -885,13 +903,13 @@ def test_which_template_is_used_is_said(tmp_path: Path, capfd: pytest.CaptureFix
 def test_tools_that_a_template_does_not_know() -> None:
     """Of several templates that with the name tool_use is taken for a chat with tools."""
     with pytest.raises(ValueError, match="template does not know tools"):
-        chat_dataset.encode([USER, ASSISTANT], [TOOL], with_template(letters(), CHATML), False)
+        encode([USER, ASSISTANT], [TOOL], with_template(letters(), CHATML), False)
     several = {"default": CHATML, "tool_use": QWEN_3}
     tokenizer = with_template(known_tokenizer("qwen 3", bpe), several)
     for tools, template in (None, CHATML), ([TOOL], QWEN_3):
-        found = chat_dataset.encode([USER, ASSISTANT], tools, tokenizer, False)
+        found = encode([USER, ASSISTANT], tools, tokenizer, False)
         alone = with_template(known_tokenizer("qwen 3", bpe), template)
-        assert found == chat_dataset.encode([USER, ASSISTANT], tools, alone, False)
+        assert found == encode([USER, ASSISTANT], tools, alone, False)
 
 
 def known_tokenizer(name: str, make: Callable) -> object:
@@ -934,7 +952,7 @@ def test_answers_as_the_model_writes_them(name: str, chat: str, make: Callable) 
     tokenizer = known_tokenizer(name, make)
     turns = KNOWN_CHATS[chat]
     tools = [TOOL] if chat == "tools" else None
-    found = chat_dataset.encode(turns, tools, tokenizer, False)
+    found = encode(turns, tools, tokenizer, False)
     learned = []
     for ids, labels in found:
         assert len(ids) == len(labels)
@@ -946,10 +964,82 @@ def test_answers_as_the_model_writes_them(name: str, chat: str, make: Callable) 
     assert len(found) == SEVERAL.get(name, {}).get(chat, 1)
 
 
+def metaspace(**special: object) -> PreTrainedTokenizerFast:
+    """A BPE of Llama 2's kind: only the first word of a text gets a space before it."""
+    tokenizer = bpe(words=False, **special)
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Prepend("_")])
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Metaspace(replacement="G", prepend_scheme="first"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    return tokenizer
+
+
+def random_chats(seed: int, count: int) -> list[list[dict]]:
+    """Chats of up to 20 turns, of words, spaces, other scripts, and what special tokens say."""
+    draw = random.Random(seed)
+    pieces = [*"ab \n\t-\u00a0é日ﬁ", "  ", "\n\n", "Emma", " wrote it", "e\u0301", "👩‍🔬", "[INST]"]
+    pieces += ["<s>", "</s>", "[/INST]", "<|eot_id|>", "<|endoftext|>", "<|im", "_end|>"]
+    pieces += ["<|im_start|>", "<|im_end|>", "<|im_start|>assistant\n", "<think>", "</think>"]
+    chats = []
+    for _ in range(count):
+        roles = ["user", "assistant"] * 10
+        kind = draw.random()
+        if kind < 0.3:
+            roles = ["system", *roles]
+        elif kind < 0.4:
+            roles = roles[1:]
+        elif kind < 0.6:
+            roles = draw.choices(["system", "user", "assistant", "tool"], k=20)
+        roles = roles[: draw.randint(2, 20)]
+        contents = ["".join(draw.choices(pieces, k=draw.randint(0, 12))) for _ in roles]
+        turns = zip(roles, contents, strict=True)
+        chat = [{"role": role, "content": content} for role, content in turns]
+        chats.append([*chat, ASSISTANT] if "assistant" not in roles else chat)
+    return chats
+
+
+@pytest.mark.parametrize("make", [bpe, partial(bpe, words=False), metaspace])
+@pytest.mark.parametrize("name", KNOWN)
+def test_tokens_are_as_of_each_beginning_made_anew(
+    name: str, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rendered by Transformers, and made into tokens whole, as by a tokenizer without offsets."""
+    tokenizer = known_tokenizer(name, make)
+    chats = random_chats(len(name), 20)
+
+    def encoded() -> list:
+        found = []
+        for chat in chats:
+            for on_prompt in False, True:
+                try:
+                    found.append(encode(chat, None, tokenizer, on_prompt))
+                except (ValueError, TemplateError) as error:
+                    found.append(str(error))
+        return found
+
+    quick = encoded()
+    assert sum(isinstance(part, list) for part in quick) >= 20
+    good = [chat for chat, found in zip(chats, quick[::2], strict=True) if isinstance(found, list)]
+    together = chat_dataset.encode([(chat, None) for chat in good], tokenizer, False)
+    assert together == [found for found in quick[::2] if isinstance(found, list)]
+
+    def renderer(tokenizer: object, template: str, *_: object) -> Callable:
+        options = {"tokenize": False, "chat_template": template}
+        return partial(tokenizer.apply_chat_template, **options)
+
+    monkeypatch.setattr(chat_templates, "restarts", lambda _: {})
+    monkeypatch.setattr(chat_templates, "renderer", renderer)
+    assert encoded() == quick
+
+
 def test_what_is_learned_of_thoughts() -> None:
     """The first answer's with it, and not once more in the document of the second."""
     tokenizer = known_tokenizer("qwen 3", bpe)
-    found = chat_dataset.encode(THOUGHTS[:5], None, tokenizer, False)
+    found = encode(THOUGHTS[:5], None, tokenizer, False)
     texts = [spans(ids, labels, tokenizer) for ids, labels in found]
     assert texts == [[turn["content"] + "<|im_end|>"] for turn in THOUGHTS[2:5:2]]
     whole = tokenizer.decode(found[1][0])
@@ -969,7 +1059,7 @@ def test_thoughts_of_their_own() -> None:
 def test_eos_where_an_answer_ends_a_document() -> None:
     """Though the chat goes on; not after the user's last turn, which the second document has."""
     tokenizer = with_template(bpe(bos_token="<s>", eos_token="</s>"), REWRITING)
-    found = chat_dataset.encode([*REWRITTEN, USER], None, tokenizer, False)
+    found = encode([*REWRITTEN, USER], None, tokenizer, False)
     first = "<user>a<assistant>x</think>y</s>"
     second = "<user>a<assistant>y<user>a<assistant>b<user>a"
     assert [tokenizer.decode(ids) for ids, _ in found] == [first, second]
@@ -977,7 +1067,7 @@ def test_eos_where_an_answer_ends_a_document() -> None:
         ["<assistant>x</think>y</s>"],
         ["<assistant>b"],
     ]
-    (only,) = chat_dataset.encode(REWRITTEN[:3], None, tokenizer, False)
+    (only,) = encode(REWRITTEN[:3], None, tokenizer, False)
     assert tokenizer.decode(only[0]) == first
 
 

@@ -12,7 +12,10 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import (
+    _compile_jinja_template,
+    render_jinja_template,
+)
 
 from .. import ranks
 from .chat_formats import THOUGHTS
@@ -154,6 +157,43 @@ def taken_apart(tokenizer: Tokenizer) -> list[str]:
     return [marker for marker, count in counts.items() if count > 1]
 
 
+def renderer(
+    tokenizer: Tokenizer, template: str, chat: list[dict], tools: list[dict] | None
+) -> Callable:
+    """Return a function that renders turns of a chat as `apply_chat_template` does.
+
+    That one copies all turns at each call, lest a template sees more than plain values. Turns of
+    a role and a text hold nothing else, and are given as they are.
+    """
+    is_plain = not tools and all(turn.keys() == {"role", "content"} for turn in chat)
+    if not is_plain or type(tokenizer).apply_chat_template is not Tokenizer.apply_chat_template:
+        options = {"tools": tools, "tokenize": False, "chat_template": template}
+        return functools.partial(tokenizer.apply_chat_template, **options)
+    write = _compile_jinja_template(template).render
+    known = tokenizer.special_tokens_map | {"tools": None, "documents": None}
+
+    def render(turns: list[dict], add_generation_prompt: bool = False) -> str:
+        return write(known, messages=turns, add_generation_prompt=add_generation_prompt)
+
+    return render
+
+
+@functools.lru_cache(maxsize=4)
+def restarts(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the tokens that a fast tokenizer takes out of a text before all else, by their ids.
+
+    The text after one is made into tokens by itself, so that they do not depend on what stands
+    before. Left out are tokens that depend on what stands beside them.
+    """
+    if tokenizer.split_special_tokens:
+        return {}
+    return {
+        number: token.content
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if not (token.normalized or token.lstrip or token.single_word)
+    }
+
+
 def check_turns(
     tokenizer: Tokenizer, template: str, turns: list[dict], tools: list[dict] | None
 ) -> None:
@@ -213,6 +253,7 @@ def asks_for_date(tokenizer: Tokenizer) -> bool:
     return "strftime_now" in str(tokenizer.chat_template)
 
 
+@functools.lru_cache(maxsize=4)
 def with_date(template: str, began: str) -> str:
     """Return a chat template that writes the day `began`, such as 2026-11-23, in place of today, so
     that every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
