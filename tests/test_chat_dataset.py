@@ -49,7 +49,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Bat
 EMPTY = ASSISTANT | {"content": "\n"}
 CALLING = ASSISTANT | {"content": "", "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "f", "description": "weather", "parameters": {}}}
-UNKNOWN = "the tokenizer's chat template does not know {}"
+UNKNOWN = "the tokenizer's chat template does not know {}: " + chat_templates.ADVICE
 CANNOT = "the tokenizer's chat template cannot write {}"
 TOOLS_AS_TEXT = (
     "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
