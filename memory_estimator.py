@@ -48,6 +48,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
@@ -519,7 +520,7 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
         return tensor
 
     def enter(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
-        inputs.update(storages(*args, *options.values()))
+        inputs.update(storages(*pytree.tree_leaves((args, options))))  # rotary ones are in a tuple
         blocks.append({})
         scopes.append(blocks[-1])
 
