@@ -187,8 +187,8 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:
-        policies.checkpoint_activations(model, BLOCKS)  # after FSDP, which then stays outside
+    if args.activation_checkpointing:  # after FSDP, which then stays outside
+        policies.checkpoint_activations(model, BLOCKS, args.activation_checkpointing)
     return model
 
 

@@ -71,7 +71,7 @@ RECIPE = {  # of Llama-2 70B: defaults that differ from the other scripts'
     "eval_every": 100,
     "save_every": 250,
     "timeout_minutes": 90.0,
-    "activation_checkpointing": True,
+    "activation_checkpointing": "blocks",
     "export_dtype": "bf16",
 }
 CHUNK = 1024  # tokens whose logits are held at a time
@@ -302,8 +302,8 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:
-        policies.checkpoint_activations(model, BLOCKS)  # after FSDP, which then stays outside
+    if args.activation_checkpointing:  # after FSDP, which then stays outside
+        policies.checkpoint_activations(model, BLOCKS, args.activation_checkpointing)
     return model
 
 

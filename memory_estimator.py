@@ -37,7 +37,7 @@ import json
 import math
 import shlex
 import sys
-from argparse import BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections import ChainMap
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
@@ -164,8 +165,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--load-in-4bit", **arguments.OFF, help="hold the blocks' frozen projections in NF4")
     add("--attention", choices=list(ATTENTIONS), default="fused",
         help="fused is flash, varlen or sdpa; eager keeps the score matrices")  # fmt: skip
-    add("--activation-checkpointing", action=BooleanOptionalAction,
-        help="recompute blocks in the backward pass (default: as the script)")  # fmt: skip
+    arguments.add_recomputation(add, default=None, note=" (default: as the script)")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="paged: moments on the CPU")
     add = parser.add_argument_group("machine (defaults: DGX A100)").add_argument
     add("--nodes", type=int, default=1, help="number of machines")
@@ -192,10 +192,18 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     problems = arguments.out_of_range(args, limits) + problems
     if args.fsdp == 2 and args.optimizer != "adamw":
         problems.append(f"--optimizer {args.optimizer} needs --fsdp 1, and no adapters")
+    if args.attention == "eager" and args.activation_checkpointing == "attention":
+        problems.append("--activation-checkpointing attention keeps what --attention fused gives")
     if problems:
         parser.error("; ".join(problems))
+    args.activation_checkpointing = in_a_row(args.activation_checkpointing)
     args.fsdp = args.fsdp or 1
     return args
+
+
+def in_a_row(recomputation: Any) -> Any:
+    """Return what a row says of a script's --activation-checkpointing: True for whole blocks."""
+    return True if recomputation == "blocks" else recomputation
 
 
 def built_in_size(name: str) -> str | None:
@@ -278,7 +286,8 @@ def script_flags(script: ModuleType) -> dict[str, Any]:
             vars(script)[room].add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**script.RECIPE)
-    return vars(parser.parse_args([]))
+    flags = vars(parser.parse_args([]))
+    return flags | {"activation_checkpointing": in_a_row(flags["activation_checkpointing"])}
 
 
 def check_flags(args: Namespace, flags: dict[str, Any]) -> None:
@@ -301,14 +310,18 @@ class FusedAttention(torch.autograd.Function):
     not the scores."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Take [batch, heads, length, head size], return [batch, length, heads, head size]."""
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Take [batch, heads, length, head size], return [batch, length, heads, head size] and the
+        sums of the scores' exponentials, as logarithms."""
         groups = query.size(1) // key.size(1)
         keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         output = (query @ keys.mT @ values).transpose(1, 2).contiguous()
         log_sums = query.new_empty(query.shape[:3], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, log_sums, bias)
-        return output
+        ctx.mark_non_differentiable(log_sums)
+        return output, log_sums
 
 
 def fused_attention(
@@ -320,7 +333,9 @@ def fused_attention(
     if position_bias is not None:
         padding = torch.empty(query.size(0), 1, 1, key.size(2), dtype=torch.bool, device="meta")
         position_bias = torch.where(padding, position_bias, 0.0)
-    return FusedAttention.apply(query, key, value, position_bias), None
+    module.kernel_flops = 4 * query.numel() * key.size(2)
+    module.kernel_gives = FusedAttention.apply(query, key, value, position_bias)
+    return module.kernel_gives[0], None
 
 
 def eager_attention(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -367,10 +382,11 @@ class Model:
     logit_count: int  # elements of the logits that are held at a time
     logits: int  # their bytes
     activations: int  # bytes, without activation checkpointing
-    inputs: int  # bytes of activations that stay with activation checkpointing
-    block: int  # bytes that the largest block keeps when it is recomputed
+    stays: dict[Any, int]  # bytes of activations that stay, by activation checkpointing
+    block: dict[Any, int]  # bytes that the largest block adds when it is recomputed, likewise
     flops: int  # of a forward pass
     head_flops: int
+    attention_flops: int  # of fused kernels
 
 
 def read_model(args: Namespace) -> Model:
@@ -473,7 +489,8 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     """Return the bytes that autograd keeps of a forward pass, and its FLOPs, as seen on meta.
 
     Each tensor counts once, weights do not. With activation checkpointing, autograd keeps the
-    blocks' inputs, and while a block is recomputed all that this one keeps.
+    blocks' inputs, or these and what attention kernels give, and while a block is recomputed all
+    that this one keeps.
 
     For comparison, Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer
     Models, section 4.1) derive for a GPT-2 block s b h (34 + 5 a s / h) bytes: b sequences of s
@@ -503,7 +520,7 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
         return tensor
 
     def enter(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
-        inputs.update(storages(*args, *options.values()))
+        inputs.update(storages(*pytree.tree_leaves((args, options))))  # rotary ones are in a tuple
         blocks.append({})
         scopes.append(blocks[-1])
 
@@ -521,13 +538,21 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     with hooks, FlopCounterMode(display=False) as counter:
         model(**batch, use_cache=False)
     targets = batch.get("decoder_input_ids", batch["input_ids"]).numel()
-    stays = storage_bytes(outside, inputs)
+    given: dict[int, torch.UntypedStorage] = {}  # by attention kernels
+    for module in model.modules():
+        given |= storages(*getattr(module, "kernel_gives", ()))
+    kept = {True: (outside, inputs), "attention": (outside, inputs, given)}
+    stays = {how: storage_bytes(*parts) for how, parts in kept.items()}
+    largest = {
+        how: max(storage_bytes(*parts, block) for block in blocks) for how, parts in kept.items()
+    }
     return {
         "activations": storage_bytes(outside, *blocks),
-        "inputs": stays,
-        "block": max(storage_bytes(outside, inputs, block) for block in blocks) - stays,
+        "stays": stays,
+        "block": {how: size - stays[how] for how, size in largest.items()},
         "flops": counter.get_total_flops(),
         "head_flops": 2 * targets * model.lm_head.weight.numel(),
+        "attention_flops": sum(getattr(m, "kernel_flops", 0) for m in model.modules()),
     }
 
 
@@ -641,7 +666,12 @@ def state_dicts(
 
 
 def memory(
-    model: Model, args: Namespace, strategy: str, offload: bool, checkpointing: bool, optimizer: str
+    model: Model,
+    args: Namespace,
+    strategy: str,
+    offload: bool,
+    checkpointing: bool | str,
+    optimizer: str,
 ) -> dict[str, int]:
     """Return bytes on each GPU by term and at the peak, and of CPU memory in each node.
 
@@ -669,7 +699,7 @@ def memory(
         states = [scales, 0, 0]
     kept, block = model.activations, 0
     if checkpointing:
-        kept, block = model.inputs, model.block
+        kept, block = model.stays[checkpointing], model.block[checkpointing]
     find_peak = fsdp1_peak
     if args.fsdp == 2 and strategy != "ddp":
         find_peak = fsdp2_peak
@@ -820,7 +850,9 @@ def fsdp2_peak(
     return gathered + at_work, logits, peak
 
 
-def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -> dict[str, Any]:
+def traffic(
+    model: Model, args: Namespace, strategy: str, checkpointing: bool | str
+) -> dict[str, Any]:
     """Return the bytes that each GPU and each node sends in a step, and the least time it takes.
 
     When k GPUs gather or reduce-scatter a tensor in a ring, each sends (k - 1) / k of it; in an
@@ -833,9 +865,9 @@ def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -
     A ring through all GPUs leaves a node once, so a node sends what a GPU sends.
 
     A step costs the FLOPs of three forward passes, of two where weights are frozen. Blocks are
-    computed once more under activation checkpointing, and chunked logits in 16 bits. The longest of
-    the three times bounds the step, however well they overlap. PCIe, under CPU offload, and the
-    optimizer's step are left out.
+    computed once more under activation checkpointing, but for an attention that is kept, and
+    chunked logits in 16 bits. The longest of the three times bounds the step, however well they
+    overlap. PCIe, under CPU offload, and the optimizer's step are left out.
     """
     precision = policies.PRECISIONS[args.precision]
     steps = args.gradient_accumulation_steps
@@ -860,6 +892,8 @@ def traffic(model: Model, args: Namespace, strategy: str, checkpointing: bool) -
         flops += model.head_flops
     if checkpointing:
         flops += model.flops - model.head_flops
+    if checkpointing == "attention":
+        flops -= model.attention_flops
     seconds = {
         "intranode_seconds": ring * 8e-9 / args.intranode_gbps if args.gpus_per_node > 1 else 0.0,
         "internode_seconds": node * 8e-9 / args.internode_gbps,
@@ -893,7 +927,10 @@ def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
 def group_of(row: dict[str, Any]) -> str:
     """Return the heading of a row's group: optimizer and activation checkpointing."""
     checkpointing = "with" if row["activation_checkpointing"] else "no"
-    return f"{row['optimizer']}, {checkpointing} activation checkpointing"
+    heading = f"{row['optimizer']}, {checkpointing} activation checkpointing"
+    if row["activation_checkpointing"] == "attention":
+        heading += " that keeps attention"
+    return heading
 
 
 def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
@@ -920,7 +957,7 @@ def takes_offload(args: Namespace) -> bool:
     return args.nodes * args.gpus_per_node > 1 and args.gradient_accumulation_steps == 1
 
 
-def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
+def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool | str, str]]:
     """Return what to estimate: strategy, CPU offload, activation checkpointing, optimizer."""
     recomputing = [args.activation_checkpointing]
     if args.activation_checkpointing is None:
@@ -928,6 +965,8 @@ def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     optimizers = [args.optimizer]
     if args.all or args.json:
         recomputing = [True, False]
+        if args.activation_checkpointing == "attention":
+            recomputing.insert(1, "attention")
         optimizers = list(OPTIMIZERS) if "optimizer" in model.flags else ["adamw"]
     found = []
     for recompute, optimizer, mode in itertools.product(recomputing, optimizers, MODES):
@@ -968,8 +1007,11 @@ def verdict(model: Model, args: Namespace) -> str | None:
         args = Namespace(**vars(args) | {"nodes": more[0]})
         rows = [estimate(model, args, "full_shard", *choice) for choice in means]
     row = next(row for row in rows if row["fits"])
-    added = ["activation checkpointing"] * (row["activation_checkpointing"] and not asked)
-    added += ["CPU offload"] * row["cpu_offload"]
+    added = []
+    if row["activation_checkpointing"] != asked:
+        added.append("whole blocks recomputed" if asked else "activation checkpointing")
+    if row["cpu_offload"]:
+        added.append("CPU offload")
     how = f" with {' and '.join(added)}" if added else ""
     sentence = f"full_shard{how} fits on {in_words(args.nodes)}: {row['peak_bytes'] / 1e9:.1f} of "
     sentence += f"{args.gpu_memory_gb:g} GB"

@@ -7,6 +7,7 @@ transformer blocks and the device are arguments.
 import contextlib
 import functools
 import os
+import re
 import warnings
 from argparse import Namespace
 from collections import Counter
@@ -34,7 +35,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers.activations import NewGELUActivation
 
 from runtime import models, ranks
@@ -69,6 +74,8 @@ STRATEGIES = {
     "no_shard": ShardingStrategy.NO_SHARD,
     "ddp": None,  # DistributedDataParallel, the baseline
 }
+# Operators that compute a whole attention: PyTorch's, and those of the packages flash-attn.
+ATTENTION = re.compile(r"^aten\._scaled_dot_product_|^torch_attn\._varlen_attn|^flash_attn")
 Classes = tuple[
     type[nn.Module], ...
 ]  # of a model's blocks: an encoder's and a decoder's may differ
@@ -224,9 +231,63 @@ def fsdp2_options(args: Namespace, device: torch.device) -> dict[str, Any]:
     }
 
 
-def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
-    """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
-    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
+def checkpoint_activations(model: nn.Module, blocks: Classes, how: str = "blocks") -> None:
+    """Recompute each block in the backward pass; call it after FSDP, which then stays outside.
+
+    With `how` "attention" the block keeps what its attention gives, and recomputes the rest.
+    """
+    if how == "attention":
+        keep_attention(model, blocks)
+    else:
+        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
+
+
+def keep_attention(model: nn.Module, blocks: Classes) -> None:
+    """Recompute each block in the backward pass, but for the operators in ATTENTION.
+
+    The blocks' `forward` is replaced, so that torch.compile sees what is kept. Around a compiled
+    block the outputs would be kept without its knowledge, and it may write another tensor in their
+    place: gradients were wrong without a word where the attention's weights are frozen.
+
+    The first forward pass in training ends the run if no such operator was called, or if one drew
+    dropout: not drawn again, it would shift the random numbers of the rest.
+    """
+    dropouts = set()  # of the operators that were kept
+
+    def policy(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+        if not ATTENTION.match(str(operator)):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        names = [argument.name for argument in operator._schema.arguments]
+        options |= dict(zip(names, args, strict=False))
+        dropouts.add(options.get("dropout_p", 0.0))
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def recomputed(forward: Callable) -> Callable:
+        @functools.wraps(forward)  # torch.compile leaves out a functools.partial of `checkpoint`
+        def keeps_attention(*args: Any, **options: Any) -> Any:
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
+
+        return keeps_attention
+
+    def check(*_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        handle.remove()
+        wrong = None
+        if not dropouts:
+            wrong = "no kernel computes this model's attention as one here"
+        elif any(dropouts):
+            wrong = "the attention has dropout, which would shift the random numbers after it"
+        if wrong:
+            flag = "--activation-checkpointing"
+            ranks.exit_with(f"{flag} attention: {wrong}: use {flag} blocks")
+
+    for module in model.modules():
+        if isinstance(module, blocks):
+            module.forward = recomputed(module.forward)
+    handle = model.register_forward_hook(check)
 
 
 def recomputed_sum(

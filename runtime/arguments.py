@@ -38,14 +38,14 @@ class Help(argparse.HelpFormatter):
             return action.option_strings[1] if action.default else flag
         if action.nargs == 0:
             return ", ".join(action.option_strings)
-        more = " ..." if action.nargs == "+" else ""
-        return f"{flag} {action.metavar or METAVARS.get(action.type, 'NAME')}{more}"
+        value = action.metavar or METAVARS.get(action.type, "NAME")
+        return flag + {"+": f" {value} ...", "?": f" [{value}]"}.get(action.nargs, f" {value}")
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
         if isinstance(action, argparse.BooleanOptionalAction):
             return f"do not {text}" if action.default else text
-        if "(default" in text:
+        if "(default" in text or action.nargs == 0:
             return text
         notes = []
         if action.choices:
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         formatter.add_usage(f"{self.prog} [flags]", [], [])
         formatter.add_text(title)
         formatter.add_text(commands)
-        by_name = {action.dest: action for action in self._actions}
+        by_name = {action.dest: action for action in reversed(self._actions)}  # not the --no-...
         common = [by_name[name] for name in COMMON if name in by_name]
         groups = [(group.title, group._group_actions) for group in self._action_groups]
         for heading, actions in [("what most runs set", common), *groups]:
@@ -216,8 +216,28 @@ def _add_sharding(
         default="auto",
         help="auto: bf16 where the GPU has it, else fp32; what is trained stays fp32",
     )
-    add("--activation-checkpointing", **OFF, help="recompute blocks in the backward pass")
+    add_recomputation(add)
     add("--compile", **OFF, help="torch.compile of each block; on a CPU with a C++ compiler")
+
+
+def add_recomputation(add: Callable, default: str | bool | None = False, note: str = "") -> None:
+    """Declare --activation-checkpointing, alone or with a value, and its --no- form; `note` ends
+    its help."""
+    add(
+        "--activation-checkpointing",
+        nargs="?",
+        choices=["blocks", "attention"],
+        const="blocks",
+        default=default,
+        help=f"recompute blocks in the backward pass; attention: all of them but that{note}",
+    )
+    add(
+        "--no-activation-checkpointing",
+        action="store_false",
+        dest="activation_checkpointing",
+        default=default,
+        help="recompute nothing",
+    )
 
 
 def samples(args: Namespace, train: int, val: int) -> dict[str, int]:

@@ -139,7 +139,10 @@ per_document.origin = "scaled_dot_product_attention, a document at a time"
 
 
 def check_arguments(args: Namespace) -> list[str]:
-    """List a sentence if --attention names a kernel that cannot run here."""
+    """List a sentence if --attention names a kernel that cannot run here, or none to keep."""
+    if args.attention == "eager" and args.activation_checkpointing == "attention":
+        return ["--activation-checkpointing attention keeps what a kernel gives: --attention eager "
+                "has none"]  # fmt: skip
     if args.attention in ("flash", "varlen") and not args.prepare_only:
         try:
             varlen_kernel(args.attention, args.precision)

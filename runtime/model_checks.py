@@ -34,9 +34,11 @@ def fit_config(
 
     What is in SWITCHED_OFF becomes 0, with a line that says so. Raises ValueError if the model has
     fewer positions than one of the arguments called `lengths`, if it would change its attention
-    while it runs, or is too large for --model-name tiny: its parameters are counted on meta, so
-    that no memory is taken.
+    while it runs, has none that --activation-checkpointing attention can keep, or is too large for
+    --model-name tiny: its parameters are counted on meta, so that no memory is taken.
     """
+    if args.activation_checkpointing == "attention":
+        _check_kept_attention(model_class, config)
     for name in lengths:
         flag = f"--{name.replace('_', '-')}"
         check_length(flag, getattr(args, name), config)
@@ -60,6 +62,23 @@ def fit_config(
             f"--model-name tiny would have {size:,} parameters, above {TINY_LIMIT:,}: give TINY "
             f"the names that {type(config).__name__} has for width and layers, and few experts"
         )
+
+
+def _check_kept_attention(model_class: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Raise ValueError if no kernel gives what --activation-checkpointing attention keeps, or if
+    its dropout, not drawn again, would shift the random numbers of the rest."""
+    flag = "--activation-checkpointing"
+    if not model_class._supports_sdpa:
+        raise ValueError(
+            f"{flag} attention keeps what a kernel gives, and {model_class.__name__} uses none: "
+            f"use {flag} blocks"
+        )
+    for name in ("attn_pdrop", "attention_dropout"):
+        if getattr(config, name, 0.0):
+            raise ValueError(
+                f"{flag} attention needs attention without dropout: set {name} to 0 in the "
+                f"model's config.json, or use {flag} blocks"
+            )
 
 
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:

@@ -157,7 +157,7 @@ def estimate(row: Row) -> float:
     loss = int(row.logit_bytes * logits)
     kept, block = model.activations, 0
     if args.activation_checkpointing:
-        kept, block = model.inputs, model.block
+        kept, block = model.stays[True], model.block[True]
     if row.selective:
         # Of a block's seven products the first, third, fifth and last, which are q, v, the MLP's
         # gate and its output, and the attention with a sum in fp32 for each head (_save_list in

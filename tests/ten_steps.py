@@ -40,6 +40,8 @@ SHARED_VARIANTS = {
     "fsdp2_accumulate_no_sync": ["--fsdp", "2", "--batch-size", "2",
                                  "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
     "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing"],
+    "attention_kept": ["--activation-checkpointing", "attention"],
+    "fsdp2_attention_kept": ["--fsdp", "2", "--activation-checkpointing", "attention"],
 }  # fmt: skip
 # All of them run with GPT-2. Wrapping and the loop are one text in the scripts, which test_gpt2.py
 # checks, so the others run those in which a model's own forward takes part.
@@ -50,6 +52,7 @@ CORE_VARIANTS = {
         "ddp",
         "accumulate",
         "activation_checkpointing",
+        "attention_kept",
         "fsdp2",
         "fsdp2_accumulate_no_sync",
     )
@@ -129,6 +132,12 @@ class Watch(TorchDispatchMode):
             callers = [f.filename for f in frames if "/torch/_" not in f.filename]
             self.waits[Path(callers[-1]).name] += 1
         return function(*args, **(kwargs or {}))
+
+
+def check_recomputation(results: dict, **pairs: str) -> None:
+    """Of variants that recompute, and those that do not: the same losses, to the last bit."""
+    for name, plain in pairs.items():
+        assert results[name]["losses"] == results[plain]["losses"], name
 
 
 def check_nothing_waits(results: dict, variants: Iterable[str]) -> None:

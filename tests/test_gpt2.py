@@ -14,7 +14,7 @@ from conftest import ROOT, launch
 from copied import copied
 from datasets import Dataset
 from ema import EMA
-from ten_steps import SHARED_VARIANTS, check_nothing_waits
+from ten_steps import SHARED_VARIANTS, check_nothing_waits, check_recomputation
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
@@ -110,6 +110,18 @@ def check_parity(result: dict, reference: dict) -> None:
 def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, reference: dict) -> None:
     """With the short last block, and steps that the ranks cannot share out evenly."""
     check_parity(two_ranks[variant], reference)
+
+
+def test_recomputation_changes_nothing(two_ranks: dict) -> None:
+    """Of blocks, or of all of them but their attention."""
+    check_recomputation(
+        two_ranks,
+        activation_checkpointing="full_shard",
+        attention_kept="full_shard",
+        ddp_activation_checkpointing="ddp",
+        fsdp2_activation_checkpointing="fsdp2",
+        fsdp2_attention_kept="fsdp2",
+    )
 
 
 def test_parameters_are_counted_whatever_is_sharded(

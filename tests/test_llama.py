@@ -11,7 +11,14 @@ import torch.nn.functional as F
 import transformers
 from conftest import launch
 from safetensors.torch import load_file, save_file
-from ten_steps import COMPILED, CORE_VARIANTS, PAGED, check_going_on, check_nothing_waits
+from ten_steps import (
+    COMPILED,
+    CORE_VARIANTS,
+    PAGED,
+    check_going_on,
+    check_nothing_waits,
+    check_recomputation,
+)
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
@@ -26,6 +33,15 @@ TWO_RANKS = CORE_VARIANTS | {
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
     "fsdp2_bf16": ["--fsdp", "2", "--precision", "bf16"],
     "fsdp2_compile": ["--fsdp", "2", *COMPILED],
+    "fsdp2_compile_attention_kept": [
+        "--fsdp",
+        "2",
+        *COMPILED,
+        "--activation-checkpointing",
+        "attention",
+        "--attention",
+        "sdpa",
+    ],
     **PAGED,
 }
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
@@ -171,13 +187,24 @@ def test_nothing_waits_for_the_device(two_ranks: dict) -> None:
     check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
-@pytest.mark.parametrize("variant", ["compile", "fsdp2_compile"])
+@pytest.mark.parametrize("variant", ["compile", "fsdp2_compile", "fsdp2_compile_attention_kept"])
 def test_compiled_blocks_are_compiled(variant: str, two_ranks: dict) -> None:
     """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
     compiled = two_ranks[variant]
     assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
     assert len({length for _, length in compiled["shapes"]}) > 1
     assert not two_ranks["full_shard"]["graphs"]
+
+
+def test_recomputation_changes_nothing(two_ranks: dict) -> None:
+    """Of blocks, or of all of them but their attention, which is computed a document at a time or,
+    in compiled blocks, at once."""
+    check_recomputation(
+        two_ranks,
+        activation_checkpointing="full_shard",
+        attention_kept="full_shard",
+        fsdp2_compile_attention_kept="fsdp2_compile",
+    )
 
 
 def test_ten_steps_padded(two_ranks: dict, llama_directory: Path) -> None:

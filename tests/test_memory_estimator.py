@@ -1,6 +1,7 @@
 """memory_estimator.py against what ranks hold and send, and against published figures."""
 
 import dataclasses
+import gc
 import importlib
 import importlib.util
 import json
@@ -10,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import published
@@ -17,6 +19,9 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memory_estimator
 import policies
@@ -170,6 +175,53 @@ def test_activations_are_those_that_a_real_model_keeps(
     assert ours == pytest.approx(sum(storage.nbytes() for storage in saved.values()), rel=1e-6)
 
 
+class Storages(TorchDispatchMode):
+    """Knows all storages that were made, without holding them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        """Call the operator, and note what it returns."""
+        output = function(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(output):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return output
+
+    def living(self) -> int:
+        """Return the bytes of those that are still there."""
+        return sum(size for reference, size in self.made.values() if not reference.expired())
+
+
+@pytest.mark.parametrize("how", ["blocks", "attention"])
+@pytest.mark.parametrize("script", ["llama_fsdp", "gpt2_fsdp"])
+def test_what_recomputation_keeps_is_what_lives(
+    script: str, how: str, odd_models: dict[str, Path]
+) -> None:
+    """After a forward pass with a CPU's fused attention, by the storages that were made in it: what
+    is kept of attention is saved where autograd's hooks do not see it."""
+    flags = ["--model-name", odd_models[script], "--precision", "fp32", "--batch-size", 2]
+    flags = [*flags, "--seq-length", 12, "--activation-checkpointing", how]
+    args = memory_estimator.parse_args(list(map(str, flags)))
+    ours = memory_estimator.read_model(args).stays[args.activation_checkpointing]
+    module = importlib.import_module(script)
+    model = module.MODEL.from_pretrained(odd_models[script], dtype=torch.float32).train()
+    assert model.config._attn_implementation == "sdpa"
+    policies.fuse_gelu(model)
+    policies.checkpoint_activations(model, module.BLOCKS, how)
+    with Storages() as storages:
+        ids = torch.arange(24).reshape(2, 12)
+        output = model(ids, use_cache=False)
+        gc.collect()
+        for tensor in (*model.parameters(), output.logits):  # seen as views, such as transposes
+            storages.made.pop(tensor.untyped_storage()._cdata, None)
+        living = storages.living()
+    assert ours == living
+
+
 def test_flops_and_activations_are_as_in_the_papers() -> None:
     """Chowdhery et al.: 6 N + 12 L a q T for a token of Llama-2 7B, a third more with recomputed
     blocks, the chunked head's twice. Korthikanti et al., in gpt2-large: 34 s b h a layer, with
@@ -185,6 +237,12 @@ def test_flops_and_activations_are_as_in_the_papers() -> None:
     recomputed = row(rows, "full_shard", activation_checkpointing=True)["compute_seconds"] * 1e12
     assert plain == pytest.approx(flops + head)
     assert recomputed == pytest.approx(4 / 3 * flops)
+    kept = estimates(
+        "--model-name", "llama-2-7b", *machine, "--activation-checkpointing", "attention"
+    )
+    kept = row(kept, "full_shard", activation_checkpointing="attention")
+    attention = 4 * tokens * layers * width * 512
+    assert kept["compute_seconds"] * 1e12 == pytest.approx(4 / 3 * flops - attention)
 
     batch = ["--model-name", "gpt2-large", "--batch-size", 2, "--seq-length", 1024]
     fused, eager = (estimates(*batch, "--attention", kind) for kind in ("fused", "eager"))
@@ -460,6 +518,10 @@ def test_tables(capsys: pytest.CaptureFixture) -> None:
       "gradient_accumulation_steps": 4, "optimizer": "paged_adamw_32bit"}),
     ("--lora-rank 16 --load-in-4bit --gpus-per-node 1 --gpu-memory-gb 24", "full_shard fits on 1 "
      "node: 6.0 of 24 GB", {"lora_rank": 16, "load_in_4bit": True, "fsdp": 2}),
+    ("--activation-checkpointing attention", "full_shard fits on 1 node: 15.5 of 80 GB; command:",
+     {"activation_checkpointing": "attention"}),
+    ("--batch-size 4 --gpu-memory-gb 19 --activation-checkpointing attention", "full_shard with "
+     "whole blocks recomputed fits on 1 node", {"activation_checkpointing": True}),
     ("--model-name tiny-t5", "full_shard fits on 1 node", {"model_name": "tiny"}),
 ])  # fmt: skip
 def test_the_verdict_is_first_and_its_command_is_the_scripts(
@@ -484,6 +546,8 @@ def test_the_verdict_is_first_and_its_command_is_the_scripts(
     monkeypatch.setattr(ranks, "device_count", lambda: 8)
     script = importlib.import_module(words[place].removesuffix(".py"))
     taken = vars(script.parse_args([*words[place + 1 :], "--dataset", "docstrings"]))
+    how = memory_estimator.in_a_row(taken["activation_checkpointing"])
+    taken["activation_checkpointing"] = how
     assert taken["strategy"] == "full_shard"
     assert {name: taken[name] for name in expected} == expected
     asked = memory_estimator.parse_args(flags.split())
@@ -511,6 +575,7 @@ def test_the_names_of_built_in_sizes_are_those_of_the_hub() -> None:
     (["--model-name", "someone/unknown"], "unset it, give a directory with its files, or set"),
     (["--model-name", "llama2-7b"], "llama2-7b (did you mean llama-2-7b?) is no directory here"),
     (["--modelname", "gpt2"], "unrecognized arguments: --modelname (did you mean --model-name?)"),
+    (["--attention", "eager", "--activation-checkpointing", "attention"], "what --attention fused"),
     (["--model-name", "gpt2", "--lora-rank", "4"], "--lora-rank is no flag of the script that"),
     (["--model-name", "t5-3b", "--optimizer", "paged_adamw_32bit"], "--optimizer is no flag of"),
     (["--fsdp", "2", "--optimizer", "paged_adamw_32bit"], "needs --fsdp 1, and no adapters"),

@@ -1,0 +1,206 @@
+"""--activation-checkpointing: what is kept, what is computed again, and what is refused.
+
+Ten steps with it are in test_gpt2.py and test_llama.py, its bytes in test_memory_estimator.py.
+"""
+
+import functools
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from ten_steps import compile_without_compiler, local
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gpt2_fsdp
+import llama_fsdp
+import policies
+import T5_training
+from runtime.model_checks import fit_config
+
+FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+IDS = torch.arange(48).reshape(2, 24)
+ATTENTION = ["--activation-checkpointing", "attention"]
+STRATEGIES = {"ddp": ["--strategy", "ddp"], "fsdp1": ["--fsdp", "1"], "fsdp2": ["--fsdp", "2"]}
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are computed, inside compiled graphs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Have torch.compile go on as if this were not here."""
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        """Count the operator, and call it."""
+        self.calls[function.__name__.partition(".")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """That of a process group of one; --compile runs each operator as it stands."""
+    monkeypatch.setattr(policies, "has_cpp_compiler", policies.has_cpp_compiler)
+    monkeypatch.setattr(torch.nn.Module, "compile", torch.nn.Module.compile)
+    compile_without_compiler()
+    yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
+    llama_fsdp.cleanup()
+    torch._dynamo.reset()
+
+
+def backward_pass(device: torch.device, *flags: str) -> tuple[Counter, torch.Tensor]:
+    """The operators of a tiny Llama's backward pass, and the gradient."""
+    args = ["--model-name", "tiny", "--attention", "sdpa", "--precision", "fp32", *flags]
+    args = llama_fsdp.parse_args(args)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, _, init = llama_fsdp.load_model(args, device)
+    model = llama_fsdp.wrap_model(args, device, model, init)
+    loss = model(input_ids=IDS, targets=IDS)
+    with Operators() as operators:
+        loss.backward()
+    trained = [local(p.grad).flatten() for p in model.parameters() if p.requires_grad]
+    return operators.calls, torch.cat(trained)
+
+
+@pytest.mark.parametrize("more", [[], ["--compile"]], ids=["eager", "compile"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_attention_is_not_computed_again(
+    strategy: str, more: list[str], device: torch.device
+) -> None:
+    """The projections of the four blocks are, but for the last, whose result nothing needs."""
+    flags = [*STRATEGIES[strategy], *more]
+    plain, expected = backward_pass(device, *flags, "--no-activation-checkpointing")
+    blocks, of_blocks = backward_pass(device, *flags)  # the script's default
+    attention, found = backward_pass(device, *flags, *ATTENTION)
+    assert (plain[FORWARD], blocks[FORWARD], attention[FORWARD]) == (0, 4, 0)
+    assert plain[f"{FORWARD}_backward"] == attention[f"{FORWARD}_backward"] == 4
+    assert attention["mm"] - plain["mm"] in (4 * 6, 4 * 7)
+    assert torch.equal(found, expected) and torch.equal(of_blocks, expected)
+
+
+@pytest.mark.parametrize("more", [[], ["--compile"]], ids=["eager", "compile"])
+def test_adapters_in_4_bits(more: list[str], device: torch.device) -> None:
+    """Also where the attention's weights are frozen, and no gradient needs its result."""
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    flags = ["--lora-rank", "2", "--lora-targets", "gate_proj", "--load-in-4bit", *more]
+    _, expected = backward_pass(device, *flags, "--no-activation-checkpointing")
+    operators, found = backward_pass(device, *flags, *ATTENTION)
+    assert operators[FORWARD] == 0 and found.norm() > 0
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.skipif(not policies.has_cpp_compiler(), reason="no C++ compiler")
+def test_inductor_writes_nothing_over_what_is_kept() -> None:
+    """It uses memory again: of an attention whose weights are frozen, no gradient needs the result,
+    so its memory is free but for the recomputation."""
+    config = transformers.LlamaConfig(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
+    gradients = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad = ".mlp." in name
+        if compiles:
+            policies.compile_blocks(model, llama_fsdp.BLOCKS)
+            policies.checkpoint_activations(model, llama_fsdp.BLOCKS, "attention")
+        model(IDS, use_cache=False).logits.logsumexp(-1).sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+    torch._dynamo.reset()
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def first_pass(model: torch.nn.Module, blocks: policies.Classes, **inputs: torch.Tensor) -> None:
+    """Run a model forward without gradients, as a validation does, and with them."""
+    policies.checkpoint_activations(model, blocks, "attention")
+    for has_gradient in (False, True):
+        with torch.set_grad_enabled(has_gradient):
+            model.train()(input_ids=IDS, use_cache=False, **inputs)
+
+
+def test_nothing_to_keep_is_one_sentence(
+    t5_directory: Path, gpt2_directory: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """No kernel of a CPU has dropout; nor has it a bias that is trained, as in T5's attention to
+    itself, but there the attention to the source is kept."""
+    for script, directory, inputs, dropout in (
+        (gpt2_fsdp, gpt2_directory, {}, {"attn_pdrop": 0.1}),
+        (T5_training, t5_directory, {"decoder_input_ids": IDS}, {"dropout_rate": 0.1}),
+    ):
+        load = functools.partial(script.MODEL.from_pretrained, directory)
+        first_pass(load(), script.BLOCKS, **inputs)
+        with pytest.raises(SystemExit) as end:
+            first_pass(load(**dropout), script.BLOCKS, **inputs)
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert end.value.code == 1 and said.startswith("error: ")
+        assert "no kernel computes" in said and "--activation-checkpointing blocks" in said
+
+
+def test_what_is_refused_before_any_weight_is_read(capsys: pytest.CaptureFixture) -> None:
+    """Eager attention, at once; a model without kernels, or with dropout, by its config."""
+    with pytest.raises(SystemExit):
+        llama_fsdp.parse_args(["--model-name", "tiny", "--attention", "eager", *ATTENTION])
+    assert "--attention eager has none" in capsys.readouterr().err
+    args = gpt2_fsdp.parse_args(["--model-name", "none", "--dataset", "docstrings", *ATTENTION])
+    with pytest.raises(ValueError, match="without dropout: set attn_pdrop to 0"):
+        fit_config(args, gpt2_fsdp.MODEL, transformers.GPT2Config())
+    kernelless = type("Kernelless", (gpt2_fsdp.MODEL,), {"_supports_sdpa": False})
+    with pytest.raises(ValueError, match="and Kernelless uses none"):
+        fit_config(args, kernelless, transformers.GPT2Config(attn_pdrop=0.0))
+
+
+@pytest.mark.parametrize("flags, expected", [
+    ([], False),
+    (["--activation-checkpointing"], "blocks"),
+    (["--activation-checkpointing", "--compile"], "blocks"),
+    (["--activation-checkpointing", "blocks"], "blocks"),
+    (ATTENTION, "attention"),
+    ([*ATTENTION, "--no-activation-checkpointing"], False),
+])  # fmt: skip
+def test_the_flag_with_and_without_a_value(
+    flags: list[str], expected: str | bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one counts; Llama's default is the bare one."""
+    monkeypatch.setattr(policies, "has_cpp_compiler", lambda: True)
+    for script in ("gpt2_fsdp", "llama_fsdp"):
+        module = importlib.import_module(script)
+        args = module.parse_args(["--model-name", "none", "--dataset", "docstrings", *flags])
+        default = "blocks" if script == "llama_fsdp" else False
+        assert args.activation_checkpointing == (expected if flags else default)
+
+
+def test_the_random_numbers_of_dropout_stay(capsys: pytest.CaptureFixture) -> None:
+    """An attention that drew some is not kept: what comes after it would draw them in its place."""
+    library = torch.library.Library("flash_attn_of_a_test", "DEF")
+    library.define("forward(Tensor x, float dropout_p) -> Tensor")
+    library.impl("forward", lambda x, dropout_p: x * 2, "CompositeExplicitAutograd")
+
+    class Block(torch.nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.dropout = dropout
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.flash_attn_of_a_test.forward(x, self.dropout) + x
+
+    for dropout in (0.0, 0.1):
+        model = torch.nn.Sequential(Block(dropout))
+        policies.checkpoint_activations(model, (Block,), "attention")
+        if not dropout:
+            model(torch.ones(2, requires_grad=True))
+    with pytest.raises(SystemExit):
+        model(torch.ones(2, requires_grad=True))
+    assert "the attention has dropout" in capsys.readouterr().err
