@@ -129,8 +129,14 @@ def show_progress(verbose: bool) -> None:
     """Have `datasets` show its progress, if `verbose`: bars on a terminal, lines elsewhere."""
     if not verbose:
         datasets.disable_progress_bars()
-    elif not sys.stderr.isatty():
-        datasets.utils.tqdm.display = _show_line
+        return
+    datasets.utils.tqdm.display = _show_bar if sys.stderr.isatty() else _show_line
+
+
+def _show_bar(bar: tqdm, *args: Any, **options: Any) -> bool:
+    """Draw a bar of `datasets` as ever, but for its end, where it goes as all our bars do."""
+    bar.leave = False
+    return tqdm.display(bar, *args, **options)
 
 
 def _show_line(bar: tqdm, *_: object, **__: object) -> None:
