@@ -40,7 +40,9 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def _whole_tensors(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and value of each parameter and persistent buffer of a wrapped model.
 
     FSDP1 gathers the parameters a unit at a time, whole on rank 0 only and as they are trained,
@@ -50,7 +52,7 @@ def _whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, 
     if isinstance(model, FSDPModule):
         for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
             tensor = tensor.detach()
-            if tensor.is_floating_point():
+            if dtype and tensor.is_floating_point():
                 tensor = tensor.to(dtype)
             yield WRAPPERS.sub("", name), gather(tensor)
         return

@@ -554,7 +554,8 @@ def test_a_decoder_without_a_token_to_start_with(
 
 def fit(config: transformers.PretrainedConfig, model_class: type, model_name: str = "path") -> None:
     """`fit_config` without a length to check."""
-    fit_config(argparse.Namespace(model_name=model_name), model_class, config)
+    args = argparse.Namespace(model_name=model_name, activation_checkpointing=None)
+    fit_config(args, model_class, config)
 
 
 def test_no_layer_is_dropped(alone: None, capfd: pytest.CaptureFixture) -> None:
@@ -576,7 +577,9 @@ def test_no_layer_is_dropped(alone: None, capfd: pytest.CaptureFixture) -> None:
     shape = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**shape, rope_parameters=rope | factors)
     for length, count in (32, 0), (33, 1):
-        args = argparse.Namespace(model_name="path", max_seq_length=length)
+        args = argparse.Namespace(
+            model_name="path", max_seq_length=length, activation_checkpointing=None
+        )
         fit_config(args, llama_fsdp.LossModel, config, "max_seq_length")
         assert capfd.readouterr().out.count("a text above 32 tokens") == count
     fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
