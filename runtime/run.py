@@ -76,17 +76,16 @@ class Run(Life):
         ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         self._loader = loader
         if self.checkpoint:
-            step = checkpoints.step_of(self.checkpoint)
-            if step > total:
-                raise ValueError(
-                    f"the run has reached step {step}, and --max-steps or --epochs now end it at "
-                    f"{total}: give at least that many, or another --output-dir"
-                )
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
 
     def begin(self) -> bool:
         """Begin the training, in status and metrics; return False if no steps are left."""
         args, state = self.args, self.state
+        if state.step > state.total_steps:
+            raise ValueError(
+                f"the run has reached step {state.step}, and --max-steps or --epochs now end it at "
+                f"{state.total_steps}: give at least that many, or another --output-dir"
+            )
         if self._was_finished and self._is_done():
             return False
         if self.checkpoint is not None:

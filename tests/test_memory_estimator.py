@@ -574,7 +574,7 @@ def test_the_names_of_built_in_sizes_are_those_of_the_hub() -> None:
 @pytest.mark.parametrize("flags, said", [
     (["--model-name", "someone/unknown"], "unset it, give a directory with its files, or set"),
     (["--model-name", "llama2-7b"], "llama2-7b (did you mean llama-2-7b?) is no directory here"),
-    (["--modelname", "gpt2"], "unrecognized arguments: --modelname (did you mean --model-name?)"),
+    (["--modelname", "gpt2"], "arguments: --modelname gpt2 (did you mean --model-name?)"),
     (["--attention", "eager", "--activation-checkpointing", "attention"], "what --attention fused"),
     (["--model-name", "gpt2", "--lora-rank", "4"], "--lora-rank is no flag of the script that"),
     (["--model-name", "t5-3b", "--optimizer", "paged_adamw_32bit"], "--optimizer is no flag of"),

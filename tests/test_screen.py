@@ -51,6 +51,7 @@ def test_lines_of_tokenising(
     """`datasets` draws no bar into a file; it prints lines, which end as lines do."""
     monkeypatch.setattr(screen, "LINE_SECONDS", 0)
     monkeypatch.setattr(datasets.utils.tqdm, "display", datasets.utils.tqdm.display)
+    datasets.enable_progress_bars()  # whatever was loaded before
     readers.show_progress(verbose=True)
     rows = datasets.Dataset.from_dict({"x": list(range(3000))})
     rows.map(lambda batch: batch, batched=True, desc="preparing rows", load_from_cache_file=False)
