@@ -4,6 +4,7 @@ Copy this file along with llama_fsdp.py and the folder runtime/.
 """
 
 import hashlib
+import itertools
 import random
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
@@ -94,9 +95,10 @@ def encode(
     turn, if it cannot render a chat.
     """
     rendered = [render(chat, tools, tokenizer, train_on_prompt, began) for chat, tools in chats]
+    documents = list(itertools.chain(*rendered))
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    encoded = tokenizer([text for parts in rendered for text, _, _ in parts], **options)
-    rows = enumerate(encoded["input_ids"])
+    encoded = tokenizer([text for text, _, _ in documents], **options)
+    encodings = encoded.encodings or [None] * len(documents)
     kept: dict[str, list[int]] = {}  # the ids of short texts, such as the header of all answers
 
     def ids_of(texts: list[str]) -> dict[str, list[int]]:
@@ -106,10 +108,9 @@ def encode(
             kept.update((text, found[text]) for text in new if len(text) < SHORT)
         return found
 
-    def label(text: str, beginnings: list[tuple[int, str]], is_answered: bool) -> tuple[list, list]:
-        row, ids = next(rows)
+    def label(document: tuple, ids: list[int], encoding: Encoding | None) -> tuple[list, list]:
+        text, beginnings, is_answered = document
         labels = list(ids) if train_on_prompt else [-100] * len(ids)
-        encoding = encoded.encodings[row] if encoded.encodings else None
         ends = last_parts(text, beginnings, ids, encoding, tokenizer)
         found = ids_of([end for _, end in ends])
         # Tokens may merge across the borders, so these are where the tokens differ first.
@@ -121,7 +122,8 @@ def encode(
             labels = [*labels, tokenizer.eos_token_id]
         return ids, [-100, *labels[1:]]
 
-    return [[label(*part) for part in parts] for parts in rendered]
+    labelled = map(label, documents, encoded["input_ids"], encodings)
+    return [list(itertools.islice(labelled, len(parts))) for parts in rendered]
 
 
 def render(
@@ -245,6 +247,11 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
     return [(ids, [-100, *ids[1:]]) for ids in ended]
 
 
+def key_of(before: str | list[dict]) -> int:
+    """Return a hash of 56 bits of what stands before a document's first answer."""
+    return int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
+
+
 def first_target(labels: list[int]) -> int:
     """Return the place of the first label that is a target; their number if there is none."""
     return next((i for i, label in enumerate(labels) if label != -100), len(labels))
@@ -266,7 +273,7 @@ def encoder(
         for row in rows:
             if row.get(json_rows.BROKEN):
                 raise ValueError(row[json_rows.BROKEN])
-            row = {name: json_rows.as_in_file(value, features[name]) for name, value in row.items()}
+            row = {key: json_rows.as_in_file(value, features[key]) for key, value in row.items()}
             if kind == "text":
                 asked.append(row[args.text_column])
                 continue
@@ -274,17 +281,18 @@ def encoder(
             asked.append(chat[: [turn["role"] for turn in chat].index("assistant")] or chat)
             chats.append((chat, tools))
         if kind == "text":
-            found = [[document] for document in encode_texts(asked, tokenizer)]
+            encoded = [[document] for document in encode_texts(asked, tokenizer)]
         else:
-            found = encode(chats, tokenizer, args.train_on_prompt, args.began)
-        keys = [hashlib.blake2b(repr(before).encode(), digest_size=7) for before in asked]
-        return [
-            [
-                (ids[:length], labels[:length], len(ids[length:]), key, first_target(labels))
-                for ids, labels in documents
-            ]
-            for key, documents in zip((int(x.hexdigest(), 16) for x in keys), found, strict=True)
-        ]
+            encoded = encode(chats, tokenizer, args.train_on_prompt, args.began)
+        found = []
+        for key, documents in zip(map(key_of, asked), encoded, strict=True):
+            found.append(
+                [
+                    (ids[:length], labels[:length], len(ids[length:]), key, first_target(labels))
+                    for ids, labels in documents
+                ]
+            )
+        return found
 
     def encode_or_name(rows: list[dict], numbers: list[int]) -> list[tuple]:
         """Encode rows together; if one of them is bad, each alone."""
@@ -300,9 +308,8 @@ def encoder(
         return [(*document, number, "") for number, documents in pairs for document in documents]
 
     def encode_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        rows = [
-            dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)
-        ]
+        values = zip(*batch.values(), strict=True)
+        rows = [dict(zip(batch, row, strict=True)) for row in values]
         numbers = [index + 1 for index in indices]
         found = []
         for i in range(0, len(rows), TOGETHER):

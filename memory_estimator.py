@@ -1,9 +1,9 @@
 """Estimate from a config alone the memory and the traffic of training under FSDP.
 
     python memory_estimator.py --model-name meta-llama/Llama-2-70b-hf --nodes 2
-    python memory_estimator.py --model-name gpt2-xl --gpus-per-node 2 --gpu-memory-gb 24 --all
-    python memory_estimator.py --model-name DIRECTORY --json         # or a config.json, or a hub id
-    python memory_estimator.py --model-name DIRECTORY --script my_script.py  # a copy of one of ours
+    python memory_estimator.py --model-name gpt2-xl --gpus-per-node 2 --all
+    python memory_estimator.py --model-name DIRECTORY --json  # or a config.json
+    python memory_estimator.py --model-name DIRECTORY --script my_script.py
 
 The first lines are a verdict: the least of means with which full_shard fits, as `verdict` says, and
 the command that trains so. The tables below show the other strategies.
@@ -485,6 +485,13 @@ def micro_batch(model: nn.Module, args: Namespace) -> dict[str, Tensor]:
     return batch
 
 
+def keep_dropout_masks(model: nn.Module) -> None:
+    """Have dropout keep a mask of bytes, as it does on a GPU."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p:
+            module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
+
+
 def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, int]:
     """Return the bytes that autograd keeps of a forward pass, and its FLOPs, as seen on meta.
 
@@ -527,9 +534,8 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     def leave(*_: Any) -> None:
         scopes.pop()
 
+    keep_dropout_masks(model)
     for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p:  # which keeps a mask of bytes on a GPU
-            module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
         if isinstance(module, classes):
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
@@ -541,15 +547,14 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     given: dict[int, torch.UntypedStorage] = {}  # by attention kernels
     for module in model.modules():
         given |= storages(*getattr(module, "kernel_gives", ()))
-    kept = {True: (outside, inputs), "attention": (outside, inputs, given)}
-    stays = {how: storage_bytes(*parts) for how, parts in kept.items()}
-    largest = {
-        how: max(storage_bytes(*parts, block) for block in blocks) for how, parts in kept.items()
-    }
+    stays, added = {}, {}
+    for how, kept in {True: (outside, inputs), "attention": (outside, inputs, given)}.items():
+        stays[how] = storage_bytes(*kept)
+        added[how] = max(storage_bytes(*kept, block) for block in blocks) - stays[how]
     return {
         "activations": storage_bytes(outside, *blocks),
         "stays": stays,
-        "block": {how: size - stays[how] for how, size in largest.items()},
+        "block": added,
         "flops": counter.get_total_flops(),
         "head_flops": 2 * targets * model.lm_head.weight.numel(),
         "attention_flops": sum(getattr(m, "kernel_flops", 0) for m in model.modules()),

@@ -5,7 +5,8 @@ python docs/draw_sharding.py
 
 from pathlib import Path
 
-GPUS, UNITS = 4, 3
+GPUS = 4
+UNITS = 3
 MOMENTS = (  # title, note, the unit that is whole there, and what is held of its gradient
     ("at rest", "a quarter of each unit", None, None),
     ("forward, unit 2", "all-gather, compute, free", 1, None),
@@ -14,8 +15,11 @@ MOMENTS = (  # title, note, the unit that is whole there, and what is held of it
     ("optimizer step", "each GPU its quarter", None, "shard"),
 )
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2")  # of the GPUs' shards
-SIZE, GAP = 13, 9  # of a shard's square, and between units
-CELL, TOP, LEFT = 150, 62, 62
+SIZE = 13  # of a shard's square
+GAP = 9  # between units
+CELL = 150  # width of a moment
+TOP = 62
+LEFT = 62
 ROW = SIZE * 4 + 18
 
 
@@ -39,7 +43,8 @@ def text(x: float, y: float, words: str, size: int = 11, weight: str = "normal")
 
 def drawing() -> str:
     """Return the whole picture."""
-    width, height = LEFT + CELL * len(MOMENTS), TOP + ROW * GPUS + 26
+    width = LEFT + CELL * len(MOMENTS)
+    height = TOP + ROW * GPUS + 26
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" font-family="sans-serif" fill="#222">',
@@ -47,7 +52,8 @@ def drawing() -> str:
     ]
     for column, (title, note, whole, gradient) in enumerate(MOMENTS):
         left = LEFT + column * CELL
-        parts += [text(left, 22, title, 13, "bold"), text(left, 40, note)]
+        parts.append(text(left, 22, title, 13, "bold"))
+        parts.append(text(left, 40, note))
         for gpu in range(GPUS):
             y = TOP + gpu * ROW
             for unit in range(UNITS):

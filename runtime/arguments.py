@@ -78,11 +78,12 @@ class Parser(argparse.ArgumentParser):
         formatter.add_text(commands)
         by_name = {action.dest: action for action in reversed(self._actions)}  # not the --no-...
         common = [by_name[name] for name in COMMON if name in by_name]
-        groups = [(group.title, group._group_actions) for group in self._action_groups]
-        for heading, actions in [("what most runs set", common), *groups]:
+        groups = [("what most runs set", common)]
+        for group in self._action_groups:
+            others = [action for action in group._group_actions if action not in common]
+            groups.append((group.title, others))
+        for heading, actions in groups:
             formatter.start_section(heading)
-            if heading != "what most runs set":
-                actions = [action for action in actions if action not in common]
             formatter.add_arguments(actions)
             formatter.end_section()
         for paragraph in rest:

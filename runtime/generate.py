@@ -4,7 +4,6 @@ python -m runtime.generate OUTPUT_DIR/final "Return the number of"
 python -m runtime.generate OUTPUT_DIR/final < prompts.txt                # a prompt a line
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,20 +13,13 @@ from . import arguments, ranks
 
 
 def load_model(directory: Path) -> transformers.PreTrainedModel:
-    """Load a model, or adapters with the model below them; raises OSError or ValueError."""
-    adapters, base = directory / "adapter_config.json", directory
-    if adapters.is_file():
-        base = json.loads(adapters.read_text())["base_model_name_or_path"]
-    config = transformers.AutoConfig.from_pretrained(base)
+    """Load a model, or by peft adapters of a causal one with what is below them; raises OSError,
+    ValueError or ImportError."""
     kind = transformers.AutoModelForCausalLM
-    if config.is_encoder_decoder:
+    is_whole = (directory / "config.json").is_file()
+    if is_whole and transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder:
         kind = transformers.AutoModelForSeq2SeqLM
-    model = kind.from_pretrained(base, dtype="auto")
-    if adapters.is_file():
-        from peft import PeftModel  # only adapters need it
-
-        model = PeftModel.from_pretrained(model, directory)
-    return model.to(ranks.local_device())
+    return kind.from_pretrained(directory, dtype="auto").to(ranks.local_device())
 
 
 def main() -> None:
@@ -46,7 +38,7 @@ def main() -> None:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.directory)
         model = load_model(args.directory)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         ranks.exit_with(f"{args.directory} cannot be loaded ({str(error).splitlines()[0]})")
     for prompt in [args.prompt] if args.prompt else map(str.rstrip, sys.stdin):
         text = prompt

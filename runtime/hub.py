@@ -75,7 +75,8 @@ def explain(what: str, kind: str, name: str, error: Exception, known: Iterable[s
             f"it has, set HF_TOKEN for a private one, or give {instead}"
         )
     if _is_closed(error):
-        page = f"{constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{name}"
+        folder = "datasets/" if kind == "dataset" else ""
+        page = f"{constants.ENDPOINT}/{folder}{name}"
         return (
             f"the hub does not give {what} to this account ({error.response.status_code}): accept "
             f"its licence on {page} and set HF_TOKEN to a token of the account that did, or give "
@@ -89,10 +90,12 @@ def explain(what: str, kind: str, name: str, error: Exception, known: Iterable[s
             f"{absent} and not whole in the cache, and HF_HUB_OFFLINE keeps from "
             f"asking the hub: unset it, give {instead}, or {cache}"
         )
-    longer = ", HF_HUB_ETAG_TIMEOUT=60 waits longer" * ("Timeout" in type(error).__name__)
+    reason = type(error).__name__
+    if "Timeout" in reason:
+        reason += ", HF_HUB_ETAG_TIMEOUT=60 waits longer"
     return (
         f"{absent} and not whole in the cache, and {constants.ENDPOINT} cannot be "
-        f"reached ({type(error).__name__}{longer}): give {instead}, or {cache}, with "
+        f"reached ({reason}): give {instead}, or {cache}, with "
         "HF_HUB_OFFLINE=1 where there is no network"
     )
 

@@ -74,9 +74,8 @@ class Check:
         self.epoch = state.epoch
         self.samples = samples  # of all ranks
         self.counts = counts  # of all ranks; the first is that of target tokens
-        self.numbers = HostCopy(
-            torch.stack([loss.sum(), grad_norm.to(loss)])
-        )  # loss: this rank's share
+        share = loss.sum()  # this rank's
+        self.numbers = HostCopy(torch.stack([share, grad_norm.to(share)]))
 
     def make(self) -> None:
         """End the run, on all ranks, if the step had no targets, or no finite gradient norm.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import WIDE, check_equal_weights, errors_said, launch, losses, metrics, weights
 from safetensors.torch import save_file
 from ten_steps import COMPILED
+from test_generate import generate
 from test_llama import HYBRID, check_parity, plain_steps
 from test_templates import copy_script, import_copy, plain_loss
 from torch import nn
@@ -209,6 +210,13 @@ def test_peft_finds_the_same_loss(uninterrupted: Path, flags: list[str], wide_ll
         assert copies * size <= held <= copies * size + 4 * len(tensors)  # AdamW counts its steps
 
 
+def test_adapters_answer(uninterrupted: Path) -> None:
+    """By the program that talks to what was trained."""
+    answer = generate(uninterrupted / "final", "one", "--max-new-tokens", 5)
+    assert answer.returncode == 0 and answer.stdout, answer.stderr
+
+
+@pytest.mark.slow  # those of the scripts are killed in each make test
 def test_killed_and_run_again(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     """By SIGKILL, with dropout: equal to the last bit."""
     command = [*flags, "--batch-size", "2", "--output-dir", str(tmp_path)]

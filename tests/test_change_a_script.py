@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from conftest import ROOT, launch, losses, metrics
+from test_copies import OPTIONAL
 
 PAGE = (ROOT / "docs/change-a-script.md").read_text()
 
@@ -19,7 +20,8 @@ def changed(source: str, diff: str) -> str:
 
 
 def test_all_diffs_together(tmp_path: Path) -> None:
-    """BART learns sums by Lion, with smoothed labels, a cosine and an average of its weights."""
+    """BART learns sums by Lion, with smoothed labels, a cosine and an average of its weights, and
+    goes on; without the rooms that such a copy may leave out."""
     diffs = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
     assert len(diffs) == 12
     source = (ROOT / "T5_training.py").read_text()
@@ -28,7 +30,8 @@ def test_all_diffs_together(tmp_path: Path) -> None:
     (tmp_path / "my_script.py").write_text(source)
     for name in ("policies", "summarization_dataset", "tests/lion", "tests/ema"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    shutil.copytree(ROOT / "runtime", tmp_path / "runtime")
+    left_out = shutil.ignore_patterns("__pycache__", *OPTIONAL)
+    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=left_out)
 
     output = tmp_path / "output"
     flags = ["--model-name", "tiny", "--batch-size", 8, "--lr", 1e-3, "--log-every", 1,

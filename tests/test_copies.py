@@ -17,9 +17,8 @@ SCRIPTS = {  # its data, and flags that make texts short
 }
 
 
-@pytest.mark.parametrize(
-    "script", ["gpt2_fsdp", pytest.param("T5_training", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_change_a_script has one copy of the kind
+@pytest.mark.parametrize("script", list(SCRIPTS))
 def test_a_copy_without_the_optional_rooms(script: str, tmp_path: Path) -> None:
     """It trains, goes on, and exports; a flag that needs what was left out is refused."""
     data, short = SCRIPTS[script]

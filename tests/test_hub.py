@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -65,6 +65,16 @@ def connect(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
 
 
+def refused(capfd: pytest.CaptureFixture, function: Callable, *args: object) -> str:
+    """Return the sentence with which a function ends, soon, and with nothing on the screen."""
+    start = time.monotonic()
+    with pytest.raises(ValueError) as error:
+        function(*args)
+    assert time.monotonic() - start < 3
+    assert capfd.readouterr() == ("", "")
+    return str(error.value)
+
+
 NOBODY = "http://127.0.0.1:1"
 UNREACHED = f"not whole in the cache, and {NOBODY} cannot be reached (ConnectError): give a "
 
@@ -94,12 +104,7 @@ def test_a_model_that_cannot_be_had(
     (tmp_path / "runs/final").mkdir(parents=True)
     address = NOBODY if UNREACHED in parts else server
     connect(monkeypatch, address, tmp_path / "cache")
-    start = time.monotonic()
-    with pytest.raises(ValueError) as error:
-        hf_load.model_directory(name, ("tiny", "someone/gpt2"))
-    assert time.monotonic() - start < 3
-    assert capfd.readouterr() == ("", "")
-    said = str(error.value)
+    said = refused(capfd, hf_load.model_directory, name, ("tiny", "someone/gpt2"))
     for part in parts:
         assert part.replace("SERVER", server) in said
     assert ("licence" in said) == ("licence" in parts[0]) and "\n" not in said
@@ -123,12 +128,8 @@ def test_a_data_set_that_cannot_be_had(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.arrow").touch()
     connect(monkeypatch, NOBODY if "whole" in part else server, tmp_path / "cache")
-    start = time.monotonic()
-    with pytest.raises(ValueError) as error:
-        readers.read_hub(name, Namespace(dataset_config=None))
-    assert time.monotonic() - start < 3
-    assert capfd.readouterr() == ("", "")
-    assert part.replace("SERVER", server) in str(error.value)
+    said = refused(capfd, readers.read_hub, name, Namespace(dataset_config=None))
+    assert part.replace("SERVER", server) in said
     assert datasets.config.HF_HUB_OFFLINE is False
 
 
