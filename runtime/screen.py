@@ -31,12 +31,12 @@ class Lines:
         now = time.monotonic()
         if now - self._last < LINE_SECONDS or done == self._began_at:
             return
+        self.rest()  # first: tqdm draws its bars again after each line, which may lead here
         rate = (done - self._began_at) / (now - self._start)
         speed = f"{1 / rate:.3g} s each"
         if rate >= 1:
             speed = f"{rate:,.0f} a second"
         say(f"{self.text} {done:,}/{self.total:,}  {speed}  left {self.left(done)}")
-        self.rest()
 
     def rest(self) -> None:
         """Take note that something else was printed just now."""

@@ -45,6 +45,20 @@ def test_lines_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     ]
 
 
+def test_a_line_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though tqdm, when it has written one, draws the bars again of which the line speaks."""
+    lines, said = screen.Lines("preparing rows", 10), []
+
+    def say(text: str) -> None:
+        said.append(text)
+        lines.show(1)
+
+    monkeypatch.setattr(screen, "say", say)
+    lines._last -= 2 * screen.LINE_SECONDS
+    lines.show(1)
+    assert len(said) == 1
+
+
 def test_lines_of_tokenising(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
