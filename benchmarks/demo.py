@@ -155,7 +155,7 @@ def main() -> None:
     flags = (
         f"--dataset {directory}/dates.jsonl --val-dataset {directory}/held_out.jsonl "
         "--source-column text --target-column date --source-prefix '' "
-        "--target-length 16 "
+        "--target-length 16 --batch-size 64 "
     )
     evaluate = "--evaluate-only --resume none --output-dir "
     if not (directory / "model").is_dir():
@@ -165,7 +165,7 @@ def main() -> None:
         run(f"--model-name {directory}/model {flags}{evaluate}{directory}/before")
     if not (directory / "final").is_dir():
         run(
-            f"--model-name {directory}/model {flags}--batch-size 64 --epochs {args.epochs} "
+            f"--model-name {directory}/model {flags}--epochs {args.epochs} "
             "--lr 3e-3 --warmup-ratio 0.1 --no-group-by-length --log-every 47 --save-every 0 "
             f"--output-dir {directory}"
         )

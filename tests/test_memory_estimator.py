@@ -98,7 +98,8 @@ ADAPTERS = {  # model and flags of scripts and estimator
 }
 
 
-@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_bytes_held_and_sent_are_those_measured(
     nodes: int, odd_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) ->
     assert job["Restarts"] == "1" and "stopped after 1 requeues" in job.report()
 
 
+@pytest.mark.slow
 def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
     """Two requeues in a row in which no step was saved are enough; one that saved counts anew."""
     (tmp_path / "idle.py").write_text(IDLE)

@@ -321,9 +321,8 @@ def test_no_whole_checkpoint_is_no_fresh_start(
         assert "is whole" in said and "give another --output-dir" in said
 
 
-@pytest.mark.parametrize(
-    "first", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
 def test_asked_to_stop_during_a_slow_save(first: int, flags: list[str], tmp_path: Path) -> None:
     """It is no rank that hangs: SIGTERM, also after SIGUSR1, lets the save end."""
     script = [sys.executable, ROOT / "tests/faulty.py", "gpt2_fsdp", "slow", 0, 0]
