@@ -44,6 +44,7 @@ import summarization_dataset as data
 from runtime import arguments, batches, hf_load, models, optimization, ranks, rouge, screen
 from runtime.batches import Batch
 from runtime.model_checks import check_decoder, fit_config
+from runtime.models import note_shapes
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; memory_estimator.py reads these, too.
@@ -160,7 +161,7 @@ def wrap_model(
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.fuse_gelu(model)
-    optimization.note_decay(model)
+    note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)

@@ -47,6 +47,7 @@ import policies
 from runtime import arguments, batches, hf_load, optimization, ranks
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, fit_config, logit_scale_and_cap
+from runtime.models import note_shapes
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; memory_estimator.py reads these, too.
@@ -223,7 +224,7 @@ def wrap_model(
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.fuse_gelu(model)
-    optimization.note_decay(model)
+    note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.wrap == "size":
         policy = policies.size_policy(model, args.min_num_params)

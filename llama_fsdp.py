@@ -46,6 +46,7 @@ import policies
 from runtime import adapters, arguments, attention, batches, hf_load, optimization, paged, ranks
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, fit_config, logit_scale_and_cap
+from runtime.models import note_shapes
 from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
@@ -275,7 +276,7 @@ def wrap_model(
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.fuse_gelu(model)
-    optimization.note_decay(model)
+    note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)

@@ -251,21 +251,29 @@ def _write_merged(
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             layers[models.plain_name(f"{name}.weight")] = module
-    files = hf_export.WeightFiles(directory, args)
+    parts = {}  # experts are written one by one, as they stand
+    for stored in model.stored_tensors.values():
+        parts |= {models.text_key(part.key): part for part in stored.parts()}
+    tensors = {key: part.read().to("meta") for key, part in parts.items()}
+    places = hf_export.create_files(directory, tensors, args)
     for name, stored in model.stored_tensors.items():
-        if name not in layers:
-            for part in stored.parts():  # experts are written one by one, as they stand
-                files.add(models.text_key(part.key), part.read())
-            continue
-        layer = layers.pop(name)
-        stem = name.removesuffix("weight")
-        lora_A = adapters[f"{stem}lora_A.default.weight"]  # [rank, width]
-        lora_B = adapters[f"{stem}lora_B.default.weight"]  # [outputs, rank]
-        product = lora_B @ lora_A
-        if layer.fan_in_fan_out:  # the weight is [width, outputs]
-            product = product.T
-        key = models.text_key(stored.key)
-        files.add(key, stored.read().float() + product * layer.scaling["default"])
+        if name in layers:
+            key = models.text_key(stored.key)
+            merged = stored.read().float() + _product(layers.pop(name), name, adapters)
+            places[key].write(0, merged.flatten())
+            del parts[key]
     assert not layers, f"not in the files: {', '.join(layers)}"
-    files.finish()
+    for key, part in parts.items():
+        places[key].write(0, part.read().flatten())
     hf_export.save_settings(model, directory, args)
+
+
+def _product(layer: nn.Module, name: str, adapters: dict[str, Tensor]) -> Tensor:
+    """Return what the adapters add to a layer's weight, in fp32 and its shape."""
+    stem = name.removesuffix("weight")
+    lora_A = adapters[f"{stem}lora_A.default.weight"]  # [rank, width]
+    lora_B = adapters[f"{stem}lora_B.default.weight"]  # [outputs, rank]
+    product = lora_B @ lora_A
+    if layer.fan_in_fan_out:  # the weight is [width, outputs]
+        product = product.T
+    return product * layer.scaling["default"]

@@ -1,4 +1,4 @@
-"""Hugging Face models out, a tensor at a time: no rank ever holds a model it need not hold.
+"""Hugging Face models out: each rank writes its shards into the files, and gathers nothing.
 
 Names no model. All ranks call a function together.
 """
@@ -8,13 +8,14 @@ import copy
 import json
 import os
 import shutil
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -28,9 +29,93 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from . import models, stored_tensors
+from . import models, ranks, stored_tensors
 from .models import EXPORT_DTYPES, WRAPPERS
 from .ranks import cpu_group
+
+FILE_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+Tail = tuple[int, bytes]  # the offset of what follows in a file, and the last bytes before it
+
+
+class Place(NamedTuple):
+    """Where the values of a tensor stand, in a file that several ranks may write to."""
+
+    path: Path
+    offset: int  # of the first value, in bytes
+    dtype: torch.dtype  # as which they stand there
+
+    def write(self, first: int, values: torch.Tensor) -> Tail:
+        """Write flat values, from element `first` of the tensor on; return how they end."""
+        data = values.to(self.dtype).cpu().view(torch.uint8).numpy()  # cast on its device
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o666)  # others' bytes stay
+        with open(file, "wb") as stream:
+            stream.seek(self.offset + first * self.dtype.itemsize)
+            stream.write(data)
+            return stream.tell(), data[-64:].tobytes()
+
+
+def create_files(
+    directory: Path, tensors: dict[str, torch.Tensor], args: Namespace
+) -> dict[str, Place]:
+    """Make a model's safetensors files of at most --max-shard-size GB each, and their index.
+
+    `tensors` are on the meta device, by key. The files have their headers and sizes, and no values:
+    those are to be written to the places that are returned, floating-point ones as --export-dtype.
+    """
+    files: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensor = tensor.to(EXPORT_DTYPES[args.export_dtype])
+        if files[-1] and size + tensor.nbytes > args.max_shard_size * 1e9:
+            files.append({})
+            size = 0
+        files[-1][key] = tensor
+        size += tensor.nbytes
+    places, weight_map = {}, {}
+    for number, held in enumerate(files, start=1):
+        name = "model.safetensors"
+        if len(files) > 1:
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        places |= _create_file(directory / name, held)
+        weight_map |= dict.fromkeys(held, name)
+    if len(files) > 1:
+        total = sum(tensor.nbytes for held in files for tensor in held.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return places
+
+
+def _create_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Place]:
+    """Make one file of a header and room for the values, as github.com/huggingface/safetensors
+    describes it. The largest dtypes stand first, so that all values are aligned."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
+        end = offset + tensor.nbytes
+        dtype, shape = FILE_DTYPES[tensor.dtype], list(tensor.shape)
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(start + offset)
+    places = {}
+    for key, tensor in tensors.items():
+        places[key] = Place(path, start + header[key]["data_offsets"][0], tensor.dtype)
+    return places
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,32 +125,30 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _whole_tensors(
-    model: nn.Module, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and value of each parameter and persistent buffer of a wrapped model.
+def _local_pieces(model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """Name, first element and flat values of what this rank writes of each tensor; all ranks.
 
-    FSDP1 gathers the parameters a unit at a time, whole on rank 0 only and as they are trained,
-    FSDP2 a tensor at a time, whole on all ranks, and in `dtype` already if it is floating-point:
-    that is less to send. Buffers are never sharded.
+    Put together in the order of the ranks, what they hold of a tensor is the tensor, and then its
+    copies: rows under FSDP2, any part under FSDP1, all of it under DDP or of a buffer. So a rank
+    writes where those before it do not hold the tensor already.
     """
-    if isinstance(model, FSDPModule):
-        for name, tensor in [*model.named_parameters(), *_persistent_buffers(model)]:
-            tensor = tensor.detach()
-            if dtype and tensor.is_floating_point():
-                tensor = tensor.to(dtype)
-            yield WRAPPERS.sub("", name), gather(tensor)
-        return
-    gathered = {"recurse": False, "writeback": False, "rank0_only": True}
-    units = [(name, unit) for name, unit in model.named_modules() if isinstance(unit, FSDP)]
-    for prefix, unit in units or [("", model)]:
-        with contextlib.ExitStack() as stack:
-            if units:  # not DDP
-                stack.enter_context(FSDP.summon_full_params(unit, **gathered))
-            tensors = [*unit.module.named_parameters(), *_persistent_buffers(unit.module)]
-            for name, tensor in tensors:
-                if "_fsdp_wrapped_module." not in name:  # or it is a nested unit's
-                    yield WRAPPERS.sub("", f"{prefix}.{name}".removeprefix(".")), tensor
+    pieces = []
+    for name, tensor in _saved_tensors(model):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        pieces.append((name, local.detach().reshape(-1)))
+    sizes = torch.tensor([piece.numel() for _, piece in pieces])
+    of_ranks = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, sizes, group=cpu_group())
+    starts = torch.stack(of_ranks).cumsum(0)[dist.get_rank()] - sizes
+    for (name, piece), start in zip(pieces, starts.tolist(), strict=True):
+        yield name, start, piece
+
+
+def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and value of each parameter and persistent buffer of a wrapped model."""
+    inner = models.unwrapped(model)
+    for name, tensor in [*inner.named_parameters(), *_persistent_buffers(inner)]:
+        yield WRAPPERS.sub("", name), tensor
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,13 +188,84 @@ def _keys_to_save(model: PreTrainedModel) -> dict[str, str]:
     return keys
 
 
-def _as_in_files(
-    model: PreTrainedModel, keys: dict[str, str], name: str, tensor: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Return what a file holds of a tensor, by key: the tensor, or the experts stacked in it."""
+def _parts(
+    model: PreTrainedModel, keys: dict[str, str], name: str, shape: torch.Size
+) -> Iterator[tuple[str, int, torch.Size]]:
+    """Key, first element and shape of what files hold of a tensor: itself, or stacked experts."""
     if name in keys:
-        return {keys[name]: tensor}
-    return revert_weight_conversion(model, {name: tensor})
+        yield keys[name], 0, shape
+        return
+    stacked, inner = shape[:2], shape[2:]
+    numbers = torch.arange(stacked.numel()).reshape(*stacked, *[1] * len(inner))
+    for key, part in revert_weight_conversion(model, {name: numbers}).items():
+        first = int(part.flatten()[0])
+        assert torch.equal(part.flatten(), torch.arange(first, first + part.numel()))
+        yield key, first * inner.numel(), part.shape[: part.dim() - len(inner)] + inner
+
+
+class Slot(NamedTuple):
+    """A range of the elements of a model's tensor, and where they stand in a file."""
+
+    first: int
+    end: int
+    place: Place
+
+
+def _lay_out(model: nn.Module, directory: Path, args: Namespace) -> dict[str, list[Slot]]:
+    """Make the files of a wrapped model, still without values; rank 0 alone. Returns what of each
+    tensor stands where, by name."""
+    inner = models.unwrapped(model)
+    not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
+    whole_shapes = inner.shapes if isinstance(model, FSDP) else {}  # its shards are flat
+    keys = _keys_to_save(inner)  # rank 0 alone has looked at the files
+    starts: dict[str, list[tuple[str, int]]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _saved_tensors(model):
+        if name in not_saved:
+            continue
+        starts[name] = []
+        for key, first, shape in _parts(inner, keys, name, whole_shapes.get(name, tensor.shape)):
+            starts[name].append((key, first))
+            tensors[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    places = create_files(directory, tensors, args)
+    slots = {}
+    for name, parts in starts.items():
+        slots[name] = [Slot(first, first + tensors[key].numel(), places[key])
+                       for key, first in parts]  # fmt: skip
+    return slots
+
+
+def _write_pieces(
+    pieces: list[tuple[str, int, torch.Tensor]], slots: dict[str, list[Slot]]
+) -> tuple[int, dict[Path, Tail]]:
+    """Write this rank's pieces; return the number of elements, and how the last in each file
+    ends."""
+    written, tails = 0, {}
+    for name, start, piece in pieces:
+        for slot in slots.get(name, []):
+            first, end = max(start, slot.first), min(start + piece.numel(), slot.end)
+            if first < end:
+                values = piece[first - start : end - start]
+                tails[slot.place.path] = slot.place.write(first - slot.first, values)
+                written += end - first
+    return written, tails
+
+
+def _check_tails(tails_of_ranks: list[dict[Path, Tail]]) -> None:
+    """Raise OSError unless the files hold what all ranks wrote; rank 0 alone.
+
+    A bucket that is mounted as a directory may keep what one node wrote, and lose the others'.
+    """
+    for rank, tails in enumerate(tails_of_ranks):
+        for path, (end, tail) in tails.items():
+            with path.open("rb") as file:
+                file.seek(end - len(tail))
+                is_there = file.read(len(tail)) == tail
+            if not is_there:
+                raise OSError(
+                    f"{path} lacks what rank {rank} wrote to it: give an --output-dir on a file "
+                    "system where several nodes can write to one file, such as NFS or Lustre"
+                )
 
 
 def export_model(
@@ -119,25 +273,19 @@ def export_model(
 ) -> None:
     """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
 
-    Rank 0 holds one file of --max-shard-size GB and one unit above its own shard, and of stacked
-    experts one tensor twice. The directory replaces the one before when it is complete.
-    Floating-point tensors are written as --export-dtype, under the keys that `save_pretrained`
-    would give them.
+    Each rank writes its shards into the files, a tensor at a time, and gathers nothing. The
+    directory replaces the one before when it is complete. Floating-point tensors are written as
+    --export-dtype, under the keys that `save_pretrained` would give them.
     """
-    inner = models.unwrapped(model)
-    not_saved = inner._keys_to_ignore_on_save or []  # what the model computes, such as positions
-    keys: dict[str, str] = {}
-    if dist.get_rank() == 0:
-        keys = _keys_to_save(inner)  # rank 0 alone has looked at the files
     with new_directory(path) as temporary:
-        files = WeightFiles(temporary, args)
-        for name, tensor in _whole_tensors(model, files.dtype):  # all ranks gather it
-            if dist.get_rank() == 0 and name not in not_saved:
-                for key, part in _as_in_files(inner, keys, name, tensor.detach()).items():
-                    files.add(key, part)
+        slots = ranks.on_rank_zero(_lay_out, model, temporary, args)
+        pieces = list(_local_pieces(model))
+        counts, tails = zip(*ranks.on_every_rank(_write_pieces, pieces, slots), strict=True)
+        whole = sum(slot.end - slot.first for parts in slots.values() for slot in parts)
+        assert sum(counts) == whole, f"{sum(counts)} elements written of {whole}"
+        ranks.on_rank_zero(_check_tails, tails)
         if dist.get_rank() == 0:
-            files.finish()
-            save_settings(inner, temporary, args)
+            save_settings(models.unwrapped(model), temporary, args)
             tokenizer.save_pretrained(temporary)
 
 
@@ -159,9 +307,10 @@ def _link_weights(source: str, path: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory for rank 0 to write to, which takes the place of `path` on leaving; all ranks.
+    """A directory that rank 0 makes, and which takes the place of `path` on leaving; all ranks.
     After an error nothing of it is left."""
-    temporary = path.with_name(f"tmp-{path.name}")
+    # No name is used twice: a node with NFS may for a minute take the new one for the old one.
+    temporary = path.with_name(f"tmp-{path.name}-{time.time_ns()}")
     if dist.get_rank() == 0:
         temporary.mkdir(parents=True)
     try:
@@ -201,50 +350,3 @@ def _class_name(model: nn.Module) -> str:
     if isinstance(model, FSDPModule):
         return type(model).__mro__[2].__name__
     return type(model).__name__
-
-
-class WeightFiles:
-    """The safetensors files of a model, of at most --max-shard-size each, and their index.
-
-    Floating-point tensors are written as --export-dtype.
-    """
-
-    def __init__(self, directory: Path, args: Namespace) -> None:
-        self.directory = directory
-        self.limit = args.max_shard_size * 1e9
-        self.dtype = EXPORT_DTYPES[args.export_dtype]
-        self.pending: dict[str, torch.Tensor] = {}
-        self.written: list[dict[str, int]] = []  # bytes of each tensor, by file
-
-    def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Take a copy of a tensor; write a file first if it would become too large."""
-        dtype = tensor.dtype
-        if dtype.is_floating_point:
-            dtype = self.dtype
-        size = tensor.numel() * dtype.itemsize
-        if self.pending and sum(x.nbytes for x in self.pending.values()) + size > self.limit:
-            self._write()
-        cast = tensor.to(dtype)  # on its device
-        self.pending[key] = cast.to("cpu", copy=cast is tensor)
-
-    def _write(self) -> None:
-        path = self.directory / str(len(self.written))
-        save_file(self.pending, path, metadata={"format": "pt"})
-        self.written.append({key: tensor.nbytes for key, tensor in self.pending.items()})
-        self.pending.clear()
-
-    def finish(self) -> None:
-        """Write the last file, and give all of them the names that Hugging Face's have."""
-        self._write()
-        count = len(self.written)
-        index: dict[str, dict] = {"metadata": {"total_size": 0}, "weight_map": {}}
-        for number, sizes in enumerate(self.written, start=1):
-            name = "model.safetensors"
-            if count > 1:
-                name = f"model-{number:05d}-of-{count:05d}.safetensors"
-            (self.directory / str(number - 1)).rename(self.directory / name)
-            index["weight_map"].update(dict.fromkeys(sizes, name))
-            index["metadata"]["total_size"] += sum(sizes.values())
-        if count > 1:
-            text = json.dumps(index, indent=1)
-            (self.directory / "model.safetensors.index.json").write_text(text)

@@ -9,32 +9,25 @@ from torch import nn
 from .models import WRAPPERS
 
 
-def note_decay(model: nn.Module) -> None:
-    """Set `model.decayed`, the names of the parameters that get weight decay.
-
-    None is there for norms, for biases, and for what is one-dimensional. Call it before wrapping,
-    for FSDP1's shards are all one-dimensional.
-    """
-    norms = {name for name, x in model.named_modules() if "norm" in type(x).__name__.lower()}
-    model.decayed = set()
-    for name, parameter in model.named_parameters():
-        module, _, key = name.rpartition(".")
-        is_bias = key == "bias" or key.endswith("_bias")
-        if parameter.dim() > 1 and not is_bias and module not in norms:
-            model.decayed.add(name)
-
-
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return groups of the trained parameters for an optimizer, with and without weight decay.
 
-    `note_decay` has found which are which, before wrapping.
+    None is there for norms, for biases, and for what is one-dimensional, though FSDP1 has flattened
+    all: `models.note_shapes` knows their shapes.
     """
-    inner = next(module for module in model.modules() if hasattr(module, "decayed"))
+    inner = next(module for module in model.modules() if hasattr(module, "shapes"))
+    norms = set()
+    for name, module in inner.named_modules():
+        if "norm" in type(module).__name__.lower():
+            norms.add(WRAPPERS.sub("", f"{name}."))
     decayed, others = [], []
     for name, parameter in inner.named_parameters():
         if not parameter.requires_grad:
             continue
-        if WRAPPERS.sub("", name) in inner.decayed:
+        name = WRAPPERS.sub("", name)
+        module, _, key = name.rpartition(".")
+        is_bias = key == "bias" or key.endswith("_bias")
+        if len(inner.shapes[name]) > 1 and not is_bias and f"{module}." not in norms:
             decayed.append(parameter)
         else:
             others.append(parameter)

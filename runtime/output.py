@@ -215,8 +215,8 @@ def _prepare_directory(directory: Path, resume: str, script: str) -> tuple[list[
     if owners and owners[0] != script:
         raise ValueError(f"--output-dir {directory} holds a run of {owners[0]}, not of {script}")
     ours = r"tmp-(shards-)?(step|best)-\d{8,}"
-    rubbish = [directory / "tmp-final", directory / "tmp-best"]
-    for path in (*rubbish, *checkpoints.named(directory / "checkpoints", ours)):
+    exporting = checkpoints.named(directory, r"tmp-(final|best)-\d+")
+    for path in (*exporting, *checkpoints.named(directory / "checkpoints", ours)):
         shutil.rmtree(path, ignore_errors=True)
     word, *_ = [*status.split(), ""]
     if word == "finished" and not found:

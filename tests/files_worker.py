@@ -58,6 +58,7 @@ def wrap(directory: Path, strategy: str, checkpoint: Path | None = None) -> torc
     """Return the model in `directory` under a strategy, allocated only if a checkpoint fills it."""
     config = PegasusConfig.from_pretrained(directory)
     model = hf_load.meta_model(CountingPegasus, config, directory)
+    models.note_shapes(model)
     args = Namespace(
         fsdp=1, cpu_offload=False, precision="fp32", strategy=strategy, prepare_only=False
     )

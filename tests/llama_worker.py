@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 from ten_steps import compile_without_compiler, ten_steps, whole
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
-from runtime import hf_export, models
+from runtime import models
 from runtime.output import open_output
 
 
@@ -59,7 +60,7 @@ def main() -> None:
         results["refused"][name] = everyone, time.perf_counter() - start
     args = llama_fsdp.parse_args(named)
     loaded = wrapped(args, device)
-    results["loaded"] = {n: p.clone() for n, p in hf_export._whole_tensors(loaded)}
+    results["loaded"] = get_model_state_dict(loaded, options=StateDictOptions(full_state_dict=True))
     frequencies: list[torch.Tensor] = []  # as the last forward pass found them
     begun: list[dict[str, torch.Tensor]] = []  # the adapters as they were made
     wrap_model = llama_fsdp.wrap_model

@@ -1,6 +1,7 @@
 """Pretrained weights as they come: several files, other names, other dtypes, and broken ones."""
 
 import json
+import os
 import re
 import time
 from argparse import Namespace
@@ -383,6 +384,28 @@ def test_buffers_of_other_dtypes(alone: None, tmp_path: Path) -> None:
     assert exported["counter.seen"].dtype == torch.int64 and exported["counter.seen"] == 7
     assert torch.equal(exported["counter.known"], made.counter.known)
     assert exported["final_logits_bias"].dtype == torch.bfloat16
+
+
+def test_what_the_file_system_lost_is_seen(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a bucket is mounted: the directory before stays, and nothing else."""
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final/before").touch()
+    write = hf_export.Place.write
+
+    def lost(place: hf_export.Place, first: int, values: torch.Tensor) -> hf_export.Tail:
+        tail = write(place, first, values)
+        size = place.path.stat().st_size
+        os.truncate(place.path, place.offset)
+        os.truncate(place.path, size)
+        return tail
+
+    monkeypatch.setattr(hf_export.Place, "write", lost)
+    model = DDP(new_model(transformers.BartForConditionalGeneration, **BART))
+    with pytest.raises(OSError, match="model.safetensors lacks what rank 0 wrote to it: give an"):
+        hf_export.export_model(model, ByT5Tokenizer(), tmp_path / "final", EXPORT)
+    assert [path.name for path in tmp_path.rglob("*")] == ["final", "before"]
 
 
 def test_buffers_on_two_ranks(tmp_path: Path) -> None:

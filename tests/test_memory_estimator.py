@@ -577,7 +577,10 @@ def test_the_names_of_built_in_sizes_are_those_of_the_hub() -> None:
     (["--model-name", "llama2-7b"], "llama2-7b (did you mean llama-2-7b?) is no directory here"),
     (["--modelname", "gpt2"], "arguments: --modelname gpt2 (did you mean --model-name?)"),
     (["--attention", "eager", "--activation-checkpointing", "attention"], "what --attention fused"),
-    (["--model-name", "gpt2", "--lora-rank", "4"], "--lora-rank is no flag of the script that"),
+    pytest.param(
+        ["--model-name", "gpt2", "--lora-rank", "4"], "--lora-rank is no flag of the script that",
+        marks=pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft"),
+    ),
     (["--model-name", "t5-3b", "--optimizer", "paged_adamw_32bit"], "--optimizer is no flag of"),
     (["--fsdp", "2", "--optimizer", "paged_adamw_32bit"], "needs --fsdp 1, and no adapters"),
     (["--gpus-per-node", "0"], "--gpus-per-node 0 is out of range: it must be at least 1"),

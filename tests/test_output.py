@@ -225,7 +225,7 @@ def test_nothing_is_left_of_an_export_that_failed(
     finished: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """The one before stays."""
-    monkeypatch.setattr(hf_export.WeightFiles, "finish", lambda _: 1 / 0)
+    monkeypatch.setattr(hf_export.Place, "write", lambda *_: 1 / 0)
     before = everything(finished / "final")
     with pytest.raises(ZeroDivisionError):
         start(finished, flags, "--export-only")
