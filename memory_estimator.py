@@ -156,6 +156,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--script", help="the script that trains it, a copy of one of ours (default: ours)")
     add("--batch-size", type=int, default=1, help="sequences per GPU and micro-batch")
     add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
+    arguments.add_global_batch(add)
     add("--seq-length", type=int, default=0, help="tokens, of T5's source (0: as the script)")
     add("--target-length", type=int, default=150, help="tokens of T5's target")
     add("--precision", choices=list(policies.PRECISIONS), default="bf16", help="weights stay fp32")
@@ -180,12 +181,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "optimizer of the script")  # fmt: skip
     add("--json", **arguments.OFF, help="all of these as a JSON object, in bytes and seconds")
     parser.set_defaults(**adapters.DEFAULTS)
-    args, problems = arguments.resolved(parser.parse_args(argv), adapters)
+    args = parser.parse_args(argv)
+    gpus = max(1, args.nodes * args.gpus_per_node)
+    args, problems = arguments.resolved(args, adapters, processes=gpus)
     at_least_one = ("batch_size", "gradient_accumulation_steps", "target_length")
     at_least_one += ("nodes", "gpus_per_node")
     above_zero = ("gpu_memory_gb", "intranode_gbps", "internode_gbps", "peak_tflops")
     limits = {
-        **dict.fromkeys(("seq_length", "reserve_gb"), (0, arguments.ANY)),
+        **dict.fromkeys(("seq_length", "reserve_gb", "global_batch_size"), (0, arguments.ANY)),
         **dict.fromkeys(at_least_one, (1, arguments.ANY)),
         **dict.fromkeys(above_zero, (arguments.LEAST, arguments.ANY)),
     }

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib.util
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -176,6 +177,7 @@ def _add_optimization(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", type=int, default=4, help="samples per rank and micro-batch")
     add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches of a step")
+    add_global_batch(add)
     add(
         "--accumulate-no-sync",
         **OFF,
@@ -241,6 +243,17 @@ def add_recomputation(add: Callable, default: str | bool | None = False, note: s
     )
 
 
+def add_global_batch(add: Callable) -> None:
+    """Declare --global-batch-size."""
+    add(
+        "--global-batch-size",
+        type=int,
+        default=0,
+        help="samples of a step on all processes, however many these are: it chooses the "
+        "accumulation, and micro-batches of at most --batch-size (0: the two flags above decide)",
+    )
+
+
 def samples(args: Namespace, train: int, val: int) -> dict[str, int]:
     """Resolve --num-train-samples and --num-val-samples: these, where the user has said nothing."""
     found = {}
@@ -272,6 +285,7 @@ LIMITS = {
     **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
     **dict.fromkeys(("log_every", "keep_checkpoints"), (1, ANY)),
     **dict.fromkeys(("max_steps", "eval_every", "save_every", "profile", "seed"), (0, ANY)),
+    "global_batch_size": (0, ANY),
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
     **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (LEAST, 1_000_000)),
     **dict.fromkeys(("max_shard_size", "timeout_minutes"), (LEAST, 1_000_000)),
@@ -308,15 +322,38 @@ def check_arguments(args: Namespace) -> list[str]:
     return problems
 
 
-def resolved(args: Namespace, *rooms: ModuleType) -> tuple[Namespace, list[str]]:
+def resolved(
+    args: Namespace, *rooms: ModuleType, processes: int | None = None
+) -> tuple[Namespace, list[str]]:
     """Return the arguments with values for what was left open, and a sentence for each mistake.
 
     Each of the `rooms` has `resolve_arguments`, which returns such values by name, and
-    `check_arguments`, which looks at the result.
+    `check_arguments`, which looks at the result. `processes` is by default torchrun's number.
     """
+    args, problems = _micro_batches(args, processes or int(os.environ.get("WORLD_SIZE", 1)))
     for room in rooms:
         args = Namespace(**vars(args) | room.resolve_arguments(args))
-    return args, [problem for room in rooms for problem in room.check_arguments(args)]
+    return args, problems + [problem for room in rooms for problem in room.check_arguments(args)]
+
+
+def _micro_batches(args: Namespace, processes: int) -> tuple[Namespace, list[str]]:
+    """Resolve --global-batch-size: as few micro-batches as can be, of at most --batch-size."""
+    total, most = args.global_batch_size, args.batch_size
+    only = ("prepare_only", "export_only", "evaluate_only")
+    if total <= 0 or most < 1 or any(getattr(args, name, False) for name in only):
+        return args, []
+    if args.gradient_accumulation_steps > 1:
+        return args, ["--global-batch-size chooses --gradient-accumulation-steps: give one of them"]
+    per_rank, rest = divmod(total, processes)
+    if rest:
+        near = [str(n) for n in (total - rest, total - rest + processes) if n]
+        return args, [
+            f"--global-batch-size {total} is no multiple of the {processes} processes: "
+            f"{' or '.join(near)} is"
+        ]
+    steps = next(n for n in range(1, per_rank + 1) if per_rank % n == 0 and per_rank // n <= most)
+    found = {"batch_size": per_rank // steps, "gradient_accumulation_steps": steps}
+    return Namespace(**vars(args) | found), []
 
 
 def checked(args: Namespace, problems: list[str]) -> Namespace:

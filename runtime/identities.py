@@ -4,7 +4,6 @@ A checkpoint holds it as {name: value}.
 """
 
 import json
-import math
 import os
 import socket
 import zlib
@@ -204,10 +203,11 @@ def compare(
     if flags and {"model", "data"} & set(differing):
         remedy = f"give what it had of {', '.join(flags)}, or another --output-dir"
     if differing == ["global batch"]:
-        per_rank, rest = divmod(saved["global batch"], dist.get_world_size())
-        batch = math.gcd(per_rank, 8)
-        remedy = f"--batch-size {batch} --gradient-accumulation-steps {per_rank // batch} keeps it"
-        if rest:
+        remedy = (
+            f"--global-batch-size {saved['global batch']}, in place of "
+            "--gradient-accumulation-steps, keeps it"
+        )
+        if saved["global batch"] % dist.get_world_size():
             remedy = f"use a number of processes that divides {saved['global batch']}"
     raise ValueError(f"{who} that differs in {what}: {remedy}")
 

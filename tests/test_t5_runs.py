@@ -226,7 +226,7 @@ def test_what_must_not_differ_is_named(
     assert "model (" in refused([*flags, "--model-name", str(t5_directory)], finished, capfd)
     said = refused([*flags, "--gradient-accumulation-steps", "2"], finished, capfd)
     assert "global batch (8 there, 16 here)" in said
-    assert "--batch-size 8 --gradient-accumulation-steps 1 keeps it" in said
+    assert "--global-batch-size 8, in place of --gradient-accumulation-steps, keeps it" in said
     assert "step-00000008" in refused([*flags, "--resume", "none"], finished, capfd)
     older = str(finished / "checkpoints/step-00000006")
     assert "step-00000008" in refused([*flags, "--resume", older], finished, capfd)

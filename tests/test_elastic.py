@@ -1,0 +1,135 @@
+"""Another number of processes: the global batch stays, and with it the losses."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, errors_said, launch, logged, losses, metrics, status
+from slurm_cluster import wait_until
+
+import llama_fsdp
+import memory_estimator
+
+
+def parsed(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
+    """What llama_fsdp.py makes of the flags, under torchrun with so many processes."""
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    return llama_fsdp.parse_args(["--model-name", "tiny", *flags])
+
+
+@pytest.mark.parametrize(
+    ("total", "most", "processes", "micro_batches"),
+    [(64, 8, 1, (8, 8)), (64, 8, 8, (8, 1)), (64, 64, 2, (32, 1)), (60, 8, 2, (6, 5)),
+     (26, 8, 2, (1, 13)), (8, 1, 8, (1, 1))],
+)  # fmt: skip
+def test_micro_batches(
+    total: int, most: int, processes: int, micro_batches: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As few as can be, of one size, and at most --batch-size; the estimator has the same."""
+    flags = ["--global-batch-size", str(total), "--batch-size", str(most)]
+    args = parsed(processes, monkeypatch, *flags)
+    assert (args.batch_size, args.gradient_accumulation_steps) == micro_batches
+    args = memory_estimator.parse_args([*flags, "--gpus-per-node", str(processes)])
+    assert (args.batch_size, args.gradient_accumulation_steps) == micro_batches
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--global-batch-size", "12"], "12 is no multiple of the 8 processes: 8 or 16 is"),
+        (["--global-batch-size", "4"], "4 is no multiple of the 8 processes: 8 is"),
+        (["--global-batch-size", "-8"], "-8 is out of range: it must be at least 0"),
+        (["--global-batch-size", "8", "--gradient-accumulation-steps", "2"],
+         "--global-batch-size chooses --gradient-accumulation-steps: give one of them"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """One sentence; an export, on any number of processes, has no batch."""
+    with pytest.raises(SystemExit):
+        parsed(8, monkeypatch, *flags)
+    (error,) = errors_said(capfd.readouterr().err)
+    assert said in error
+    if flags[-1] == "12":
+        assert parsed(8, monkeypatch, *flags, "--export-only").batch_size == 1
+
+
+class Nodes:
+    """torchruns of one process each, on this machine, which find each other."""
+
+    def __init__(self, *command: object) -> None:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        self.command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
+            "--nproc-per-node", 1, "--max-restarts", 3, "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "any",
+            "--rdzv-conf", "last_call_timeout=2", *command,
+        ]  # fmt: skip
+        self.started: list[subprocess.Popen] = []
+
+    def start(self) -> subprocess.Popen:
+        """Start one more."""
+        words = list(map(str, self.command))
+        # Sharing torchrun's own store, those that are there never tell one that joins of it.
+        environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self.started.append(
+            subprocess.Popen(words, cwd=ROOT, start_new_session=True, env=environment)
+        )
+        return self.started[-1]
+
+    def end(self) -> None:
+        """Leave none behind."""
+        for node in self.started:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Nodes]]:
+    """Those that a test adds here are ended."""
+    made: list[Nodes] = []
+    yield made
+    for each in made:
+        each.end()
+
+
+@pytest.mark.slow
+def test_a_node_joins_and_is_lost(nodes: list[Nodes], chats: Path, tmp_path: Path) -> None:
+    """One process, then two, then one: the losses of an uninterrupted run."""
+    flags = ["--model-name", "tiny", "--dataset", chats, "--max-seq-length", "64", "--max-steps",
+             "120", "--epochs", "1000", "--log-every", "1", "--save-every", "20", "--eval-every",
+             "0", "--lr", "1e-3", "--batch-size", "2", "--global-batch-size", "8"]  # fmt: skip
+    launch(2, "llama_fsdp.py", *flags, "--output-dir", tmp_path / "uninterrupted")
+    output = tmp_path / "elastic"
+    nodes.append(Nodes("llama_fsdp.py", *flags, "--output-dir", output))
+
+    def reach(step: int) -> None:
+        def steps() -> list[int]:
+            return [line["step"] for line in logged(output, "train")]
+
+        wait_until(lambda: step in steps(), 240, lambda: f"step {step} not in {steps()}")
+
+    first = nodes[0].start()
+    reach(10)
+    second = nodes[0].start()
+    wait_until(lambda: len(logged(output, "start")) == 2, 240, lambda: "none has joined")
+    reach(max(losses(output)) + 25)
+    os.killpg(second.pid, signal.SIGKILL)
+    assert first.wait(300) == 0
+    assert [start["world_size"] for start in metrics(output, "start")] == [1, 2, 1]
+    batches = [
+        (start["arguments"]["batch_size"], start["arguments"]["gradient_accumulation_steps"])
+        for start in metrics(output, "start")
+    ]
+    assert batches == [(2, 4), (2, 2), (2, 4)] and status(output) == "finished"
+    expected = losses(tmp_path / "uninterrupted")
+    assert losses(output) == pytest.approx(expected, abs=1e-5, rel=0) and len(expected) == 120
