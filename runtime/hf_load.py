@@ -3,6 +3,7 @@
 Names no model. All ranks call a function together.
 """
 
+import json
 import os
 import re
 from argparse import Namespace
@@ -271,6 +272,8 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
         raise ValueError(f"{directory} has no tokenizer, such as tokenizer.json")
     try:
         tokenizer = _load_without_code(AutoTokenizer, directory)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{directory}: a file of its tokenizer is no JSON ({error})") from None
     except ValueError as error:
         if "backend tokenizer" not in str(error):
             raise
