@@ -868,7 +868,7 @@ def traffic(
     - ddp all-reduces 4 P;
     - shard_grad_op gathers c P and reduce-scatters r P;
     - full_shard gathers every unit but the root again in the backward pass; FSDP2 leaves out
-      embeddings and a head that are units, which are counted here (8% of TinyLlama's bytes);
+      embeddings and a head that are units, which are counted here (4% of TinyLlama's bytes);
     - hybrid_shard does so within a node, and all-reduces each shard, r P / shards, among the nodes.
     A ring through all GPUs leaves a node once, so a node sends what a GPU sends.
 
