@@ -237,6 +237,7 @@ def wrap_model(
         options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
         for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
             fully_shard(module, **options)
+        policies.plan_gathers(model)
         register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
         hf_load.materialize(model, init)  # each rank its rows
     else:

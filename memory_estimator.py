@@ -829,6 +829,8 @@ def fsdp2_peak(
     - a block: its parameters, gathered, and its gradients; the next block's parameters as they are
       gathered; the gradients of the block before as they are reduced;
     - the root, at last: all gradients, and of a tied weight three, of both its uses and the sum.
+
+    The forward pass prefetches a unit as well, but has fewer activations then than the loss.
     """
     precision = policies.PRECISIONS[args.precision]
     compute, reduce = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize
@@ -868,7 +870,8 @@ def traffic(
     the compute dtype and r in the reduction's. A micro-batch under
     - ddp all-reduces 4 P;
     - shard_grad_op gathers c P and reduce-scatters r P;
-    - full_shard gathers every unit but the root again in the backward pass;
+    - full_shard gathers every unit but the root again in the backward pass; FSDP2 leaves out
+      embeddings and a head that are units, which are counted here (4% of TinyLlama's bytes);
     - hybrid_shard does so within a node, and all-reduces each shard, r P / shards, among the nodes.
     A ring through all GPUs leaves a node once, so a node sends what a GPU sends.
 

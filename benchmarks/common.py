@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from driven import Driven
 from torch.distributed.tensor import DTensor
-from transformers import ByT5Tokenizer, GPT2Config, PretrainedConfig, PreTrainedModel
+from transformers import (
+    ByT5Tokenizer,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 import block_dataset
 import chat_dataset
@@ -35,6 +42,12 @@ GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and
     "gpt2-large": (1280, 36, 20, 50257),
     "gpt2-xl": (1600, 48, 25, 50257),
 }
+LLAMAS = {  # width, of the feed-forward, layers, heads, of keys and values, vocabulary
+    "tiny": (64, 128, 2, 4, 4, 512),
+    "98M": (768, 2048, 12, 12, 12, 8192),
+    "254M": (1024, 2816, 16, 16, 16, 16_384),
+    "1.1B": (2048, 5632, 22, 32, 4, 32_000),  # TinyLlama's
+}
 NO_DATA = [{"input_ids": [0]}] * 4096, {}  # for `Driven`, where batches are given by hand
 
 
@@ -44,6 +57,16 @@ def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
     shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocabulary}
     ids = {"bos_token_id": 1, "eos_token_id": 1}
     GPT2Config(n_positions=max(1024, positions), **shape, **ids).save_pretrained(directory)
+    ByT5Tokenizer().save_pretrained(directory)
+
+
+def write_llama(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write a random Llama, in files of 1 GB, and a byte tokenizer."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "vocab_size")  # fmt: skip
+    torch.manual_seed(0)
+    config = LlamaConfig(**dict(zip(keys, LLAMAS[name], strict=True)))
+    LlamaForCausalLM(config).to(dtype).save_pretrained(directory, max_shard_size="1GB")
     ByT5Tokenizer().save_pretrained(directory)
 
 
@@ -92,6 +115,36 @@ def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]
     pairs = zip(ids(args.source_length), ids(args.target_length), strict=True)
     rows = [{"input_ids": source, "labels": target} for source, target in pairs]
     return summarization_dataset.collate(rows, pad_token_id=0, decoder_start_token_id=0)
+
+
+class AnonymousMemory(threading.Thread):
+    """A thread that measures this process's anonymous memory in MB every millisecond, while
+    entered."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.first = self.peak = self.now()
+        self.over = False
+
+    @staticmethod
+    def now() -> float:
+        """Return RssAnon of /proc/self/status, in MB."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1.024e-3
+
+    def run(self) -> None:
+        """Measure the peak until the context is left."""
+        while not self.over:
+            self.peak = max(self.peak, self.now())
+            time.sleep(1e-3)
+
+    def __enter__(self) -> "AnonymousMemory":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over = True
+        self.join()
 
 
 def held(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -166,22 +219,26 @@ class Enough(Exception):
 
 def relay(
     loops: dict[str, Loop], turns: int, device: torch.device, steps: int = 1
-) -> dict[str, list[float]]:
-    """Run the loops in turn; return the seconds of each one's `turns` turns of `steps` steps. A
-    loop calls its argument after each step. A GPU is waited for at the end of a turn alone."""
-    names, seconds = list(loops), {name: [] for name in loops}
+) -> dict[str, dict[str, list[float]]]:
+    """Run the loops in turn; return the `seconds` and `cpu_seconds` that a step took in each of a
+    loop's `turns` turns of `steps` steps. A loop calls its argument after each step. A GPU is
+    waited for at the end of a turn alone."""
+    names = list(loops)
+    found = {name: {"seconds": [], "cpu_seconds": []} for name in names}
     batons = {name: threading.Semaphore(0) for name in names}
     failed: list[BaseException] = []
 
     def run(name: str) -> None:
         following = batons[names[(names.index(name) + 1) % len(names)]]
+        mine = found[name]
 
         def begin() -> None:
             batons[name].acquire()
-            if failed or len(seconds[name]) == turns + 1:
+            if failed or len(mine["seconds"]) == turns + 1:
                 raise Enough
             dist.all_reduce(torch.zeros(1), group=ranks.cpu_group())
-            starts[name], left[name] = time.perf_counter(), steps
+            starts[name] = time.perf_counter(), time.process_time()
+            left[name] = steps
 
         def end_of_step() -> None:
             left[name] -= 1
@@ -189,7 +246,9 @@ def relay(
                 return
             if device.type == "cuda":
                 torch.cuda.synchronize()
-            seconds[name].append(time.perf_counter() - starts[name])
+            start, cpu_start = starts[name]
+            mine["seconds"].append((time.perf_counter() - start) / steps)
+            mine["cpu_seconds"].append((time.process_time() - cpu_start) / steps)
             following.release()
             begin()
 
@@ -205,7 +264,7 @@ def relay(
             failed.append(error)
         following.release()
 
-    starts: dict[str, float] = {}
+    starts: dict[str, tuple[float, float]] = {}
     left: dict[str, int] = {}
     threads = [threading.Thread(target=run, args=(name,)) for name in names]
     for thread in threads:
@@ -215,4 +274,7 @@ def relay(
         thread.join()
     if failed:
         raise failed[0]
-    return {name: values[1:] for name, values in seconds.items()}  # the first turn is a warm-up
+    for mine in found.values():
+        for values in mine.values():
+            del values[0]  # the first turn is a warm-up
+    return found

@@ -62,19 +62,16 @@ def gpu_programs(processes: int, large: bool) -> dict[str, str]:
         "Estimate and measurement, QLoRA": held + "llama-2-7b --lora-rank 16 --load-in-4bit" + n,
         "Side by side with TRL": beside + "trl",
         "Side by side with the Trainer": beside + "trainer",
-        "Saving": "saving.py --saves 3 --shapes gpt2-large" + n,
+        "Load, save, resume and export": "saving.py --model 1.1B --saves 3 --turns 1" + n,
     }  # fmt: skip
     wide = "gpt2-xl" if processes > 1 else "gpt2-large"
     return commands | adapters | {
         "Side by side with the Seq2SeqTrainer": beside + "seq2seq",
-        "Step time": "step_time.py --model gpt2-large --block-size 1024 --steps 30" + n,
+        "FSDP against FSDP": "step_time.py --model 1.1B --length 2048 --steps 30" + n,
         "Strategies": "compare_strategies.py --block-size 1024 --memory-limit-gb 24"
         f" --model {wide}" + n,
         "Estimate and measurement of other models": "estimate.py --models gpt2-large t5-large"
         " --strategies full_shard" + n,
-        "Loading and export": "load_memory.py" + n,
-        "Loading and export, stored in 16 bits": "load_memory.py --stored-dtype bfloat16" + n,
-        "Saving, 1.5B": "saving.py --shapes gpt2-xl" + n,
         "One GPU, three launches": f"one_gpu.py --model {model}",
     }  # fmt: skip
 
@@ -83,11 +80,9 @@ def cpu_programs(processes: int) -> dict[str, str]:
     """Return the command of each section on a CPU by its title."""
     n = f" --processes {processes}"
     return {
-        "Step time": "step_time.py --steps 7" + n,
+        "FSDP against FSDP": "step_time.py --steps 7" + n,
         "Strategies": "compare_strategies.py --steps 9" + n,
-        "Loading and export": "load_memory.py" + n,
-        "Loading and export, stored in 16 bits": "load_memory.py --stored-dtype bfloat16" + n,
-        "Saving": "saving.py --saves 3" + n,
+        "Load, save, resume and export": "saving.py --model 254M --saves 3" + n,
         "Estimate and measurement": "estimate.py" + n,
         "Side by side": "side_by_side.py --preset cpu" + n,
     }

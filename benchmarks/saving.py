@@ -1,14 +1,25 @@
-"""Time that a step waits for a save: sharded, full, and sharded in the background (--async-save).
+"""Load, save, resume and export of a Llama under FSDP: ours beside Transformers' and Accelerate's.
 
-    python benchmarks/saving.py                      # tiny and 300M parameters, 2 CPU processes
-    python benchmarks/saving.py --processes 8 --shapes gpt2-xl
+    python benchmarks/saving.py                                 # 98M parameters, two CPU processes
+    python benchmarks/saving.py --model 1.1B --processes 8
 
-GPT-2 is trained on random weights; each mode runs in a launch of its own, saves after every other
-step, and reports the median seconds that save_checkpoint took (the stall), the seconds until the
-checkpoint is on disk, and the seconds of a step alone and beside a save.
+The files are in bf16, as on the hub, the weights in fp32. Each stage is a launch of its own:
+
+- load: seconds until the model is sharded;
+- save: seconds for which training waits while weights and AdamW's moments are saved, and those
+  until they are on the disk; of a step without a save, and of one right after the save returned;
+- resume: seconds until new processes have model and optimizer as they were saved;
+- export: seconds for a directory that `from_pretrained` loads, in fp32.
+
+MB (10^6 bytes) are those by which the anonymous memory of a rank rises, the most of all ranks; on a
+CPU a load's are the shard, and what it took to get there.
+
+Transformers saves and exports by `save_pretrained`, with and without `distributed_checkpoint`, and
+the optimizer by its `save_optimizer_distributed`; Accelerate by `save_state` and `get_state_dict`.
 """
 
 import argparse
+import itertools
 import json
 import os
 import queue
@@ -17,53 +28,221 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import step_time
 import torch
 import torch.distributed as dist
-from common import GPT2, launch, write_gpt2
+import transformers
+from common import LLAMAS, NO_DATA, AnonymousMemory, launch, random_batch, write_llama
 from driven import Driven
+from transformers import ByT5Tokenizer
+from transformers.distributed.checkpoint import (
+    load_optimizer_distributed,
+    save_optimizer_distributed,
+)
 
-import gpt2_fsdp
-from runtime import ranks
+import llama_fsdp
+from runtime import hf_export, ranks
 
-MODES = {"sharded": [], "full": ["--checkpoint-type", "full"], "async": ["--async-save"]}
+OURS = {
+    "ours-fsdp1": ["--fsdp", "1"],
+    "ours-fsdp1-full": ["--fsdp", "1", "--checkpoint-type", "full"],
+    "ours-fsdp1-async": ["--fsdp", "1", "--async-save"],
+    "ours-fsdp2": ["--fsdp", "2"],
+    "ours-fsdp2-async": ["--fsdp", "2", "--async-save"],
+}
 
 
-def worker(directory: str, flags: list[str], saves: int) -> None:
-    """Train and save, and print rank 0's medians as JSON."""
-    common = ["--model-name", directory, "--from-scratch", "--dataset", "docstrings"]
-    common += ["--block-size", "64", "--batch-size", "1", "--keep-checkpoints", "1"]
-    args = gpt2_fsdp.parse_args([*common, *flags])
-    device = gpt2_fsdp.setup(args)
-    driven = Driven(gpt2_fsdp, args, device)
-    saver = driven._new_saver()
-    found: dict[str, list[float]] = {"stall": [], "total": [], "step": [], "step_beside": []}
+class Resumed(Driven):
+    """A training of ours that notes when it has all that was saved, or is fresh."""
 
-    def step(name: str) -> None:
-        start = time.perf_counter()
-        driven.step()
-        found[name].append(time.perf_counter() - start)
+    def restore(self, *parts: Any, **others: Any) -> None:
+        """Restore; what follows, such as the comparison of losses, is not timed."""
+        super().restore(*parts, **others)
+        self.restored = time.perf_counter()
 
-    step("step")
-    for _ in range(saves):
-        step("step")
-        dist.barrier(group=ranks.cpu_group())
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        saver.save()
-        found["stall"].append(time.perf_counter() - start)
-        ends: queue.SimpleQueue = queue.SimpleQueue()
-        if saver.under_way:
-            saver.under_way.add_done_callback(lambda _, ends=ends: ends.put(time.perf_counter()))
+
+class Ours:
+    """Ours, as llama_fsdp.py does it."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device = args, device
+
+    def load(self) -> None:
+        """Load the model and shard it."""
+        model, _, init = llama_fsdp.load_model(self.args, self.device)
+        self.model = llama_fsdp.wrap_model(self.args, self.device, model, init)
+
+    def begin(self, checkpoint: Path | None = None) -> float:
+        """Come to the first step; return the time when model and optimizer were there."""
+        self.run = Resumed(llama_fsdp, self.args, self.device, checkpoint, NO_DATA)
+        self.saver = self.run._new_saver()
+        return self.run.restored
+
+    def step(self) -> None:
+        """Make a step."""
+        self.run.step([random_batch(llama_fsdp, self.args)])
+
+    def save(self, note: Callable[..., None]) -> None:
+        """Save; `note` is called when all is on the disk, maybe later."""
+        self.saver.save()
+        if self.saver.under_way:
+            self.saver.under_way.add_done_callback(note)
         else:
-            ends.put(time.perf_counter())
-        step("step_beside")
-        saver.wait()
-        found["total"].append(ends.get() - start)
+            note()
+
+    def wait(self) -> None:
+        """Wait for a save in the background."""
+        self.saver.wait()
+
+    def resume(self) -> float:
+        """Continue from the newest checkpoint."""
+        return self.begin(max(Path(self.args.output_dir).glob("checkpoints/step-*")))
+
+    def export(self, path: Path) -> None:
+        """Write a directory for `from_pretrained`."""
+        hf_export.export_model(self.model, ByT5Tokenizer(), path, self.args)
+
+
+class Transformers:
+    """Transformers' own, in the same order."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self.args, self.device = args, device
+        self.saved = f"{args.output_dir}/saved"
+
+    def load(self) -> None:
+        """Load the model and shard it."""
+        self.model, self.optimizer = step_time.of_transformers(self.args)
+
+    begin = load
+
+    def step(self) -> None:
+        """Make a step."""
+        ids = random_batch(llama_fsdp, self.args)["input_ids"].to(self.device)
+        self.model(ids, labels=ids, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, note: Callable[..., None]) -> None:
+        """Save; `note` is called when all is on the disk."""
+        self.model.save_pretrained(self.saved, distributed_checkpoint=True)
+        save_optimizer_distributed(self.model, self.optimizer, f"{self.saved}/optimizer")
+        note()
+
+    def wait(self) -> None:
+        """Nothing is in the background."""
+
+    def resume(self) -> float:
+        """Load what was saved; return the time when it is there."""
+        self.args.model_name = self.saved
+        self.load()
+        load_optimizer_distributed(self.model, self.optimizer, f"{self.saved}/optimizer")
+        return time.perf_counter()
+
+    def export(self, path: Path) -> None:
+        """Write a directory for `from_pretrained`."""
+        self.model.save_pretrained(path)
+
+
+class Accelerate(Transformers):
+    """Accelerate's."""
+
+    def load(self) -> None:
+        """Load the model on every rank, and shard it."""
+        self.accelerator = step_time.accelerator(self.args)
+        model, optimizer = step_time.plain(self.args)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    begin = load
+
+    def save(self, note: Callable[..., None]) -> None:
+        """Save."""
+        self.accelerator.save_state(self.saved)
+        note()
+
+    def resume(self) -> float:
+        """Load what was saved, into a model that was loaded."""
+        self.load()
+        self.accelerator.load_state(self.saved)
+        return time.perf_counter()
+
+    def export(self, path: Path) -> None:
+        """Gather the model on rank 0, and save it."""
+        whole = self.accelerator.get_state_dict(self.model)
+        if self.accelerator.is_main_process:
+            self.accelerator.unwrap_model(self.model).save_pretrained(path, state_dict=whole)
+
+
+PEERS = {"transformers-fsdp2": Transformers, "accelerate-fsdp2": Accelerate}
+WAYS = [*OURS, *PEERS]
+STAGES = ["load", "save", "resume", "export"]  # a launch of each; what is resumed, was saved
+
+
+def timed(action: Callable[..., Any], *parts: Any) -> float:
+    """Return the seconds of an action that all ranks begin at once, until all have done it."""
+    dist.barrier(group=ranks.cpu_group())
+    start = time.perf_counter()
+    action(*parts)
+    dist.barrier(group=ranks.cpu_group())
+    return time.perf_counter() - start
+
+
+def with_memory(action: Callable[..., Any], *parts: Any) -> tuple[float, float]:
+    """Return the seconds of an action, and the MB by which it raises a rank's anonymous memory."""
+    with AnonymousMemory() as memory:
+        seconds = timed(action, *parts)
+    rise = torch.tensor(memory.peak - memory.first)
+    dist.all_reduce(rise, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
+    return seconds, rise.item()
+
+
+def save(way: Ours | Transformers, saves: int) -> dict[str, float]:
+    """Train and save; return the medians."""
+    way.begin()
+    way.step()
+    found: dict[str, list[float]] = {"save": [], "on disk": [], "step": [], "step beside": []}
+    for _ in range(saves):
+        found["step"].append(timed(way.step))
+        ends: queue.SimpleQueue = queue.SimpleQueue()
+        start = time.perf_counter()
+        found["save"].append(timed(way.save, lambda *_, ends=ends: ends.put(time.perf_counter())))
+        found["step beside"].append(timed(way.step))
+        way.wait()
+        found["on disk"].append(ends.get() - start)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def worker(options: argparse.Namespace) -> None:
+    """Do one of the stages on this rank; rank 0 prints what it found as JSON."""
+    name, stage, directory = options.worker
+    warnings.filterwarnings("ignore")
+    transformers.utils.logging.set_verbosity_error()
+    flags = ["--model-name", f"{directory}/model", "--dataset", "docstrings", "--export-dtype",
+             "fp32", "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
+             "1", "--keep-checkpoints", "1", "--output-dir", f"{directory}/output"]  # fmt: skip
+    args = llama_fsdp.parse_args([*flags, *OURS.get(name, [])])
+    device = llama_fsdp.setup(args)
+    way = PEERS.get(name, Ours)(args, device)
+    if stage == "save":
+        found = save(way, options.saves)
+    elif stage == "resume":
+        dist.barrier(group=ranks.cpu_group())
+        start = time.perf_counter()
+        found = {"resume": way.resume() - start}
+    else:
+        seconds, rise = with_memory(way.load)
+        found = {"load": seconds, "load MB": rise}
+        if stage == "export":
+            seconds, rise = with_memory(way.export, Path(directory, "export"))
+            found = {"export": seconds, "export MB": rise}
     if dist.get_rank() == 0:
-        print(json.dumps({name: statistics.median(values) for name, values in found.items()}))
-    gpt2_fsdp.cleanup()
+        print(json.dumps(found))
+    llama_fsdp.cleanup()
 
 
 def main() -> None:
@@ -71,29 +250,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", choices=list(LLAMAS), default="98M", help="shape")
     parser.add_argument("--processes", type=int, default=2, help="ranks")
-    parser.add_argument("--saves", type=int, default=5, help="saves of each kind")
-    parser.add_argument("--shapes", nargs="+", choices=list(GPT2), default=["tiny", "300M"])
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # directory, flags as JSON
-    args = parser.parse_args()
-    if args.worker:
-        worker(args.worker[0], json.loads(args.worker[1]), args.saves)
+    parser.add_argument("--saves", type=int, default=5, help="saves of each way")
+    parser.add_argument("--turns", type=int, default=3, help="launches of each stage, in turn")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="which")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)  # way, stage, directory
+    options = parser.parse_args()
+    if options.worker:
+        worker(options)
         return
-    print("| model | save | stall, s | of sharded | until on disk, s | step, s | step beside, s |")
-    print("|---|---|---|---|---|---|---|")
-    for name in args.shapes:
-        with tempfile.TemporaryDirectory() as directory:
-            write_gpt2(name, directory)
-            sharded = None
-            for mode, flags in MODES.items():
-                flags = json.dumps([*flags, "--output-dir", f"{directory}/{mode}"])
-                command = [__file__, "--saves", args.saves, "--worker", directory, flags]
-                found = launch(args.processes, *command)
-                sharded = sharded or found["stall"]
-                shutil.rmtree(f"{directory}/{mode}")  # three of a large model fill a disk
-                row = [f"{found['stall']:.3f}", f"{found['stall'] / sharded:.2f}"]
-                row += [f"{found[key]:.2f}" for key in ("total", "step", "step_beside")]
-                print(f"| {name} | {mode} | {' | '.join(row)} |", flush=True)
+    results: dict[str, dict[str, list[float]]] = {name: {} for name in options.ways}
+    with tempfile.TemporaryDirectory() as directory:
+        write_llama(options.model, Path(directory, "model"), torch.bfloat16)
+        os.sync()  # else the files are still being written when the first way reads them
+        for _, name in itertools.product(range(options.turns), options.ways):
+            for stage in options.stages:
+                command = [__file__, "--saves", options.saves, "--worker", name, stage, directory]
+                for key, value in launch(options.processes, *command).items():
+                    results[name].setdefault(key, []).append(value)
+            for path in ("output", "export"):  # those of a large model fill a disk
+                shutil.rmtree(f"{directory}/{path}", ignore_errors=True)
+    print(f"{options.model} parameters, {options.processes} processes; medians of {options.turns} "
+          "launches in turn; seconds, and MB\n")  # fmt: skip
+    columns = list(next(iter(results.values())))
+    print(f"| way | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
+    for name, found in results.items():
+        cells = [f"{statistics.median(found[key]):,.2f}" for key in columns]
+        print(f"| {name} | {' | '.join(cells)} |")
+    print("\n" + json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

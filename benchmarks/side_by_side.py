@@ -26,7 +26,6 @@ import math
 import os
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +38,6 @@ import transformers
 from common import Loop, launch, relay, trainer_options
 from datasets import Dataset
 from driven import TimedRun
-from packing import instances
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -128,37 +126,35 @@ def write_models(preset: str, texts: list[str], directory: Path) -> None:
         tokenizer.save_pretrained(directory / config.model_type)
 
 
-class Turns:
-    """The CPU seconds and targets of this rank in each step of a loop, noted as a step ends."""
-
-    def __init__(self, end_of_step: Callable[[], None]):
-        self.next_turn = end_of_step
-        self.targets: list[int | Tensor] = []
-        self.cpu_seconds: list[float] = []
-        self.start = time.process_time()
-
-    def end_of_step(self) -> None:
-        """Note the step's CPU seconds, and wait for the next turn."""
-        self.cpu_seconds.append(time.process_time() - self.start)
-        self.next_turn()
-        self.start = time.process_time()
+def instances(tasks: Path) -> Iterator[tuple[str, str]]:
+    """Yield the prompt and the output of every instance of self-instruct that has an output."""
+    for task in map(json.loads, tasks.read_text().splitlines()):
+        for instance in task["instances"]:
+            if instance["output"].strip():
+                prompt = f"{task['instruction']}\n{instance['input']}".strip()
+                yield prompt, instance["output"]
 
 
 class CountingRun(TimedRun):
     """A run of ours whose targets are counted."""
 
-    turns: Turns  # once it runs
-
-    def loop(self, end_of_step: Callable[[], None]) -> None:
-        """Train in turns."""
-        self.turns = Turns(end_of_step)
-        super().loop(self.turns.end_of_step)
+    def __init__(self, *args: object):
+        super().__init__(*args)
+        self.targets: list[int | Tensor] = []  # of each step
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
         """Yield the steps; note the targets of each, which are those of all ranks, on rank 0."""
         for step in super().steps(loader):
             yield step
-            self.turns.targets.append(step.targets if dist.get_rank() == 0 else 0)
+            self.targets.append(step.targets if dist.get_rank() == 0 else 0)
+
+
+class Turns:
+    """How a trainer is told that its step is over, and the targets of this rank in each."""
+
+    def __init__(self, end_of_step: Callable[[], None]):
+        self.end_of_step = end_of_step
+        self.targets: list[int | Tensor] = []
 
 
 def watched(trainer_class: type, turns: Turns) -> type:
@@ -358,18 +354,17 @@ def worker(options: argparse.Namespace) -> None:
     at_once = 10 if device.type == "cuda" else 1
     steps = math.ceil(samples_per_epoch / global_batch)
     count = math.ceil(options.epochs * steps / at_once)
-    seconds = relay(loops, count, device, at_once)
+    turned = relay(loops, count, device, at_once)
     found = {"rows": {}, "steps": count * at_once}
     timed = slice(at_once, at_once * (count + 1))
     for name in loops:
-        turns = runs[name].turns if name in runs else their_turns[0]
-        targets = torch.tensor([int(x) for x in turns.targets[timed]], device=device)
+        counted = runs[name] if name in runs else their_turns[0]
+        targets = torch.tensor([int(x) for x in counted.targets[timed]], device=device)
         dist.all_reduce(targets)
-        cpu = turns.cpu_seconds[timed]
         found["rows"][name] = {
             "targets": targets.sum().item(),
-            "seconds": sum(seconds[name]),
-            "cpu": sum(cpu) / len(cpu),
+            "seconds": sum(turned[name]["seconds"]) * at_once,
+            "cpu": sum(turned[name]["cpu_seconds"]) / count,
         }
     for trainer in trainers:
         whole = type(trainer.model).from_pretrained(args.model_name, dtype=torch.float32)

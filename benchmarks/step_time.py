@@ -1,22 +1,27 @@
-"""Step time of GPT-2: this repository's loop against others, in one run, alternating.
+"""Step time of a Llama under FSDP: this repository's loop against others', in one run, in turn.
 
-    python benchmarks/step_time.py                          # 30M parameters, two CPU processes
-    python benchmarks/step_time.py --model gpt2-large --processes 8 --block-size 1024      # GPUs
+    python benchmarks/step_time.py                              # 98M parameters, two CPU processes
+    python benchmarks/step_time.py --model 1.1B --length 2048 --processes 8                 # GPUs
 
-- ours: `train` of gpt2_fsdp.py as it stands, from one step's end to the next: data, the count of
+- ours: `train` of llama_fsdp.py as it stands, from one step's end to the next: data, the count of
   tokens, forward, backward, clip, optimizer, schedule, bar and log.
-- bare: forward, backward, clip, step, zero_grad on the same wrapped model, and nothing else: the
-  floor.
-- accelerate, trainer: Accelerate's loop and Transformers' Trainer on Hugging Face's model. On a CPU
-  they have no FSDP and use DistributedDataParallel, whatever they are told; so compare them with
-  ours under ddp there, and with ours under full_shard on GPUs.
+- transformers: forward, backward, clip, step and zero_grad, and nothing else, on a model that
+  Transformers itself has sharded by FSDP2 as it loaded it.
+- accelerate: the same on a model that Accelerate has sharded by FSDP2. On a CPU it would take
+  DistributedDataParallel without a word, and is made to shard; its FSDP1 does not run there
+  ("Inconsistent compute device and `device_id` on rank 0: cpu vs cpu:0"). So it is with
+  Transformers' Trainer, which has Accelerate do it: its FSDP2 becomes DistributedDataParallel, its
+  FSDP1 ends ("There are currently no available devices found").
 
-All train on the same blocks with fused AdamW in the same precision. Each loop runs in a thread of
-its own that waits while the others make their step, after a barrier of all ranks; on GPUs a turn is
-ten steps, so that a step need not wait for the GPU.
+All train from the same weights on the same batches, in which every position is a target, with fused
+AdamW in the same precision, and recompute nothing; so the loss of the last step agrees. Each loop
+runs in a thread of its own that waits while the others make their step, after a barrier of all
+ranks. On GPUs a turn is ten steps, so that a step need not wait for the GPU. CPU seconds are those
+of rank 0, and steadier than the clock.
 """
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -25,144 +30,156 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
-from common import Loop, launch, relay, trainer_options, write_gpt2
-from datasets import Dataset
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from common import LLAMAS, launch, relay, write_llama
 from driven import TimedRun
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.data import DataLoader
+from transformers.distributed import DistributedConfig
 
-import gpt2_fsdp
-import policies
+import llama_fsdp
 from runtime import batches
 
-
-def ours(args: argparse.Namespace, device: torch.device) -> tuple[Loop, Loop, Dataset]:
-    """Return gpt2_fsdp.py's loop, the bare one on the same model and optimizer, and the data
-    set."""
-    run = TimedRun(gpt2_fsdp, args, device)
-
-    def bare(end_of_step: Callable[[], None]) -> None:
-        optimizer = run.state.optimizer  # which is there: the first turn was the other loop's
-        while True:
-            for batch in run.loader:
-                batch = batches.to_device(batch, device)
-                with policies.autocast(args, device):
-                    loss = gpt2_fsdp.summed_loss(run.model, batch) / batch["labels"].numel()
-                loss.backward()
-                policies.clip_gradients(run.model, args.max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
-                end_of_step()
-
-    return run.loop, bare, run.train_set.dataset
+OURS = {
+    "ours-ddp": ["--strategy", "ddp"],
+    "ours-fsdp1": ["--fsdp", "1"],
+    "ours-fsdp2": ["--fsdp", "2"],
+}
 
 
-def plain_collate(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Collate blocks for Hugging Face's models, which shift the labels themselves."""
-    input_ids = torch.tensor([example["input_ids"][:-1] for example in examples])
-    return {"input_ids": input_ids, "labels": input_ids}
+class Ours(TimedRun):
+    """A run of ours that keeps the losses that it logs."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, rows: list):
+        super().__init__(llama_fsdp, args, device, sets=(rows, {}))
+        self.losses: list[float] = []
+
+    def log_step(self, **values: float) -> None:
+        """Log a step, and keep its loss."""
+        self.losses.append(values["loss"])
+        super().log_step(**values)
 
 
-def accelerate_loop(
-    args: argparse.Namespace, model: torch.nn.Module, rows: Dataset, describe: Callable[..., None]
-) -> Loop:
-    """Return the loop of Accelerate's examples, with its FSDP plugin."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+def of_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+    """Return the model as Transformers shards it, and its optimizer."""
+    config = DistributedConfig(
+        fsdp_size=dist.get_world_size(), fsdp_mixed_precision=args.precision == "bf16"
+    )
+    model = transformers.LlamaForCausalLM.from_pretrained(
+        args.model_name, dtype=torch.float32, distributed_config=config
+    )
+    return model, new_optimizer(args, model)
 
+
+def of_accelerate(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+    """Return the model as Accelerate shards it, and its optimizer."""
+    return accelerator(args).prepare(*plain(args))
+
+
+def accelerator(args: argparse.Namespace) -> Accelerator:
+    """Return Accelerate's object, told to use FSDP2."""
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=1,
-        sharding_strategy="FULL_SHARD",
+        fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["GPT2Block"],
-        use_orig_params=True,
-        backward_prefetch="BACKWARD_PRE",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
     mixed = "bf16" if args.precision == "bf16" else "no"
-    accelerator = Accelerator(
-        mixed_precision=mixed, fsdp_plugin=plugin, cpu=not torch.cuda.is_available()
-    )
-    loader = torch.utils.data.DataLoader(
-        rows, args.batch_size, shuffle=True, drop_last=True, collate_fn=plain_collate
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, weight_decay=0.01, fused=True)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 100, 10_000)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    describe("accelerate", model)
+    on_cpu = not torch.cuda.is_available()
+    made = Accelerator(mixed_precision=mixed, fsdp_plugin=plugin, cpu=on_cpu)
+    if on_cpu:
+        sharded = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+        PartialState._shared_state |= sharded
+        AcceleratorState._shared_state |= sharded
+    return made
 
-    def loop(end_of_step: Callable[[], None]) -> None:
-        model.train()
+
+def plain(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+    """Return the whole model, and its optimizer."""
+    model = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+    return model, new_optimizer(args, model)
+
+
+def new_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
+    """Return AdamW as ours has it here."""
+    return AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
+
+
+class Bare:
+    """A training loop and nothing else, on what a peer has prepared."""
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module, optimizer: Optimizer):
+        self.args, self.model, self.optimizer = args, model, optimizer
+        self.losses: list[Tensor] = []
+
+    def loop(self, loader: DataLoader, end_of_step: Callable[[], None]) -> None:
+        """Train, and call `end_of_step` after each step."""
+        device = next(self.model.parameters()).device
+        self.model.train()
         while True:
             for batch in loader:
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                optimizer.step()
-                schedule.step()
-                optimizer.zero_grad()
+                batch = batches.to_device(batch, device)
+                # Ours are shifted already. Without positions the model takes the row as one text.
+                labels = {"labels": batch["labels"], "shift_labels": batch["labels"]}
+                loss = self.model(batch["input_ids"], use_cache=False, **labels).loss
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.losses.append(loss.detach())
                 end_of_step()
 
-    return loop
 
-
-def trainer_loop(
-    args: argparse.Namespace, model: torch.nn.Module, rows: Dataset, describe: Callable[..., None]
-) -> Loop:
-    """Return the loop of Transformers' Trainer, told to use FSDP."""
-    options = transformers.TrainingArguments(
-        dataloader_drop_last=True, **trainer_options(args, "GPT2Block")
-    )
-
-    def loop(end_of_step: Callable[[], None]) -> None:
-        class Turn(transformers.TrainerCallback):
-            def on_train_begin(self, *_: object, **options: object) -> None:
-                describe("trainer", trainer.model_wrapped)
-
-            def on_step_end(self, *_: object, **options: object) -> None:
-                end_of_step()
-
-        parts = {"train_dataset": rows, "data_collator": plain_collate, "callbacks": [Turn()]}
-        trainer = transformers.Trainer(model, options, **parts)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-
-    return loop
-
-
-OURS = {"ddp": ["--strategy", "ddp"], "full_shard": [], "full_shard, FSDP2": ["--fsdp", "2"]}
-PEERS = {"accelerate": accelerate_loop, "trainer": trainer_loop}
+PEERS = {"transformers-fsdp2": of_transformers, "accelerate-fsdp2": of_accelerate}
 
 
 def worker(options: argparse.Namespace, directory: str) -> None:
     """Run all loops on this rank; rank 0 prints what it found as JSON."""
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
-    common = ["--model-name", directory, "--from-scratch", "--dataset", "docstrings",
-              "--num-train-samples", "0", "--num-val-samples", "8", "--max-steps", "10000",
-              "--block-size", str(options.block_size), "--batch-size", str(options.batch_size),
-              "--output-dir", f"{directory}/output"]  # fmt: skip
-    args = gpt2_fsdp.parse_args(common)
-    device, how = gpt2_fsdp.setup(args), {}
-    loops: dict[str, Loop] = {}
-    for name, flags in OURS.items():
-        loop, bare, rows = ours(gpt2_fsdp.parse_args([*common, *flags]), device)
-        loops |= {f"ours, {name}": loop, f"bare, {name}": bare}
-    rows = rows.select(range(len(rows) - 1))  # without the last block, which is short
+    turn = 10 if torch.cuda.is_available() else 1
+    common = ["--model-name", directory, "--dataset", "docstrings", "--max-steps", "10000",
+              "--lr-schedule", "step", "--gamma", "1", "--weight-decay", "0", "--log-every", turn,
+              "--max-seq-length", options.length, "--batch-size", options.batch_size,
+              "--no-activation-checkpointing", "--output-dir", f"{directory}/output"]  # fmt: skip
 
-    def describe(name: str, model: torch.nn.Module) -> None:
-        how[name] = type(model).__name__
+    def parsed(name: str) -> argparse.Namespace:
+        return llama_fsdp.parse_args([*map(str, common), *OURS.get(name, [])])
 
-    config = transformers.AutoConfig.from_pretrained(directory)
-    model = transformers.GPT2LMHeadModel(config)
-    loops[options.peer] = PEERS[options.peer](args, model, rows, describe)
-    turn = 10 if device.type == "cuda" else 1
-    seconds = relay(loops, math.ceil(options.steps / turn), device, turn)
-    seconds = {name: [value / turn for value in values] for name, values in seconds.items()}
+    device = llama_fsdp.setup(parsed("ours-fsdp1"))
+    vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1024, options.length + 1), generator=random).numpy()
+    rows = [[{"input_ids": row, "labels": row}] for row in ids]
+    runs: dict[str, Ours | Bare] = {}
+    loops = {}
+    for name in options.loops:
+        args = parsed(name)
+        if name in OURS:
+            runs[name] = Ours(args, device, rows)
+            loops[name] = runs[name].loop
+        else:
+            runs[name] = Bare(args, *PEERS[name](args))
+            sampler = batches.train_sampler(args, rows)
+            loader = DataLoader(rows, batch_sampler=sampler, collate_fn=llama_fsdp.data.collate)
+            loops[name] = functools.partial(runs[name].loop, loader)
+    found = relay(loops, math.ceil(options.steps / turn), device, turn)
+    for name, run in runs.items():
+        loss = torch.as_tensor(run.losses[-1], device=device)
+        if name in PEERS:  # this rank's
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        found[name] |= {"loss": loss.item(), "wrapped": type(run.model).__name__}
     if dist.get_rank() == 0:
-        count = model.num_parameters()
-        print(json.dumps({"seconds": seconds, "wrapped": how, "parameters": count}))
-    gpt2_fsdp.cleanup()
+        print(json.dumps(found))
+    llama_fsdp.cleanup()
 
 
 def main() -> None:
@@ -170,42 +187,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="30M", help="a shape of common.py")
+    names = [*OURS, *PEERS]
+    parser.add_argument("--model", choices=list(LLAMAS), default="98M", help="shape")
     parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
-    parser.add_argument("--batch-size", type=int, default=8, help="per rank")
-    parser.add_argument("--block-size", type=int, default=256, help="tokens in a sample")
+    parser.add_argument("--batch-size", type=int, default=2, help="per rank")
+    parser.add_argument("--length", type=int, default=512, help="tokens in a sequence")
     parser.add_argument(
         "--steps", type=int, default=15, help="timed steps of each loop; on GPUs in tens"
     )
+    parser.add_argument("--loops", nargs="+", choices=names, default=names, help="which")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # directory
-    parser.add_argument("--peer", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         worker(options, options.worker)
         return
     with tempfile.TemporaryDirectory() as directory:
-        write_gpt2(options.model, directory, options.block_size)
-        for peer in PEERS:
-            flags = ["--block-size", options.block_size, "--batch-size", options.batch_size]
-            flags += ["--steps", options.steps, "--worker", directory, "--peer", peer]
-            found = launch(options.processes, __file__, *flags)
-            report(options, peer, found)
-
-
-def report(options: argparse.Namespace, peer: str, found: dict) -> None:
-    """Print the table of one peer."""
-    medians = {name: statistics.median(values) for name, values in found["seconds"].items()}
-    tokens = options.processes * options.batch_size * options.block_size
-    print(f"GPT-2 of {found['parameters']:,} parameters, {options.processes} processes x "
-          f"{options.batch_size} x {options.block_size} tokens; medians of {options.steps} steps "
-          f"in turn; {peer} wrapped it in {found['wrapped'][peer]}\n")  # fmt: skip
-    print("| loop | s per step | tokens/s | of ours, ddp | of ours, full_shard |")
-    print("|---|---|---|---|---|")
-    for name, median in medians.items():
-        ratios = [median / medians[f"ours, {strategy}"] for strategy in ("ddp", "full_shard")]
-        print(f"| {name} | {median:.3f} | {tokens / median:,.0f} | {ratios[0]:.3f} "
-              f"| {ratios[1]:.3f} |")  # fmt: skip
-    print("\n" + json.dumps({"medians": medians, **found}), flush=True)
+        write_llama(options.model, Path(directory))
+        flags = ["--batch-size", options.batch_size, "--length", options.length]
+        flags += ["--steps", options.steps, "--worker", directory, "--loops", *options.loops]
+        found = launch(options.processes, __file__, *flags)
+    print(f"{options.model} parameters, {options.processes} processes x {options.batch_size} x "
+          f"{options.length} tokens; medians of {options.steps} steps in turn\n")  # fmt: skip
+    base = "transformers-fsdp2" if "transformers-fsdp2" in found else next(iter(found))
+    print(f"| loop | s | of {base} | CPU s | of {base} | tokens/s | last loss |")
+    print("|---|---|---|---|---|---|---|")
+    tokens = options.processes * options.batch_size * options.length
+    medians = {
+        name: [statistics.median(row[key]) for key in ("seconds", "cpu_seconds")]
+        for name, row in found.items()
+    }
+    for name, (seconds, cpu) in medians.items():
+        shares = [f"{x / y:.3f}" for x, y in zip((seconds, cpu), medians[base], strict=True)]
+        print(f"| {name} | {seconds:.3f} | {shares[0]} | {cpu:.3f} | {shares[1]} "
+              f"| {tokens / seconds:,.0f} | {found[name]['loss']:.6f} |")  # fmt: skip
+    print("\n" + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ def main() -> None:
         options = policies.fsdp2_options(args, CPU)
         for unit in policies.fsdp2_units(model, policies.wrap_policy(script.units(model))):
             fully_shard(unit, **options)
+        policies.plan_gathers(model)
         if script.RECIPE.get("activation_checkpointing"):
             policies.checkpoint_activations(model, script.BLOCKS)
         ids = torch.zeros(1, length, dtype=torch.int64)

@@ -132,7 +132,7 @@ def test_rows_are_read_alone(
 def test_memory_of_a_stacked_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside it some rows are held, not as much again, as if it were stacked whole."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    memory = importlib.import_module("load_memory").AnonymousMemory
+    memory = importlib.import_module("common").AnonymousMemory
     shape = GROUPED | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
     model = new_model(class_of("Mixtral"), **shape, num_local_experts=32)
     model.save_pretrained(tmp_path)
