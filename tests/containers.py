@@ -103,6 +103,7 @@ class Job:
                 if self.ended(index, code):
                     self.close()
                     return "failed"
+                break  # the others may be new
             if until():
                 return "running"
             assert time.monotonic() < deadline, self.log.read_text()[-8000:]
