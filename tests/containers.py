@@ -72,6 +72,7 @@ class Job:
         self.taken: set[int] = set()  # nodes that end because the cluster takes them away
         self.addresses = {0: "127.0.0.1", 1: "127.0.0.1"}
         self.starts = 0
+        self.due: dict[int, float] = {}  # when a node that has ended starts again
         self.nodes: dict[int, Container] = {index: self.start(index) for index in range(2)}
 
     def start(self, index: int) -> Container:
@@ -93,7 +94,11 @@ class Job:
     def run(self, until: Callable[[], object] = lambda: False, seconds: float = 300) -> str:
         """Run until the condition holds ("running"), or to the end ("complete" or "failed")."""
         deadline = time.monotonic() + seconds
-        while self.nodes:
+        while self.nodes or self.due:
+            for index, at in list(self.due.items()):
+                if time.monotonic() > at:
+                    del self.due[index]
+                    self.nodes[index] = self.start(index)
             for index, node in list(self.nodes.items()):
                 code = node.exit_code()
                 if code is None:
@@ -120,6 +125,8 @@ class Job:
 class Kubernetes(Job):
     """The Job of launch.k8s.yaml: each pod by itself, by its failure policy."""
 
+    seconds = 0.0  # until a pod starts again
+
     def __init__(self, *args: Any, **options: Any) -> None:
         _, self.job = yaml.safe_load_all((ROOT / "launch.k8s.yaml").read_text())
         super().__init__(*args, **options)
@@ -140,7 +147,7 @@ class Kubernetes(Job):
         if self.action(code, index in self.taken) == "FailJob":
             return True
         self.taken.discard(index)
-        self.nodes[index] = self.start(index)
+        self.due[index] = time.monotonic() + self.seconds
         return False
 
     def action(self, code: int, is_taken: bool) -> str:

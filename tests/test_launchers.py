@@ -213,6 +213,9 @@ def test_killed_and_started_again(
                 return step in [line["step"] for line in logged(output, "train")]
 
             assert job.run(is_there) == "running", job.log.read_text()
+            _, _, began, saved = (output / "status").read_text().splitlines()
+            assert step == 3 or began.split()[-1] != saved.split()[-1]
+            job.seconds = 40.0 if step == 18 else 0.0  # the other one notices that this is lost
             job.taken.add(node)
             job.nodes[node].send(signal.Signals[number])
         assert job.run() == "complete", job.log.read_text()
