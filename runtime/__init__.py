@@ -17,6 +17,7 @@ The run
     free_space    is there room on the disk
     screen        progress of long work
     ranks         work on all processes or on some
+    torchrun      a program: torchrun, whose exit code says whether to start again
     arguments     the flags that mean the same in every script
 The model
     models        names and shapes, whatever wraps them

@@ -20,7 +20,8 @@ from .checkpoints import SaveError, Saver
 from .stops import Stopped, StopRequest, kill_forked
 from .watchdog import Watchdog
 
-STOPPED = 75  # exit code of a run that stopped on request, and goes on when it is started again
+# Exit code of a run that stopped on request, or has lost another rank: started again, it goes on.
+STOPPED = 75
 
 
 class Life:
@@ -98,6 +99,8 @@ class Life:
         self.watchdog.phase(f"the save after step {self.saver.state.step}")
         saved = self.saver.save()
         self.watchdog.phase(None)
+        if saved:
+            self._write_status("running")  # with the step, should this process be killed
         return saved
 
     def __exit__(
@@ -171,7 +174,7 @@ class Life:
         if not (may_stop or self.stop.terminated):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(ranks.GRACE_SECONDS)
-        os._exit(1)
+        os._exit(1 if ranks.failure_told() else STOPPED)
 
     def _end_at_once(self, why: str) -> NoReturn:
         """End this process on request, whatever its main thread does."""
@@ -221,9 +224,13 @@ def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
         code = main(args)
     except SystemExit as end:
         code = end.code
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())  # torch's, which names the rank
         code = 1
+        if ranks.peer_is_lost(error) or isinstance(
+            error, dist.DistNetworkError | dist.DistStoreError
+        ):
+            code = STOPPED  # as nodes have not met, or one was lost before the run was entered
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

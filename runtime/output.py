@@ -351,12 +351,12 @@ def _resolved(place: Path, name: str) -> str:
 def write_status(directory: Path, word: str, began: int) -> None:
     """Write the file status; rank 0 alone. Raises OSError if it cannot be written.
 
-    It holds the word (running, stopped, finished or failed), the Slurm job with the number of its
-    restarts, the step that this start `began` at, and that of the newest checkpoint. launch.slurm
-    reads all of it.
+    It holds the word (running, stopped, finished or failed), the job (Slurm's, or JOB_ID) with the
+    number of its restarts, the step that this start `began` at, and that of the newest checkpoint.
+    launch.slurm and torchrun.py read all of it.
     """
     found, _ = checkpoints.find(directory / "checkpoints")
-    job = os.environ.get("SLURM_JOB_ID", "none")
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("JOB_ID", "none")
     restart = os.environ.get("SLURM_RESTART_COUNT", "0")
     saved = max([began, *map(checkpoints.step_of, found)])
     text = f"{word}\njob {job}.{restart}\nbegan at step {began}\nsaved step {saved}\n"

@@ -34,6 +34,7 @@ LOST = (  # parts of the errors of gloo, the store and NCCL if a peer is gone
     "Connection reset by peer",
     "Connection was likely closed",
     "Broken pipe",
+    "Timed out waiting",
     "ncclRemoteError",
 )
 
@@ -328,7 +329,7 @@ def leave_to_torchrun(text: str) -> None:
 
 
 def peer_is_lost(error: BaseException) -> bool:
-    """Tell whether a collective failed because another rank is gone.
+    """Tell whether a collective failed because another rank is gone, or silent.
 
     NCCL's other errors, such as of a full /dev/shm, have the same class, but are this rank's own.
     """

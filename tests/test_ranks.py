@@ -72,6 +72,7 @@ def test_the_limit_ends_with_the_join() -> None:
     [
         (True, RuntimeError("[1] gloo: Connection closed by peer [127.0.0.1]:1")),
         (True, dist.DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed.")),
+        (True, RuntimeError("[1] gloo: Timed out waiting 1800000ms for recv operation")),
         (True, dist.DistBackendError("ncclRemoteError: A call failed possibly due to a network")),
         (False, dist.DistBackendError("ncclSystemError: /dev/shm/nccl-x: No space left on device")),
         (False, dist.DistBackendError("ncclUnhandledCudaError: out of memory")),
@@ -82,6 +83,19 @@ def test_the_limit_ends_with_the_join() -> None:
 def test_what_is_the_loss_of_a_peer(lost: bool, error: Exception) -> None:
     """NCCL's class is that of its own errors, too."""
     assert ranks.peer_is_lost(error) == lost
+
+
+@pytest.mark.parametrize("kind,code", [("DistStoreError", 75), ("DistBackendError", 1)])
+def test_a_node_that_has_not_come(kind: str, code: int) -> None:
+    """Is no error of the script: started again, it may meet it."""
+    program = f"""
+import torch.distributed as dist
+from runtime.run import launch
+def main(args):
+    raise dist.{kind}("wait timeout after 5000ms")
+launch(main, None)
+"""
+    assert python(program, timeout=60).returncode == code
 
 
 def test_an_uncaught_exception_ends_the_process() -> None:

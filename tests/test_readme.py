@@ -157,6 +157,7 @@ def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"--help", "--no-build-isolation"}  # pip's
     known |= {"--nodes", "--ntasks-per-node", "--signal", "--time", "--mem"}  # Slurm's
     known |= {"--ipc", "--shm-size", "--logdir"}  # docker's, TensorBoard's
+    known |= {"--from-literal", "--prefix"}  # kubectl's
     known |= set(get_args_parser()._option_string_actions)
 
     def note(parser: argparse.ArgumentParser, *_: object) -> None:
