@@ -9,7 +9,8 @@ The training
 The run
     run           what a script tells its run, and asks of it
     life          who holds OUTPUT_DIR, what a run goes on from, how it ends
-    output        the lock, the checkpoints found, the status
+    lock          one run at a time writes to OUTPUT_DIR
+    output        the checkpoints found there, the status
     checkpoints   save, check, load, prune
     identities    what a run and its continuation must share
     stops         requests to stop

@@ -17,11 +17,9 @@ import torch.distributed as dist
 
 from . import checkpoints, identities, output, ranks
 from .checkpoints import SaveError, Saver
-from .stops import Stopped, StopRequest, kill_forked
+from .lock import Lock
+from .stops import STOPPED, Stopped, StopRequest, kill_forked
 from .watchdog import Watchdog
-
-# Exit code of a run that stopped on request, or has lost another rank: started again, it goes on.
-STOPPED = 75
 
 
 class Life:
@@ -52,7 +50,7 @@ class Life:
         self.watchdog = Watchdog(args.stall_minutes)
         self.saver: Saver | None = None  # once the training has begun
         self._was_finished = False  # so an earlier start left the run
-        self._lock = output.Lock(self.directory)
+        self._lock = Lock(self.directory)
         self._stack = ExitStack()  # of what is left with the run
 
     def __enter__(self) -> "Life":
@@ -96,6 +94,7 @@ class Life:
 
     def _save(self) -> bool:
         """Save a checkpoint if there is anything new; return whether it went well."""
+        self._lock.check()
         self.watchdog.phase(f"the save after step {self.saver.state.step}")
         saved = self.saver.save()
         self.watchdog.phase(None)

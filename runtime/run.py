@@ -163,11 +163,13 @@ class Run(Life):
 
     def log_step(self, **values: float) -> None:
         """Log the step that is done, with the speed since the last call."""
+        self._lock.check()
         self.metrics.log("train", **values, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
         """Log a validation, and save the weights if its `loss` is the lowest so far, unless nothing
         is trained yet."""
+        self._lock.check()
         self.metrics.log("val", **results)
         self.state.validation_due = False
         if self.state.step and results["loss"] < self.state.best_loss:
@@ -208,6 +210,7 @@ class Run(Life):
         self.metrics.log("done", **ends, **self.metrics.memory(), **results)
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Any) -> None:
+        self._lock.check()
         with checkpoints.told(path):
             trained.of(model).export(model, tokenizer, path, self.args)
 

@@ -12,6 +12,9 @@ from tqdm import tqdm
 
 from . import ranks
 
+# Exit code of a run that stopped on request, or has lost another rank: started again, it goes on.
+STOPPED = 75
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT = os.getppid()  # torchrun, if there is one
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-AGAIN = 75  # life.STOPPED, whose import takes long
+from .stops import STOPPED
 
 
 class Start(NamedTuple):
@@ -58,25 +58,25 @@ def end_if_replaced(handler: DynamicRendezvousHandler) -> int:
 
 
 def run_node(words: list[str]) -> int:
-    """Run torchrun; return 0, AGAIN or 1."""
+    """Run torchrun; return 0, STOPPED or 1."""
     DynamicRendezvousHandler.num_nodes_waiting = end_if_replaced
     try:
         run.main(words)
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         codes = [failure.exitcode for failure in error.failures.values()]
-        return AGAIN if all(code == AGAIN or code < 0 for code in codes) else 1  # < 0: a signal
+        return STOPPED if all(code == STOPPED or code < 0 for code in codes) else 1  # < 0: a signal
     except ValueError:  # in torchrun's own flags
         raise
     except Exception as error:  # SIGTERM, or the torchrun of another node has gone or not come
         print(f"torchrun has ended: {error!r}", file=sys.stderr)
-        return AGAIN
+        return STOPPED
     return 0
 
 
 def main(words: list[str]) -> int:
     """Run torchrun with these words; return the exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(AGAIN))  # process 1 would ignore it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(STOPPED))  # process 1 would ignore it
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output-dir", default="output")
     directory = parser.parse_known_args(words)[0].output_dir
@@ -87,7 +87,7 @@ def main(words: list[str]) -> int:
     code = run_node(words)
     after = last_start(directory)
     began_anew = after.written > before.written  # else it has not come as far as to train
-    if code == AGAIN and began_anew and before.saved_nothing and after.saved_nothing:
+    if code == STOPPED and began_anew and before.saved_nothing and after.saved_nothing:
         print("no step was saved in two starts in a row: the job is not started again")
         return 1
     return code

@@ -19,7 +19,7 @@ import yaml
 from conftest import ROOT, launch, logged, losses, metrics, status
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from runtime import life, torchrun
+from runtime import stops, torchrun
 
 K8S, SKY = ROOT / "launch.k8s.yaml", ROOT / "launch.sky.yaml"
 
@@ -125,9 +125,8 @@ def test_the_codes_that_start_again() -> None:
     _, job = documents()
     values = job["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"]
     recovered = yaml.safe_load(SKY.read_text())["resources"]["job_recovery"]
-    assert torchrun.AGAIN == life.STOPPED
-    assert values == [life.STOPPED, 128 + signal.SIGKILL, 128 + signal.SIGTERM]
-    assert recovered["recover_on_exit_codes"] == [life.STOPPED]
+    assert values == [stops.STOPPED, 128 + signal.SIGKILL, 128 + signal.SIGTERM]
+    assert recovered["recover_on_exit_codes"] == [stops.STOPPED]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from conftest import check_equal_weights, errors_said, losses, metrics, status
 
 import gpt2_fsdp
-from runtime import checkpoints, hf_export, output
+from runtime import checkpoints, hf_export, lock
 from runtime.metrics import read_events
 
 
@@ -185,7 +185,7 @@ def test_a_status_or_a_lock_that_is_not_ours(
     finished: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """A lock without a heartbeat is taken over, a status is written anew; a directory is named."""
-    monkeypatch.setattr(output, "LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(lock, "LOCK_SECONDS", 0.5)
     for content in b"5", b"\xff\xfe\x00", b"[]":
         (finished / "lock").write_bytes(content)
         (finished / "status").write_bytes(content)

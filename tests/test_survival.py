@@ -24,9 +24,9 @@ from conftest import (
 from slurm_cluster import wait_until
 
 import gpt2_fsdp
-import runtime.output
+import runtime.lock
 from runtime import checkpoints
-from runtime.output import Lock
+from runtime.lock import Lock
 
 
 @pytest.fixture(scope="module")
@@ -374,17 +374,69 @@ def test_a_best_that_cannot_be_saved(
     assert status(tmp_path) == "finished"
 
 
+@pytest.mark.slow
+def test_a_run_that_was_silent_for_too_long(flags: list[str], tmp_path: Path) -> None:
+    """As in a pod that was cut off, and replaced: another has taken its directory over meanwhile.
+    It wakes up, writes nothing more, and leaves the other's status."""
+    flags = [*flags, "--max-steps", "400", "--save-every", "0", "--eval-every", "400"]
+    command = [sys.executable, "gpt2_fsdp.py", *flags, "--output-dir", str(tmp_path)]
+    silent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(logged(tmp_path, "train")) > 5, 120, str)
+        silent.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        launch(0, "gpt2_fsdp.py", *flags, "--max-steps", "20", "--output-dir", tmp_path)
+        time.sleep(max(0, 90 - (time.monotonic() - start)))
+        files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+        silent.send_signal(signal.SIGCONT)
+        _, errors = silent.communicate(timeout=60)
+    finally:
+        silent.kill()
+    assert silent.returncode == 75
+    assert errors_said(errors) == [
+        f"error: --output-dir {tmp_path} is another run's: this one was silent for too long"
+    ]
+    assert files == {path: path.stat().st_mtime_ns for path in files}
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path not in files]
+    assert status(tmp_path) == "finished" and sorted(losses(tmp_path)) == list(range(1, 21))
+
+
+def test_a_lock_that_is_another_s(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """It is looked at after a silence, and one that was deleted by mistake is made again."""
+    monkeypatch.setattr(runtime.lock, "LOCK_SECONDS", 0.6)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with Lock(tmp_path) as lock:
+        lock.path.unlink()
+        wait_until(lock.path.exists, 10, str)
+        lock.left.set()  # no more heartbeats
+        lock.heart.join()
+        lock.left.clear()
+        other = json.loads(lock.path.read_text()) | {"pid": 1}
+        lock.path.write_text(json.dumps(other))
+        lock.beaten = time.time()
+        lock.check()
+        lock.beaten -= 1
+        with pytest.raises(SystemExit) as end:
+            lock.check()
+        assert end.value.code == 75 and "is another run's" in capfd.readouterr().err
+        lock.path.unlink()  # the other has come and gone
+        with pytest.raises(SystemExit):
+            lock.check()
+
+
 def test_lock(alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Held by a run that lives: refused, and named. Left behind: taken over."""
-    monkeypatch.setattr(runtime.output, "LOCK_SECONDS", 2)
+    monkeypatch.setattr(runtime.lock, "LOCK_SECONDS", 2)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     lock = tmp_path / "lock"
     code = ("import sys, time, torch.distributed as dist, pathlib\n"
-            "import runtime.output\n"
-            "runtime.output.LOCK_SECONDS = 2\n"
+            "import runtime.lock\n"
+            "runtime.lock.LOCK_SECONDS = 2\n"
             "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-            "with runtime.output.Lock(pathlib.Path(sys.argv[1])): time.sleep(100)\n")  # fmt: skip
+            "with runtime.lock.Lock(pathlib.Path(sys.argv[1])): time.sleep(100)\n")  # fmt: skip
     holder = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=ROOT)
     try:
         wait_until(lock.exists, 60, str)
