@@ -40,6 +40,8 @@ FILE_DTYPES = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -228,10 +230,10 @@ def _lay_out(model: nn.Module, directory: Path, args: Namespace) -> dict[str, li
             starts[name].append((key, first))
             tensors[key] = torch.empty(shape, dtype=tensor.dtype, device="meta")
     places = create_files(directory, tensors, args)
-    slots = {}
+    slots: dict[str, list[Slot]] = {name: [] for name in starts}
     for name, parts in starts.items():
-        slots[name] = [Slot(first, first + tensors[key].numel(), places[key])
-                       for key, first in parts]  # fmt: skip
+        for key, first in parts:
+            slots[name].append(Slot(first, first + tensors[key].numel(), places[key]))
     return slots
 
 
