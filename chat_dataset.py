@@ -257,6 +257,11 @@ def first_target(labels: list[int]) -> int:
     return next((i for i, label in enumerate(labels) if label != -100), len(labels))
 
 
+def cut(ids: list[int], labels: list[int], length: int, key: int) -> tuple:
+    """Return a document's values of FEATURES, with at most `length` tokens."""
+    return ids[:length], labels[:length], len(ids[length:]), key, first_target(labels)
+
+
 def encoder(
     name: str, kind: str, features: Features, tokenizer: Tokenizer, args: Namespace
 ) -> abc.Callable:
@@ -285,13 +290,9 @@ def encoder(
         else:
             encoded = encode(chats, tokenizer, args.train_on_prompt, args.began)
         found = []
-        for key, documents in zip(map(key_of, asked), encoded, strict=True):
-            found.append(
-                [
-                    (ids[:length], labels[:length], len(ids[length:]), key, first_target(labels))
-                    for ids, labels in documents
-                ]
-            )
+        for before, documents in zip(asked, encoded, strict=True):
+            key = key_of(before)
+            found.append([cut(ids, labels, length, key) for ids, labels in documents])
         return found
 
     def encode_or_name(rows: list[dict], numbers: list[int]) -> list[tuple]:

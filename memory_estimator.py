@@ -495,6 +495,29 @@ def keep_dropout_masks(model: nn.Module) -> None:
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
 
 
+def storages(weights: set[int], *tensors: Any) -> dict[int, torch.UntypedStorage]:
+    """Return, by address, the storages of tensors that are no weights. They are held, so that no
+    other takes their address."""
+    found = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
+    return {storage._cdata: storage for storage in found if storage._cdata not in weights}
+
+
+def recomputation_bytes(
+    kept: list[dict], given: dict, blocks: list[dict]
+) -> dict[str, dict[bool | str, int]]:
+    """Return, by --activation-checkpointing, what stays until the backward pass, and what the
+    largest of the blocks adds while it is recomputed.
+
+    Storages are by address: those `kept` either way, those that attention kernels have `given`, and
+    those of each block.
+    """
+    stays, added = {}, {}
+    for how, held in {True: kept, "attention": [*kept, given]}.items():
+        stays[how] = storage_bytes(*held)
+        added[how] = max(storage_bytes(*held, block) for block in blocks) - stays[how]
+    return {"stays": stays, "block": added}
+
+
 def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, int]:
     """Return the bytes that autograd keeps of a forward pass, and its FLOPs, as seen on meta.
 
@@ -519,18 +542,13 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     inputs: dict[int, torch.UntypedStorage] = {}  # of all blocks
     scopes = [outside]  # a stack: the last one is the part of the model that is running
 
-    def storages(*tensors: Any) -> dict[int, torch.UntypedStorage]:
-        """Return, by address, the storages of tensors that are no weights. They are held, so that
-        no other takes their address."""
-        found = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
-        return {storage._cdata: storage for storage in found if storage._cdata not in weights}
-
     def keep(tensor: Tensor) -> Tensor:
-        scopes[-1].update(storages(tensor))
+        scopes[-1].update(storages(weights, tensor))
         return tensor
 
     def enter(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
-        inputs.update(storages(*pytree.tree_leaves((args, options))))  # rotary ones are in a tuple
+        leaves = pytree.tree_leaves((args, options))  # rotary ones are in a tuple
+        inputs.update(storages(weights, *leaves))
         blocks.append({})
         scopes.append(blocks[-1])
 
@@ -549,15 +567,10 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     targets = batch.get("decoder_input_ids", batch["input_ids"]).numel()
     given: dict[int, torch.UntypedStorage] = {}  # by attention kernels
     for module in model.modules():
-        given |= storages(*getattr(module, "kernel_gives", ()))
-    stays, added = {}, {}
-    for how, kept in {True: (outside, inputs), "attention": (outside, inputs, given)}.items():
-        stays[how] = storage_bytes(*kept)
-        added[how] = max(storage_bytes(*kept, block) for block in blocks) - stays[how]
+        given |= storages(weights, *getattr(module, "kernel_gives", ()))
     return {
         "activations": storage_bytes(outside, *blocks),
-        "stays": stays,
-        "block": added,
+        **recomputation_bytes([outside, inputs], given, blocks),
         "flops": counter.get_total_flops(),
         "head_flops": 2 * targets * model.lm_head.weight.numel(),
         "attention_flops": sum(getattr(m, "kernel_flops", 0) for m in model.modules()),

@@ -8,6 +8,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -266,12 +267,9 @@ def relay(
 
     starts: dict[str, tuple[float, float]] = {}
     left: dict[str, int] = {}
-    threads = [threading.Thread(target=run, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
     batons[names[0]].release()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(run, names))
     if failed:
         raise failed[0]
     for mine in found.values():

@@ -18,7 +18,6 @@ The run
     free_space    is there room on the disk
     screen        progress of long work
     ranks         work on all processes or on some
-    torchrun      a program: torchrun, whose exit code says whether to start again
     arguments     the flags that mean the same in every script
 The model
     models        names and shapes, whatever wraps them
@@ -33,5 +32,5 @@ The data
 Optional: a copy that has no use for them leaves them out
     adapters, nf4 (LoRA, 4 bits)   paged, paged_adamw (--optimizer)   attention (packed documents)
     rouge   trackers   profiling   rows/chat_formats, rows/chat_templates (Llama's)
-    rows/tokens (--prepare-only)   generate (a program)
+    rows/tokens (--prepare-only)   generate, torchrun (programs: prompts; exit codes for launchers)
 """

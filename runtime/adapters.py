@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
@@ -219,7 +220,7 @@ class Lora(trained.Whole):
         found = {}
         for name, parameter in model.named_parameters():
             if ".lora_" in name:
-                tensor = hf_export.gather(parameter.detach())  # all ranks do
+                tensor = _gather(parameter.detach())  # all ranks do
                 if dist.get_rank() == 0:
                     found[models.WRAPPERS.sub("", name)] = tensor.cpu()
         with hf_export.new_directory(path) as temporary:
@@ -229,6 +230,13 @@ class Lora(trained.Whole):
                 ranks.on_rank_zero(_write_adapters, model, found, temporary)
             if dist.get_rank() == 0:
                 tokenizer.save_pretrained(temporary)
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    """Return all of a DTensor, gathered on the device though it is offloaded, or the tensor."""
+    if isinstance(tensor, DTensor):
+        return tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor
 
 
 def _write_adapters(model: nn.Module, adapters: dict[str, Tensor], directory: Path) -> None:

@@ -120,14 +120,7 @@ def _create_file(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, Plac
     return places
 
 
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a DTensor, gathered on the device though it is offloaded, or the tensor."""
-    if isinstance(tensor, DTensor):
-        return tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return tensor
-
-
-def _local_pieces(model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _local_pieces(model: nn.Module) -> list[tuple[str, int, torch.Tensor]]:
     """Name, first element and flat values of what this rank writes of each tensor; all ranks.
 
     Put together in the order of the ranks, what they hold of a tensor is the tensor, and then its
@@ -142,8 +135,8 @@ def _local_pieces(model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
     of_ranks = [torch.empty_like(sizes) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, sizes, group=cpu_group())
     starts = torch.stack(of_ranks).cumsum(0)[dist.get_rank()] - sizes
-    for (name, piece), start in zip(pieces, starts.tolist(), strict=True):
-        yield name, start, piece
+    firsts = starts.tolist()
+    return [(name, first, piece) for (name, piece), first in zip(pieces, firsts, strict=True)]
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -281,7 +274,7 @@ def export_model(
     """
     with new_directory(path) as temporary:
         slots = ranks.on_rank_zero(_lay_out, model, temporary, args)
-        pieces = list(_local_pieces(model))
+        pieces = _local_pieces(model)
         counts, tails = zip(*ranks.on_every_rank(_write_pieces, pieces, slots), strict=True)
         whole = sum(slot.end - slot.first for parts in slots.values() for slot in parts)
         assert sum(counts) == whole, f"{sum(counts)} elements written of {whole}"

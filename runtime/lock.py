@@ -71,9 +71,10 @@ class Lock:
         """Let other runs in; rank 0 alone."""
         self.left.set()
         self.heart.join()
-        if self._is_mine():
-            self.path.unlink()
-            self.new_beat.unlink(missing_ok=True)
+        if not self._is_lost():
+            with contextlib.suppress(OSError):  # cut off
+                self.path.unlink()
+                self.new_beat.unlink(missing_ok=True)
 
     def _text(self) -> str:
         return json.dumps(self.mine | {"heartbeat": time.time()})
@@ -136,12 +137,6 @@ class Lock:
         except FileExistsError:
             return False
         return True
-
-    def _is_mine(self) -> bool:
-        with contextlib.suppress(OSError):
-            holder, _ = self._holder()
-            return holder.items() >= self.mine.items()
-        return False
 
     def _beat(self) -> None:
         while not self.left.wait(LOCK_SECONDS / 6):

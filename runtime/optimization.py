@@ -16,7 +16,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     all: `models.note_shapes` knows their shapes.
     """
     inner = next(module for module in model.modules() if hasattr(module, "shapes"))
-    norms = set()
+    norms = set()  # what the names of their parameters begin with
     for name, module in inner.named_modules():
         if "norm" in type(module).__name__.lower():
             norms.add(WRAPPERS.sub("", f"{name}."))
