@@ -150,7 +150,7 @@ class CountingRun(TimedRun):
 
 
 class Turns:
-    """How a trainer is told that its step is over, and the targets of this rank in each."""
+    """The sign for a trainer that its step is over, and the targets of this rank in each."""
 
     def __init__(self, end_of_step: Callable[[], None]):
         self.end_of_step = end_of_step

@@ -50,7 +50,7 @@ Tail = tuple[int, bytes]  # the offset of what follows in a file, and the last b
 
 
 class Place(NamedTuple):
-    """Where the values of a tensor stand, in a file that several ranks may write to."""
+    """The place of a tensor's values, in a file that several ranks may write to."""
 
     path: Path
     offset: int  # of the first value, in bytes

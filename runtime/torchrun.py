@@ -26,7 +26,7 @@ from .stops import STOPPED
 
 
 class Start(NamedTuple):
-    """What OUTPUT_DIR/status says of this job's last start."""
+    """The status in OUTPUT_DIR, as this job's last start left it."""
 
     word: str = ""
     saved_nothing: bool = False
