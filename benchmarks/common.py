@@ -45,6 +45,7 @@ GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and
 }
 LLAMAS = {  # width, of the feed-forward, layers, heads, of keys and values, vocabulary
     "tiny": (64, 128, 2, 4, 4, 512),
+    "41M": (768, 2048, 4, 12, 12, 8192),
     "98M": (768, 2048, 12, 12, 12, 8192),
     "254M": (1024, 2816, 16, 16, 16, 16_384),
     "1.1B": (2048, 5632, 22, 32, 4, 32_000),  # TinyLlama's
@@ -66,7 +67,8 @@ def write_llama(name: str, directory: Path, dtype: torch.dtype = torch.float32) 
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
     torch.manual_seed(0)
-    config = LlamaConfig(**dict(zip(keys, LLAMAS[name], strict=True)))
+    shape = dict(zip(keys, LLAMAS[name], strict=True))
+    config = LlamaConfig(**shape, max_position_embeddings=4096)
     LlamaForCausalLM(config).to(dtype).save_pretrained(directory, max_shard_size="1GB")
     ByT5Tokenizer().save_pretrained(directory)
 

@@ -2,6 +2,7 @@
 
     python benchmarks/step_time.py                              # 98M parameters, two CPU processes
     python benchmarks/step_time.py --model 1.1B --length 2048 --processes 8                 # GPUs
+    python benchmarks/step_time.py --loops ours-fsdp2 ours-attention ours-blocks    # recomputation
 
 - ours: `train` of llama_fsdp.py as it stands, from one step's end to the next: data, the count of
   tokens, forward, backward, clip, optimizer, schedule, bar and log.
@@ -14,10 +15,11 @@
   FSDP1 ends ("There are currently no available devices found").
 
 All train from the same weights on the same batches, in which every position is a target, with fused
-AdamW in the same precision, and recompute nothing; so the loss of the last step agrees. Each loop
-runs in a thread of its own that waits while the others make their step, after a barrier of all
-ranks. On GPUs a turn is ten steps, so that a step need not wait for the GPU. CPU seconds are those
-of rank 0, and steadier than the clock.
+AdamW in the same precision; so the loss of the last step agrees. They recompute nothing, but for
+ours-blocks and ours-attention: these are under FSDP2, and recompute the blocks, whole or all but
+attention. Each loop runs in a thread of its own that waits while the others make their step, after
+a barrier of all ranks. On GPUs a turn is ten steps, so that a step need not wait for the GPU. CPU
+seconds are those of rank 0, and steadier than the clock.
 """
 
 import argparse
@@ -52,6 +54,10 @@ OURS = {
     "ours-ddp": ["--strategy", "ddp"],
     "ours-fsdp1": ["--fsdp", "1"],
     "ours-fsdp2": ["--fsdp", "2"],
+}
+RECOMPUTING = {
+    "ours-attention": ["--fsdp", "2", "--activation-checkpointing", "attention"],
+    "ours-blocks": ["--fsdp", "2", "--activation-checkpointing"],
 }
 
 
@@ -151,7 +157,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
               "--no-activation-checkpointing", "--output-dir", f"{directory}/output"]  # fmt: skip
 
     def parsed(name: str) -> argparse.Namespace:
-        return llama_fsdp.parse_args([*map(str, common), *OURS.get(name, [])])
+        return llama_fsdp.parse_args([*map(str, common), *(OURS | RECOMPUTING).get(name, [])])
 
     device = llama_fsdp.setup(parsed("ours-fsdp1"))
     vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size
@@ -162,7 +168,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
     loops = {}
     for name in options.loops:
         args = parsed(name)
-        if name in OURS:
+        if name not in PEERS:
             runs[name] = Ours(args, device, rows)
             loops[name] = runs[name].loop
         else:
@@ -195,7 +201,9 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=15, help="timed steps of each loop; on GPUs in tens"
     )
-    parser.add_argument("--loops", nargs="+", choices=names, default=names, help="which")
+    parser.add_argument(
+        "--loops", nargs="+", choices=[*names, *RECOMPUTING], default=names, help="which"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # directory
     options = parser.parse_args()
     if options.worker:

@@ -78,12 +78,18 @@ def test_own_data_on_a_simulated_device(script: str, tmp_path: Path) -> None:
     assert (tmp_path / "final/model.safetensors").is_file()
 
 
-def test_adapters_on_a_simulated_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", ["16 bits", "4 bits"])
+def test_adapters_on_a_simulated_device(held: str, tmp_path: Path) -> None:
     """They train, and go on from their checkpoint, offloaded too."""
+    pytest.importorskip("peft")
+    flags = []
+    if held == "4 bits":
+        pytest.importorskip("bitsandbytes")
+        flags = ["--fsdp", "2", "--load-in-4bit"]
     environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
     command = ["-m", "simdev.run", ROOT / "llama_fsdp.py", "--model-name", "tiny", "--lora-rank",
                "4", "--max-seq-length", "128", "--num-train-samples", "64", "--num-val-samples",
-               "8", "--log-every", "1", "--output-dir", tmp_path]  # fmt: skip
+               "8", "--log-every", "1", "--output-dir", tmp_path, *flags]  # fmt: skip
     for number, more in enumerate((["--precision", "bf16"], ["--cpu-offload"]), start=1):
         launch(2, *command, *more, "--max-steps", str(3 * number), env=environment)
     assert list(losses(tmp_path)) == list(range(1, 7))
