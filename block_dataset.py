@@ -175,6 +175,7 @@ def train_or_end(cut: Dataset, split: str, verbose: bool) -> Dataset:
     return cut.select(range(first) if split == "train" else range(first, len(cut)))
 
 
+@readers.names_cache
 def load(
     args: Namespace, tokenizer: Tokenizer, verbose: bool
 ) -> tuple[readers.Rows | None, dict[str, readers.Rows]]:

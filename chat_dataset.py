@@ -581,6 +581,7 @@ class Packs(torch.utils.data.Dataset):
         return self.documents.__getitems__(self.plan()[i])
 
 
+@readers.names_cache
 def load(
     args: Namespace, tokenizer: Tokenizer, verbose: bool
 ) -> tuple[Packs | None, dict[str, Packs]]:

@@ -179,6 +179,7 @@ def load_summarization(
     return train_set, sets[-1]
 
 
+@readers.names_cache
 def load(
     args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool
 ) -> tuple[readers.Rows | None, dict[str, readers.Rows]]:

@@ -116,6 +116,33 @@ def test_each_file_of_a_checkpoint(
 
 
 @pytest.mark.slow
+def test_each_other_file_of_a_run(
+    original: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """The run goes on as it would have. Damaged best weights are given up, which is said; of
+    metrics.jsonl its lines are lost."""
+    clean = Path(shutil.copytree(original, tmp_path / "clean"))
+    assert start(clean, flags, "--max-steps", "10") == 0
+    best = max((original / "checkpoints").glob("best-*"))
+    names = ["status", "metrics.jsonl", *(f"checkpoints/{best.name}/{x}" for x in files(best))]
+    for name, damage in itertools.product(names, DAMAGES[:-1]):
+        run = Path(shutil.copytree(original, tmp_path / "run"))
+        damage(run / name, run)
+        capfd.readouterr()
+        where = f"{name}, {damage.__name__}"
+        assert start(run, flags, "--max-steps", "10") == 0, where
+        lost = "the best weights so far are lost" in capfd.readouterr().out
+        assert lost == (best.name in name), where
+        found, expected = losses(run), losses(clean)
+        if name == "metrics.jsonl":
+            expected = {step: expected[step] for step in found}
+            assert {9, 10} <= set(found), where
+        assert found == expected and status(run) == "finished", where
+        check_equal_weights(run / "final", clean / "final")
+        shutil.rmtree(run)
+
+
+@pytest.mark.slow
 def test_each_file_of_an_export(
     original: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ import argparse
 import csv
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -341,6 +342,24 @@ def write_rows(path, rows):
 
 
 COLUMNS = {"source_column": "document", "target_column": "summary"}
+
+
+def test_a_damaged_cache_is_named(tmp_path, cache):
+    """Each file of it, emptied and cut: the sentence names its place, or it is made anew."""
+    args = arguments(dataset=str(write_rows(tmp_path / "x.jsonl", ROWS)), **COLUMNS)
+    sd.load(args, TOKENIZER, False)
+    whole = {file: file.read_bytes() for file in cache.rglob("*") if file.is_file()}
+    refused = 0
+    for file, part in itertools.product(whole, (0.0, 0.5)):
+        for other, content in whole.items():
+            other.unlink(missing_ok=True)  # it may be mapped still
+            other.write_bytes(content[: int(part * len(content))] if other == file else content)
+        try:
+            sd.load(args, TOKENIZER, False)
+        except OSError as error:
+            assert str(error).startswith(f"the cache of data sets, {cache}, cannot be written or")
+            refused += 1
+    assert refused
 
 
 @pytest.mark.parametrize("name", ["x.csv", "x.CSV", "a [1]*.tsv", "x.jsonl", "x.json", "x.parquet"])

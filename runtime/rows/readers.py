@@ -8,6 +8,7 @@ import ast
 import codecs
 import contextlib
 import csv
+import functools
 import glob
 import hashlib
 import inspect
@@ -341,6 +342,24 @@ def token_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     }
 
 
+def names_cache(load: Callable) -> Callable:
+    """Have a function that loads data sets raise OSError with a sentence where their cache cannot
+    be written, or is damaged. Errors in a user's file are ValueErrors when they come here."""
+
+    @functools.wraps(load)
+    def loading(*args: Any) -> Any:
+        try:
+            return load(*args)
+        except (OSError, json.JSONDecodeError, pa.ArrowInvalid) as error:
+            place = datasets.config.HF_DATASETS_CACHE
+            raise OSError(
+                f"the cache of data sets, {place}, cannot be written or read ({error}): make room, "
+                "delete it if it is damaged, or name another directory in HF_DATASETS_CACHE"
+            ) from error
+
+    return loading
+
+
 def cached_map(
     rows: Dataset, function: Callable, features: dict, *identity: object, with_indices: bool = False
 ) -> Dataset:
@@ -349,26 +368,17 @@ def cached_map(
     The result is cached under the code of the function's file and the repr of `identity`.
     `datasets` by itself knows a function by the name of its module: it would go on using what an
     older version of the file made. Nor would it know the same tokenizer again.
-
-    Raises OSError if the cache cannot be written.
     """
-    try:
-        return rows.map(
-            function,
-            batched=True,
-            with_indices=with_indices,
-            desc="preparing rows",
-            remove_columns=rows.column_names,
-            features=Features(features),
-            num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
-            new_fingerprint=fingerprint(function, rows._fingerprint, sorted(features), *identity),
-        )
-    except OSError as error:
-        place = datasets.config.HF_DATASETS_CACHE
-        raise OSError(
-            f"the cache of data sets, {place}, cannot be written ({error}): make room, or name "
-            "another directory in HF_DATASETS_CACHE"
-        ) from error
+    return rows.map(
+        function,
+        batched=True,
+        with_indices=with_indices,
+        desc="preparing rows",
+        remove_columns=rows.column_names,
+        features=Features(features),
+        num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
+        new_fingerprint=fingerprint(function, rows._fingerprint, sorted(features), *identity),
+    )
 
 
 def hold_out(name: str, rows: Dataset, keys: Sequence[int]) -> tuple[Dataset, Dataset]:
