@@ -347,9 +347,9 @@ def names_cache(load: Callable) -> Callable:
     be written, or is damaged. Errors in a user's file are ValueErrors when they come here."""
 
     @functools.wraps(load)
-    def loading(*args: Any) -> Any:
+    def loading(*args: Any, **options: Any) -> Any:
         try:
-            return load(*args)
+            return load(*args, **options)
         except (OSError, json.JSONDecodeError, pa.ArrowInvalid) as error:
             place = datasets.config.HF_DATASETS_CACHE
             raise OSError(
