@@ -18,7 +18,6 @@ Files that are slow, or fail now and then, are those of faulty_files.c, for whic
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import random
@@ -29,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,31 +71,30 @@ class Launch(NamedTuple):
     restarts: bool = False  # torchrun starts it again, once
 
 
-@functools.cache
-def faulty_files() -> str:
-    """The library that makes files slow, or fail; compiled once."""
-    library = Path(tempfile.mkdtemp(), "faulty_files.so")
-    source = Path(__file__).with_name("faulty_files.c")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True)
+def faulty_files(directory: Path) -> str:
+    """The library that makes files slow, or fail, compiled there once."""
+    library = directory / "faulty_files.so"
+    if not library.exists():
+        source = Path(__file__).with_name("faulty_files.c")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     return str(library)
 
 
-def start(
-    launch: Launch, phase: str, output: Path, harmful: bool = False, more: Sequence[str] = ()
-) -> subprocess.Popen:
-    """The script on its ranks, which stay in the phase for a moment."""
+def start(launch: Launch, phase: str, output: Path, harmful: bool = False) -> subprocess.Popen:
+    """The script on its ranks, which stay in the phase for a moment; if `harmful`, `harm_files` can
+    be called."""
     script = launch.script
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(launch.ranks), "--max-restarts", str(int(launch.restarts))]
     torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
     worker = [str(ROOT / "tests/phases.py"), script.removesuffix(".py"), phase, str(STAYS)]
-    command = [*torchrun, *worker, *SHARED, *TINY[script], *launch.flags, *more]
+    command = [*torchrun, *worker, *SHARED, *TINY[script], *launch.flags]
     command += ["--output-dir", str(output)]
     log = output.with_suffix(".log").open("a")
     # A cache of its own, or nothing would be tokenised.
     env = os.environ | {"HF_DATASETS_CACHE": str(output.with_suffix(".cache"))}
     if harmful:
-        env |= {"LD_PRELOAD": faulty_files(), "FAULTY_FILES": str(output)}
+        env |= {"LD_PRELOAD": faulty_files(output.parent), "FAULTY_FILES": str(output)}
     options = {"stdout": log, "stderr": log, "start_new_session": True}
     return subprocess.Popen(command, env=env, cwd=ROOT, **options)
 
@@ -156,9 +153,8 @@ def end_in_peace(process: subprocess.Popen, output: Path) -> None:
 
 
 def attempt(
-    launch: Launch, phase: str, fault: str, output: Path, chance: random.Random,
-    more: Sequence[str] = (),
-) -> dict | None:  # fmt: skip
+    launch: Launch, phase: str, fault: str, output: Path, chance: random.Random
+) -> dict | None:
     """Start, do harm in the phase, and wait for the end; None if the script has no such phase."""
     marks = [output.with_name(f"{output.name}.{phase}-{rank}") for rank in range(launch.ranks)]
     exits = [output.with_name(f"{output.name}.exit-{rank}") for rank in range(launch.ranks)]
@@ -167,7 +163,7 @@ def attempt(
     if phase == "tokenisation":
         shutil.rmtree(output.with_suffix(".cache"), ignore_errors=True)
         marks = marks[:1]  # the others wait for what the first makes
-    process = start(launch, phase, output, fault in FILES, more)
+    process = start(launch, phase, output, fault in FILES)
     while process.poll() is None and not all(mark.exists() for mark in marks):
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 1))
@@ -181,8 +177,11 @@ def attempt(
         for pid in [process.pid, *ranks][targets]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+    elif fault == FULL:
+        fill_the_disk(ranks)
+        end_in_peace(process, output)
     else:
-        fill_the_disk(ranks) if fault == FULL else harm_files(fault, output)
+        harm_files(fault, output)
         end_in_peace(process, output)
     process.wait(timeout=100)
     while not all(map(is_over, ranks)):  # those of a torchrun that was killed
@@ -254,7 +253,8 @@ def chaos(
         torn = directory / "torn"
         for number, phase in enumerate(phases_of_run):
             turn = ["--fsdp", str(1 + number % 2)] if alternate else []
-            found = attempt(launch, phase, fault, torn, chance, turn)
+            this = launch._replace(flags=[*launch.flags, *turn])
+            found = attempt(this, phase, fault, torn, chance)
             if found:
                 print(json.dumps({"script": launch.script} | found), flush=True)
                 check(found)
