@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import gc
 import hashlib
 import importlib.util
 import itertools
@@ -12,6 +13,7 @@ import random
 import subprocess
 import sys
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -255,13 +257,22 @@ def test_missing_wikihow_says_where_to_get_it(tmp_path):
             assert words in message
 
 
-def test_big_files_are_mapped_in_parallel(tmp_path, monkeypatch):
+def test_big_files_are_mapped_in_parallel(tmp_path, monkeypatch, request):
+    """What is garbage before is collected here, not in the processes."""
     wikihow_all(tmp_path, articles(200))
     alone = load(data_dir=str(tmp_path))
     monkeypatch.setattr(readers, "LARGE", 100)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
+    collected = []
+    garbage = argparse.Namespace()
+    garbage.itself = garbage
+    weakref.finalize(garbage, collected.append, True)
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    del garbage
     assert load(data_dir=str(tmp_path)) == alone
+    assert collected
     assert list((tmp_path / "other").rglob("*00001_of_00002.arrow"))
 
 

@@ -9,6 +9,7 @@ import codecs
 import contextlib
 import csv
 import functools
+import gc
 import glob
 import hashlib
 import inspect
@@ -369,6 +370,9 @@ def cached_map(
     `datasets` by itself knows a function by the name of its module: it would go on using what an
     older version of the file made. Nor would it know the same tokenizer again.
     """
+    processes = len(os.sched_getaffinity(0)) if len(rows) > LARGE else None
+    if processes:
+        gc.collect()  # what is garbage here may crash where a forked process finalises it
     return rows.map(
         function,
         batched=True,
@@ -376,7 +380,7 @@ def cached_map(
         desc="preparing rows",
         remove_columns=rows.column_names,
         features=Features(features),
-        num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
+        num_proc=processes,
         new_fingerprint=fingerprint(function, rows._fingerprint, sorted(features), *identity),
     )
 
