@@ -22,35 +22,32 @@ from .chat_formats import THOUGHTS
 
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
-{{- '<|im_start|>' + turn.role + '\n' + turn.content + '<|im_end|>\n' -}}
+{{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}
 {%- endfor -%}
 {{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
 # A question and its answer are a text of their own, from BOS to EOS; the rest is plain text.
 LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
-{%- if turns and turns[0].role == 'system' -%}
-{%- set head = '<<SYS>>\n' + turns[0].content.strip() + '\n<</SYS>>\n\n' -%}
+{%- if turns and turns[0]['role'] == 'system' -%}
+{%- set head = '<<SYS>>\n' + turns[0]['content'] | trim + '\n<</SYS>>\n\n' -%}
 {%- set turns = turns[1:] -%}
 {%- endif -%}
 {%- for turn in turns -%}
-{%- if turn.role != ('assistant' if loop.index0 % 2 else 'user') -%}
+{%- if turn['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
 {{- raise_exception('the format of Llama 2 has the turns of user and assistant alternate, '
 'the first of them the user\'s, after one of the system at most') -}}
-{%- elif turn.role == 'user' -%}
+{%- elif turn['role'] == 'user' -%}
 {{- (bos_token or '') + '[INST] ' + (head if loop.first else '') -}}
-{{- turn.content.strip() + ' [/INST]' -}}
+{{- turn['content'] | trim + ' [/INST]' -}}
 {%- else -%}
-{{- ' ' + turn.content.strip() + ' ' + (eos_token or '') -}}
+{{- ' ' + turn['content'] | trim + ' ' + (eos_token or '') -}}
 {%- endif -%}
 {%- endfor -%}"""
-LLAMA_3 = r"""{%- macro header(role) -%}
-{{- '<|start_header_id|>' + role + '<|end_header_id|>\n\n' -}}
-{%- endmacro -%}
-{{- bos_token or '' -}}
+LLAMA_3 = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
-{{- header('ipython' if turn.role == 'tool' else turn.role) -}}
-{{- turn.content.strip() + '<|eot_id|>' -}}
+{{- '<|start_header_id|>' + ('ipython' if turn['role'] == 'tool' else turn['role']) -}}
+{{- '<|end_header_id|>\n\n' + turn['content'] | trim + '<|eot_id|>' -}}
 {%- endfor -%}
-{{- header('assistant') if add_generation_prompt else '' -}}"""
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' if add_generation_prompt else '' -}}"""
 # Spaces stand before turns, not after, so that a chat's text begins with that of its first turns.
 PROMPTER = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
 'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
