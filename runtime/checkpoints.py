@@ -69,7 +69,9 @@ def told(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise SaveError(f"{path} could not be written, is the disk full? ({error})") from None
+        raise SaveError(
+            f"{path} could not be written: is the disk full, or failing? ({error})"
+        ) from None
 
 
 class Saver:
@@ -367,7 +369,9 @@ def _write(
         if isinstance(error, CheckpointException):
             error = next(iter(error.failures.values()))[0]
         reason = str(error.__cause__ or error).splitlines()[0]
-        raise OSError(f"{path} could not be saved, is the disk full? ({reason})") from None
+        raise OSError(
+            f"{path} could not be saved: is the disk full, or failing? ({reason})"
+        ) from None
 
 
 def _make_full(directory: Path) -> dict[str, list[int]]:

@@ -107,7 +107,7 @@ def test_a_line_that_is_no_json(tmp_path: Path, capfd: pytest.CaptureFixture) ->
     found = chat_dataset.load_documents(skip, letters(), str(path), True)
     said = capfd.readouterr().out
     assert "2 of 11 rows left out" in said
-    assert f"{path}, line 6, left out: it is no JSON object\n" in said and "row 5" not in said
+    assert "  1: it is no JSON object (line 6)\n" in said and "row 5" not in said
     (tmp_path / "good").mkdir()
     (tmp_path / "good/pairs.jsonl").write_text("\n".join(lines))
     good = str(tmp_path / "good/pairs.jsonl")

@@ -445,7 +445,7 @@ def test_relative_paths_and_rows_without_a_summary(tmp_path, monkeypatch, capsys
     assert refusal(dataset="x.jsonl", **COLUMNS) == said
     train, val = load(dataset="x.jsonl", bad_rows="skip", **COLUMNS)
     assert len(train) + len(val) == 200
-    assert "x.jsonl: 2 of 202 rows left out; 2: its text or" in capsys.readouterr().out
+    assert "x.jsonl: 2 of 202 rows left out\n  2: its text or" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not XSUM.is_file(), reason=f"needs {XSUM}")

@@ -4,7 +4,7 @@ A map that makes samples of rows writes each sample's row, and what is wrong wit
 columns of ORIGIN, so that this comes back from other processes and from the cache.
 """
 
-from collections import Counter
+from collections import defaultdict
 
 import numpy as np
 import pyarrow.compute as pc
@@ -14,7 +14,8 @@ from .json_rows import place
 from .readers import shortened
 
 ORIGIN = {"row": Value("int64"), "problem": Value("string")}  # rows from 1; "" if it is good
-SHOWN = 10  # rows at most that are named
+SHOWN = 10  # reasons at most that are told
+NAMED = 3  # rows at most that are named of each
 CHOICES = ["fail", "skip"]
 HELP = "skip: leave out rows that cannot be used, up to half, and say which"
 ADVICE = "--bad-rows skip leaves such rows out"
@@ -69,13 +70,16 @@ def leave_out(name: str, bad: dict[int, str], total: int, bad_rows: str, verbose
 
 
 def say_bad_rows(name: str, share: str, bad: dict[int, str]) -> None:
-    """Print the commonest reasons, and the first rows that are left out."""
-    reasons = Counter(bad.values()).most_common()
-    counts = [f"{count:,}: {reason}" for reason, count in reasons[:SHOWN]]
-    if len(reasons) > SHOWN:
-        counts.append(f"{sum(count for _, count in reasons[SHOWN:]):,}: other reasons")
-    print(f"{name}: {share} left out; {'; '.join(counts)}")
-    for number, reason in list(bad.items())[:SHOWN]:
-        print(f"{name}, {place(name, number)}, left out: {reason}")
-    if len(bad) > SHOWN:
-        print(f"{name}: and {len(bad) - SHOWN:,} more", flush=True)
+    """Print the commonest reasons, each with the first rows that are left out for it."""
+    rows_of = defaultdict(list)
+    for number, reason in bad.items():
+        rows_of[reason].append(number)
+    print(f"{name}: {share} left out")
+    by_count = sorted(rows_of.items(), key=lambda item: -len(item[1]))
+    for reason, numbers in by_count[:SHOWN]:
+        places = [place(name, number) for number in numbers[:NAMED]]
+        if len(numbers) > NAMED:
+            places.append("...")
+        print(f"  {len(numbers):,}: {reason} ({', '.join(places)})")
+    if others := sum(len(numbers) for _, numbers in by_count[SHOWN:]):
+        print(f"  {others:,}: other reasons", flush=True)
