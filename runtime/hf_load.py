@@ -182,6 +182,10 @@ def meta_model(
     """
     with torch.device("meta"):
         model = model_class(config)
+    for tensor in model.state_dict(keep_vars=True).values():
+        if not tensor.is_meta:  # as DiffLlama's: torch.normal(0.0, 1.0, size) heeds no device
+            on_meta = torch.empty_like(tensor, device="meta").as_subclass(type(tensor))
+            torch.utils.swap_tensors(tensor, on_meta.requires_grad_(tensor.requires_grad))
     if (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
 

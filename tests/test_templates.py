@@ -132,6 +132,8 @@ CASES = {  # the name of a copy: its script, its changes, and the class in Trans
         transformers.Phi3ForCausalLM),
     "granite": ("llama_fsdp", from_llama("granite", "Granite"), transformers.GraniteForCausalLM),
     "olmo2": ("llama_fsdp", from_llama("olmo2", "Olmo2", PADDING), transformers.Olmo2ForCausalLM),
+    "diffllama": ("llama_fsdp", from_llama("diffllama", "DiffLlama"),
+        transformers.DiffLlamaForCausalLM),
     "smollm3": ("llama_fsdp", from_llama("smollm3", "SmolLM3", PADDING),
         transformers.SmolLM3ForCausalLM),
     "mixtral": ("llama_fsdp", from_llama("mixtral", "Mixtral", '    "num_local_experts": 4,\n'),
@@ -211,6 +213,7 @@ SHAPES = {  # of the models in files; no dropout
     "phi3": {**LIKE_LLAMA, "pad_token_id": 0},
     "granite": {**LIKE_LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.5},
     "olmo2": {**LIKE_LLAMA, "pad_token_id": 0},
+    "diffllama": LIKE_LLAMA,  # whose lambdas are made elsewhere than on meta
     "smollm3": {**LIKE_LLAMA, "pad_token_id": 0},
     "mixtral": {**LIKE_LLAMA, "num_local_experts": 4},
     "qwen3_moe": {
