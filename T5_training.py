@@ -210,10 +210,11 @@ def model_inputs(batch: Batch) -> Batch:
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the decoder is given what the model would give it; all ranks."""
-    batch = data.example(models.unwrapped(model))
+    batch, third = data.examples(models.unwrapped(model))
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        check_decoder(model, model_inputs(batch), batch["labels"], device, dtype)
+        inputs = model_inputs(batch), model_inputs(third)
+        check_decoder(model, *inputs, batch["labels"], device, dtype)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -141,26 +141,37 @@ def check_logits(
 def check_decoder(
     model: nn.Module,
     inputs: dict[str, Tensor | int],
+    third: dict[str, Tensor | int],
     labels: Tensor,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
     """Raise ValueError, on all ranks, if a sequence-to-sequence model is not given what it would
-    give its own decoder, or if the decoder sees later tokens.
+    give its own decoder, if the decoder sees later tokens, or if padding changes the logits.
 
     `inputs` are keywords of the wrapped `model`, alike on all ranks, as `collate` makes them of two
-    examples with equal sources, of which one target is the beginning of the other. The model, as in
-    `check_logits`, computes logits of them, and of `labels` alone.
+    examples with equal sources, of which one target is the beginning of the other, and of a third
+    one, which is shorter; `third` are those of the third alone. The model, as in `check_logits`,
+    computes logits of both, and of the `labels` of all three instead of decoder inputs.
     """
-    inputs = to_device(inputs, device)
+    inputs, third = to_device(inputs, device), to_device(third, device)
     labels = labels.to(device)
     source = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
+    is_target = labels != -100
     with _undisturbed(device):
         found = model(**inputs, use_cache=False).logits.float()
         own = model(**source, labels=labels, use_cache=False).logits.float()
-    is_target = labels != -100
+        alone = model(**third, use_cache=False).logits.float()
     ids = inputs["decoder_input_ids"].masked_fill(~is_target, -1)
-    _check_causality(ids, found, dtype)
+    _check_causality(ids[:2], found[:2], dtype)
+    length = int(is_target[2].sum())
+    difference = _mean_difference(found[2, :length], alone[0, :length])
+    if true_on_any(difference > _noise(dtype)):
+        raise ValueError(
+            f"padding changes what the model computes: its logits differ by {difference:.1%} from "
+            "those of the example alone, so the loss would depend on the batch: have collate pad "
+            "nothing (batches of one length), and leave out this check"
+        )
     difference, largest = _compare(found[is_target], own[is_target])
     if true_on_any(difference > _rounding(dtype) * largest):
         raise ValueError(

@@ -73,10 +73,16 @@ T5GEMMA = {
 LEFT_OUT = '("labels", "targets", "tokens"'
 NO_MASK = {LEFT_OUT: LEFT_OUT + ', "decoder_attention_mask"'}
 PADDING_FIRST = {
-    "        check_decoder(": "        batch['decoder_input_ids'][:, 0] = 0\n        check_decoder("
+    "        check_decoder(": "        for one in inputs:\n"
+    "            one['decoder_input_ids'][:, 0] = 0\n"
+    "        check_decoder("
 }
 SEQ2SEQ = {  # what T5_training.py is changed by, and how it is refused
     "T5": ({}, ""),
+    "T5 without the source's mask": (
+        {LEFT_OUT: LEFT_OUT + ', "attention_mask"'},
+        "padding changes what the model computes",
+    ),
     "T5Gemma": (T5GEMMA, ""),
     "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, "the decoder's logits differ"),
     "T5Gemma without a mask, too": (  # by version
