@@ -256,10 +256,17 @@ def text_part(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> P
 
 
 def check_type(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
-    """Raise ValueError unless the configuration of the model `name` is one of `model_class`."""
+    """Raise ValueError unless the configuration of the model `name` is one of `model_class`, which
+    is a text model alone."""
     wanted = model_class.config_class.model_type
-    if text_part(config, model_class).model_type != wanted:
+    found = text_part(config, model_class)
+    if found.model_type != wanted:
         raise ValueError(f"--model-name {name} is a {config.model_type}, not a {wanted}")
+    if not hasattr(found, "vocab_size"):
+        raise ValueError(
+            f"{model_class.__name__} is made of several models: give MODEL the class of its text "
+            "part, such as Gemma3ForCausalLM for Gemma3ForConditionalGeneration"
+        )
 
 
 def materialize(model: nn.Module, init: Init | None) -> None:

@@ -329,6 +329,13 @@ def test_the_text_part_of_a_multimodal_model(
         streamed(Gemma3ForCausalLM, tmp_path, config)
 
 
+def test_a_model_of_several() -> None:
+    """Its class is no text model's, and another is named."""
+    config = Gemma3ForConditionalGeneration.config_class()
+    with pytest.raises(ValueError, match="made of several models: .* such as Gemma3ForCausalLM"):
+        hf_load.check_type(config, Gemma3ForConditionalGeneration, "gemma")
+
+
 @pytest.mark.slow
 def test_adapters_on_a_text_part(chats: Path, tmp_path: Path) -> None:
     """Merged, they make a model of text alone, which Transformers loads."""

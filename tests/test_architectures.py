@@ -1,0 +1,241 @@
+"""Every architecture of Transformers in a copy of a script: trained as it is alone, or refused.
+
+Slow: some hundred models of two layers. Those that these shapes do not fit are skipped.
+"""
+
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from copied import copied
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers.models.auto import modeling_auto
+
+import llama_fsdp
+from benchmarks.driven import Driven
+from runtime import hf_export
+from runtime.models import plain_name
+
+CAUSAL = sorted(set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+SEQ2SEQ = sorted(set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()))
+SHAPE = {  # what configurations call these
+    64: "hidden_size d_model n_embd hidden_dim embedding_size word_embed_proj_dim",
+    128: "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim",
+    2: "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers "
+    "num_decoder_layers num_encoder_layers num_key_value_heads num_experts_per_tok moe_k",
+    4: "num_attention_heads num_heads n_head n_heads encoder_attention_heads num_experts "
+    "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads "
+    "num_local_experts n_routed_experts moe_num_experts",
+    16: "head_dim d_kv q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim",
+    32: "moe_intermediate_size",
+    8: "qk_rope_head_dim sliding_window",  # shorter than the texts
+    1: "n_group topk_group n_shared_experts first_k_dense_replace eos_token_id",
+    0: "pad_token_id decoder_start_token_id",
+    384: "vocab_size",
+    256: "max_position_embeddings n_positions max_target_positions max_source_positions "
+    "max_encoder_position_embeddings max_decoder_position_embeddings",
+}
+SMALL = {name: value for value, names in SHAPE.items() for name in names.split()}
+ALWAYS = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
+TOO_LARGE = 30_000_000  # parameters, with the shapes that are not named above
+TOO_SLOW = {"BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM",
+            "JambaForCausalLM", "NemotronHForCausalLM"}  # fmt: skip
+IMPORTS = {
+    "T5_training": ("models.t5.modeling_t5 import T5Block", "(T5Block,)",
+                    "transformers.T5ForConditionalGeneration"),
+    "gpt2_fsdp": ("models.gpt2.modeling_gpt2 import GPT2Block", "(GPT2Block,)",
+                  "transformers.GPT2LMHeadModel"),
+    "llama_fsdp": ("models.llama.modeling_llama import LlamaDecoderLayer", "(LlamaDecoderLayer,)",
+                   "transformers.LlamaForCausalLM"),
+}  # fmt: skip
+STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedule", "step",
+         "--gamma", "1", "--max-grad-norm", "10000", "--fsdp", "2", "--export-dtype",
+         "fp32"]  # fmt: skip
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """That of a process group of one."""
+    yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
+    llama_fsdp.cleanup()
+
+
+def small(config: transformers.PretrainedConfig) -> dict[str, object]:
+    """What makes a configuration small, without dropout."""
+    known = config.to_dict()
+    found = ALWAYS | {name: value for name, value in SMALL.items() if name in known}
+    for name, value in known.items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            found[name] = 0.0
+    if known.get("layer_types"):  # one of each kind
+        kinds = dict.fromkeys(known["layer_types"])
+        found["layer_types"] = [*kinds, *known["layer_types"]][:2]
+    if "kv_lora_rank" in known:  # attention as DeepSeek has it
+        found |= {"head_dim": SMALL["qk_rope_head_dim"], "num_key_value_heads": 4}
+    if (known.get("bos_token_id") or 0) >= SMALL["vocab_size"]:
+        found["bos_token_id"] = 2
+    return found
+
+
+def small_model(model_class: type) -> transformers.PreTrainedModel:
+    """A small model with random weights, none of which is 0 or 1; any error if there is none."""
+    config = model_class.config_class()
+    shape = small(config)
+    for name in config.sub_configs:
+        if isinstance(getattr(config, name, None), transformers.PretrainedConfig):
+            shape[name] = small(getattr(config, name))
+    config = model_class.config_class(**shape)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in model_class(config).parameters())
+    if size > TOO_LARGE:
+        raise ValueError(f"{size:,} parameters")
+    torch.manual_seed(0)
+    model = model_class(config)
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    if not config.is_encoder_decoder:  # runs?
+        model(torch.arange(3, 40)[None], use_cache=False)
+    return model
+
+
+def blocks_of(model: transformers.PreTrainedModel) -> list[type]:
+    """The classes of its layers, as who copies a script looks them up."""
+    names = model._no_split_modules or []
+    found = {type(module) for module in model.modules() if type(module).__name__ in names}
+    layers = {kind for kind in found if kind.__name__.endswith(("Layer", "Block"))}
+    if layers or found:
+        return sorted(layers or found, key=lambda kind: kind.__name__)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return [type(lists[0][0])]
+
+
+def copy_for(script: str, model: transformers.PreTrainedModel) -> ModuleType:
+    """The script with another model."""
+    blocks = blocks_of(model)
+    old_import, old_blocks, old_model = IMPORTS[script]
+    lines = "\n".join(f"from {kind.__module__} import {kind.__name__}" for kind in blocks)
+    names = "".join(f"{kind.__name__}, " for kind in blocks)
+    return copied(
+        script,
+        {
+            f"from transformers.{old_import}": lines,
+            f"BLOCKS = {old_blocks}": f"BLOCKS = ({names})",
+            f"MODEL = {old_model}": f"MODEL = transformers.{type(model).__name__}",
+        },
+    )
+
+
+def save(model: transformers.PreTrainedModel, path: Path) -> None:
+    """Write the model with a byte tokenizer."""
+    model.save_pretrained(path)
+    tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>"
+    ).save_pretrained(path)
+
+
+def alone(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and targets of each text of a sample, of the model by itself."""
+    for text in sample if isinstance(sample, list) else [sample]:
+        ids = torch.tensor([*map(int, text["input_ids"])])
+        if model.config.is_encoder_decoder:
+            labels = torch.tensor([*map(int, text["labels"])])
+            yield model(input_ids=ids[None], labels=labels[None], use_cache=False).logits, labels
+        else:
+            labels = torch.tensor([*map(int, text.get("labels", ids))])
+            yield model(ids[None, :-1], use_cache=False).logits, labels[1:]
+
+
+def train_alone(model: transformers.PreTrainedModel, samples: list) -> list[float]:
+    """The losses of two steps on all samples, in plain PyTorch; the model is changed."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    losses = []
+    for _ in range(2):
+        parts = [part for sample in samples for part in alone(model, sample)]
+        count = sum(int((labels != -100).sum()) for _, labels in parts)
+        sums = [F.cross_entropy(logits[0], labels, reduction="sum") for logits, labels in parts]
+        loss = sum(sums) / count
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_copy(
+    script: ModuleType, flags: list[str], device: torch.device, final: Path
+) -> tuple[list[float], list, dict[str, Tensor]]:
+    """The losses of two steps of a copy on all samples at once, they, and the weights after it,
+    which it exports."""
+    args: Namespace = script.parse_args([*flags, *STEPS])
+    _, tokenizer, _ = script.load_model(args, device)
+    sets = script.load_data(args, tokenizer)
+    args.batch_size = len(sets[0])
+    driven = Driven(script, args, device, sets=sets)
+    losses = [loss.item() for loss, _ in driven.all()]
+    hf_export.export_model(driven.model, tokenizer, final, args)
+    samples = [sets[0][i] for i in range(len(sets[0]))]
+    weights = {}
+    for name, parameter in driven.model.named_parameters():
+        weights[plain_name(name)] = parameter.full_tensor()
+    driven.end()
+    return losses, samples, weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ])
+def test_architecture(
+    name: str, device: torch.device, chats: Path, pairs: Path, texts: tuple, tmp_path: Path
+) -> None:
+    """Its losses are those of the model alone, and its weights are those that it exports."""
+    if name in TOO_SLOW:
+        pytest.skip("its layers take minutes on a CPU")
+    try:
+        model = small_model(getattr(transformers, name))
+        save(model, tmp_path / "model")
+    except Exception as error:  # of many kinds: these shapes are not for it
+        pytest.skip(f"not made small: {type(error).__name__}: {error}")
+    script = "gpt2_fsdp"
+    flags = ["--train-file", str(texts[1]), "--val-file", str(texts[1]), "--block-size", "64"]
+    if name in SEQ2SEQ:
+        script = "T5_training"
+        flags = ["--dataset", str(pairs), "--num-train-samples", "9", "--rouge-samples", "0"]
+        flags += ["--source-length", "128", "--target-length", "64"]
+    elif hasattr(model, "model") and hasattr(model, "lm_head"):
+        script = "llama_fsdp"
+        flags = ["--dataset", str(chats), "--num-train-samples", "9", "--max-seq-length", "128"]
+    flags += ["--model-name", str(tmp_path / "model"), "--output-dir", str(tmp_path / "output")]
+    final = tmp_path / "final"
+    said = []
+    for more in [], ["--no-packing"]:
+        if more and script != "llama_fsdp":
+            continue
+        try:
+            copy = copy_for(script, model)
+            losses, samples, weights = train_copy(copy, [*flags, *more], device, final)
+        except (Exception, SystemExit) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            continue
+        plain = type(model).from_pretrained(tmp_path / "model")
+        assert losses == pytest.approx(train_alone(plain.train(), samples), abs=2e-4), more
+        exported, report = type(model).from_pretrained(final, output_loading_info=True)
+        assert not any(report.values()), report
+        padded = exported.get_input_embeddings().weight  # whose row 0 Youtu makes 0 as it loads
+        for key, parameter in exported.named_parameters():
+            first = 1 if parameter is padded else 0
+            assert torch.equal(parameter[first:], weights.pop(key)[first:]), key
+        assert not weights
+        shutil.rmtree(tmp_path)
+        print(name, script, *more, "exact", said)  # pytest -s shows it
+        return
+    pytest.skip(f"refused: {said}")
