@@ -92,7 +92,8 @@ def add(
     for name, block in model.named_modules():
         if isinstance(block, blocks):
             for inner, module in block.named_modules():
-                if isinstance(module, nn.Linear | Conv1D):
+                # Llama 4's router is a Linear too, and gives a tuple.
+                if type(module).forward in (nn.Linear.forward, Conv1D.forward):
                     projections[f"{name}.{inner}"] = module
     there = sorted({name.rpartition(".")[2] for name in projections})
     targets = args.lora_targets or there
@@ -112,8 +113,14 @@ def add(
     on_meta = model.get_input_embeddings().weight.is_meta
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and name not in projections:
-            raise ValueError(f"--lora-targets: {name} is outside of the blocks and has such a name")
+        if not hasattr(module, "lora_A") or name in projections:
+            continue
+        if hasattr(module, "parameter_name"):  # peft has such names mean a parameter of experts
+            raise ValueError(
+                f"--lora-targets: with {', '.join(targets)} peft gives {name} adapters, too, which "
+                "are not made here: name the projections of attention alone"
+            )
+        raise ValueError(f"--lora-targets: {name} is outside of the blocks and has such a name")
     _say_experts(model, targets, dtype)
     frozen: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
     for module in model.modules():

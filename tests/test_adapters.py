@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from conftest import WIDE, check_equal_weights, errors_said, launch, losses, metrics, weights
 from safetensors.torch import save_file
 from ten_steps import COMPILED
+from test_architectures import blocks_of, small_model
 from test_generate import generate
 from test_llama import HYBRID, check_parity, plain_steps
 from test_templates import copy_script, import_copy, plain_loss
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import (
     BitsAndBytesConfig,
     ByT5Tokenizer,
+    DeepseekV3ForCausalLM,
+    Llama4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -33,6 +36,7 @@ import llama_fsdp
 import summarization_dataset
 import T5_training
 from benchmarks.driven import Driven
+from runtime import adapters
 from runtime.rows.chat_templates import LLAMA_2
 
 peft = pytest.importorskip("peft")
@@ -360,6 +364,22 @@ def test_another_script_in_4_bits(pairs: Path, tmp_path: Path) -> None:
     model = peft.PeftModel.from_pretrained(in_fp32(model), tmp_path / "run/final")
     last = metrics(tmp_path / "run", "val")[-1]
     assert last["loss"] == pytest.approx(plain_loss(model, held_out_pairs(pairs)), abs=1e-4)
+
+
+def test_routers_and_experts() -> None:
+    """A router is no projection, though Llama 4's is a Linear; what peft gives adapters besides, as
+    it does experts, is refused by name."""
+    router = small_model(Llama4ForCausalLM)
+    args = llama_fsdp.parse_args(["--model-name", "tiny", *LORA])
+    held = torch.float32, torch.device("cpu")
+    adapters.add(args, router, tuple(blocks_of(router)), *held)
+    adapted = [name for name, module in router.named_modules() if hasattr(module, "lora_A")]
+    assert "model.layers.1.self_attn.q_proj" in adapted
+    assert not any(name.endswith("router") for name in adapted)
+    assert router(torch.arange(9)[None]).logits.isfinite().all()
+    experts = small_model(DeepseekV3ForCausalLM)
+    with pytest.raises(ValueError, match="mlp.experts adapters, too, .* of attention alone"):
+        adapters.add(args, experts, tuple(blocks_of(experts)), *held)
 
 
 @pytest.mark.parametrize("flags, said", [
