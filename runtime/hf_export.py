@@ -191,11 +191,13 @@ def _parts(
         yield keys[name], 0, shape
         return
     stacked, inner = shape[:2], shape[2:]
-    numbers = torch.arange(stacked.numel()).reshape(*stacked, *[1] * len(inner))
+    few = torch.Size([2] * len(inner))  # not 1, which Transformers 5.17 would squeeze away
+    numbers = torch.arange(stacked.numel() * few.numel()).reshape(stacked + few)
     for key, part in revert_weight_conversion(model, {name: numbers}).items():
         first = int(part.flatten()[0])
         assert torch.equal(part.flatten(), torch.arange(first, first + part.numel()))
-        yield key, first * inner.numel(), part.shape[: part.dim() - len(inner)] + inner
+        start = first // few.numel() * inner.numel()
+        yield key, start, part.shape[: part.dim() - len(inner)] + inner
 
 
 class Slot(NamedTuple):

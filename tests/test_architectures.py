@@ -60,7 +60,7 @@ STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedu
          "fp32"]  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
     """That of a process group of one."""
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
