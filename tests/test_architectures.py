@@ -193,6 +193,7 @@ def train_copy(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 dies of FSDP2 in a 2nd thread")
 @pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ])
 def test_architecture(
     name: str, device: torch.device, chats: Path, pairs: Path, texts: tuple, tmp_path: Path
