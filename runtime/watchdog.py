@@ -37,7 +37,10 @@ class Watchdog:
             lasted = time.monotonic() - self.since
             if self.name and lasted > self.seconds:
                 rank = os.environ.get("RANK", "0")
-                text = f"rank {rank} has been in {self.name} for {lasted / 60:.1f} minutes:"
-                print(text, file=sys.stderr, flush=True)
-                faulthandler.dump_traceback()  # of all threads
+                text = f"rank {rank} has been in {self.name} for {lasted / 60:.1f} minutes:\n"
+                with open(os.memfd_create("traceback"), "w+") as file:
+                    faulthandler.dump_traceback(file)  # of all threads
+                    file.seek(0)
+                    text += file.read()
+                print(text, file=sys.stderr, flush=True)  # at once: other ranks print theirs, too
                 self.name = None
