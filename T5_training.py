@@ -210,10 +210,10 @@ def model_inputs(batch: Batch) -> Batch:
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the decoder is given what the model would give it; all ranks."""
-    batch, third = data.examples(models.unwrapped(model))
+    batch, alone = data.examples(models.unwrapped(model))
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        inputs = model_inputs(batch), model_inputs(third)
+        inputs = model_inputs(batch), model_inputs(alone)
         check_decoder(model, *inputs, batch["labels"], device, dtype)
 
 

@@ -141,7 +141,7 @@ def check_logits(
 def check_decoder(
     model: nn.Module,
     inputs: dict[str, Tensor | int],
-    third: dict[str, Tensor | int],
+    alone: dict[str, Tensor | int],
     labels: Tensor,
     device: torch.device,
     dtype: torch.dtype,
@@ -150,22 +150,23 @@ def check_decoder(
     give its own decoder, if the decoder sees later tokens, or if padding changes the logits.
 
     `inputs` are keywords of the wrapped `model`, alike on all ranks, as `collate` makes them of two
-    examples with equal sources, of which one target is the beginning of the other, and of a third
-    one, which is shorter; `third` are those of the third alone. The model, as in `check_logits`,
-    computes logits of both, and of the `labels` of all three instead of decoder inputs.
+    examples with equal sources, of which one target is the beginning of the other, and of a third,
+    shorter one; `alone` are those of the third, which has no padding then. The model, as in
+    `check_logits`, computes logits of `inputs`, of `alone`, and of `inputs` with the `labels` in
+    place of what the decoder is given.
     """
-    inputs, third = to_device(inputs, device), to_device(third, device)
+    inputs, alone = to_device(inputs, device), to_device(alone, device)
     labels = labels.to(device)
     source = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
     is_target = labels != -100
     with _undisturbed(device):
         found = model(**inputs, use_cache=False).logits.float()
         own = model(**source, labels=labels, use_cache=False).logits.float()
-        alone = model(**third, use_cache=False).logits.float()
+        unpadded = model(**alone, use_cache=False).logits.float()
     ids = inputs["decoder_input_ids"].masked_fill(~is_target, -1)
     _check_causality(ids[:2], found[:2], dtype)
     length = int(is_target[2].sum())
-    difference = _mean_difference(found[2, :length], alone[0, :length])
+    difference = _mean_difference(found[2, :length], unpadded[0, :length])
     if true_on_any(difference > _noise(dtype)):
         raise ValueError(
             f"padding changes what the model computes: its logits differ by {difference:.1%} from "
