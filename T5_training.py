@@ -16,6 +16,7 @@ in `train` the optimizer, the schedule and the step.
 import sys
 from argparse import Namespace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ import policies
 import summarization_dataset as data
 from runtime import arguments, batches, hf_load, models, optimization, ranks, rouge, screen
 from runtime.batches import Batch
-from runtime.model_checks import check_decoder, fit_config
+from runtime.model_checks import check_decoder, check_sum, fit_config
 from runtime.models import note_shapes
 from runtime.run import Loaders, Run, launch
 
@@ -160,6 +161,7 @@ def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: hf_load.Init | None
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
+    policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
@@ -209,12 +211,17 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the decoder is given what the model would give it; all ranks."""
-    batch, alone = data.examples(models.unwrapped(model))
+    """Raise ValueError unless the decoder inputs are the model's own, and the loss is a sum over
+    tokens; all ranks."""
+    rows = data.examples()
+    collate = data.collator(models.unwrapped(model))
+    batch = collate(rows)
+    alone = [collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        inputs = model_inputs(batch), model_inputs(alone)
+        inputs = model_inputs(batch), model_inputs(alone[2])
         check_decoder(model, *inputs, batch["labels"], device, dtype)
+        check_sum(partial(summed_loss, model), batch, alone, device)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -18,6 +18,7 @@ the optimizer, the schedule and the step.
 import sys
 from argparse import Namespace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ import chat_dataset as data
 import policies
 from runtime import adapters, arguments, attention, batches, hf_load, optimization, paged, ranks
 from runtime.batches import Batch
-from runtime.model_checks import check_logits, fit_config, logit_scale_and_cap
+from runtime.model_checks import check_logits, check_sum, fit_config, logit_scale_and_cap
 from runtime.models import note_shapes
 from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
@@ -163,7 +164,9 @@ def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, config: Any) 
     scale, cap = logit_scale_and_cap(config)
 
     def logits(part: Tensor) -> Tensor:
-        found = F.linear(part, weight, bias).float() * scale
+        found = F.linear(part, weight, bias).float()
+        if scale != 1:
+            found = found * scale
         return found if cap is None else cap * torch.tanh(found / cap)
 
     def summed(part: Tensor, part_targets: Tensor) -> Tensor:
@@ -171,20 +174,7 @@ def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, config: Any) 
 
     if targets.numel() == 0:
         return logits(hidden)
-    # Any loss of the logits that `summed` computes can return here; the faster function below knows
-    # plain cross-entropy alone.
-    if scale != 1 or cap is not None or not hasattr(F, "linear_cross_entropy"):
-        return policies.recomputed_sum(summed, CHUNK, hidden, targets)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK, chunking_method=None)
-    # "sum" computes gradients in the forward pass, and logits only once, but returns the dtype of
-    # `hidden`, which keeps three digits in bf16 and overflows in fp16. So 16 bits take "none".
-    how = {"reduction": "sum" if hidden.dtype == torch.float32 else "none", "options": chunks}
-    losses = F.linear_cross_entropy(hidden, weight, targets, linear_bias=bias, **how)
-    return losses.sum(dtype=torch.float32)
+    return policies.recomputed_sum(summed, CHUNK, hidden, targets)
 
 
 class LossHead(nn.Linear):
@@ -275,6 +265,7 @@ def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: hf_load.Init | None
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
+    policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
@@ -325,11 +316,14 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the loss is that of the model's own logits; all ranks."""
-    few_tokens = model_inputs(data.collate(data.examples(args)))
+    """Raise ValueError unless the loss sums over tokens of the model's own logits; all ranks."""
+    rows = data.examples(args)
+    batch = data.collate(rows)
+    alone = [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        check_logits(model, few_tokens, device, dtype, args.packing)
+        check_logits(model, model_inputs(batch), device, dtype, args.packing)
+        check_sum(partial(summed_loss, model), batch, alone, device)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:

@@ -396,8 +396,7 @@ def read_model(args: Namespace) -> Model:
     """Return the model that `args` names, as seen on meta, in units of the script's `wrap_model`.
 
     The logits are held in T5_training.py for all target tokens: as computed, in fp32, and their
-    log-softmax, or its gradient, in fp32. The others hold them for CHUNK tokens, in fp32, and cast
-    for the matrix products of the gradient (torch 2.13's linear_cross_entropy).
+    log-softmax, or its gradient, in fp32. The others hold them for CHUNK tokens at a time.
 
     Raises ValueError if there is no such model, or it is too short for the sequences.
     """
@@ -426,10 +425,8 @@ def read_model(args: Namespace) -> Model:
     head = model.get_output_embeddings().weight
     chunked = script.CHUNK is not None
     tokens = args.batch_size * args.target_length
-    each = 8
     if chunked:
         tokens = min(args.batch_size * args.seq_length, script.CHUNK)
-        each = 4
     return Model(
         units=units,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -444,7 +441,7 @@ def read_model(args: Namespace) -> Model:
         flags=flags,
         chunked=chunked,
         logit_count=tokens * config.vocab_size,
-        logits=tokens * config.vocab_size * (each + compute.itemsize % 4),
+        logits=tokens * config.vocab_size * (8 + compute.itemsize % 4),
         **forward_pass(model.to(compute).train(), script.BLOCKS, args),
     )
 
@@ -779,15 +776,14 @@ def async_copies(model: Model, shards: int, offload: bool, moments: int) -> int:
 def loss_bytes(model: Model, itemsize: int) -> int:
     """Return the bytes that the loss holds at once, with `itemsize` bytes of the compute dtype.
 
-    The chunked loss holds the head's gradient twice in fp32, once more in 16 bits if that is the
-    compute dtype, and the logits of a chunk in fp32. With a frozen head it holds only the copy in
-    16 bits, and the logits, softmax and gradient of a chunk.
+    While the chunked loss recomputes a chunk in the backward pass, it holds the chunk's
+    log-softmax, its gradient and that of the logits in fp32, and in 16 bits a copy of the last. If
+    the head is trained, its gradient so far and that of the chunk are held in the compute dtype.
     """
     if not model.chunked:
         return model.logits
-    if model.head_is_trained:
-        return (8 + itemsize % 4) * model.head + 4 * model.logit_count
-    return itemsize % 4 * model.head + (12 + itemsize % 4) * model.logit_count
+    gradients = 2 * itemsize * model.head if model.head_is_trained else 0
+    return gradients + (12 + itemsize % 4) * model.logit_count
 
 
 def fsdp1_peak(
@@ -889,8 +885,8 @@ def traffic(
     A ring through all GPUs leaves a node once, so a node sends what a GPU sends.
 
     A step costs the FLOPs of three forward passes, of two where weights are frozen. Blocks are
-    computed once more under activation checkpointing, but for an attention that is kept, and
-    chunked logits in 16 bits. The longest of the three times bounds the step, however well they
+    computed once more under activation checkpointing, but for an attention that is kept, and so
+    are chunked logits. The longest of the three times bounds the step, however well they
     overlap. PCIe, under CPU offload, and the optimizer's step are left out.
     """
     precision = policies.PRECISIONS[args.precision]
@@ -912,7 +908,7 @@ def traffic(
     if ring_size > args.gpus_per_node:
         node += ring
     flops = (2 + model.trained / model.parameters) * model.flops
-    if model.chunked and precision.param_dtype != torch.float32:
+    if model.chunked:
         flops += model.head_flops
     if checkpointing:
         flops += model.flops - model.head_flops

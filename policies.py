@@ -163,6 +163,30 @@ def has_cpp_compiler() -> bool:
     return True
 
 
+def check_blocks(model: nn.Module, blocks: Classes) -> None:
+    """Raise ValueError unless `blocks` are the classes of the model's layers.
+
+    Layers are the members of a ModuleList of two or more, except torch.nn's own modules. Those that
+    are in no block would silently become part of the root unit.
+    """
+    in_block = {
+        x for block in model.modules() if isinstance(block, blocks) for x in block.modules()
+    }
+    absent = [c for c in blocks if not any(isinstance(module, c) for module in in_block)]
+    lacking = set()
+    for layers in model.modules():
+        if isinstance(layers, nn.ModuleList) and len(layers) > 1:
+            lacking |= {type(x) for x in layers if x not in in_block}
+    lacking = {c for c in lacking if not c.__module__.startswith("torch.nn.")}
+    problems = [f"it names {c.__name__}, which the model does not contain" for c in absent]
+    problems += [f"it lacks {name}" for name in sorted(c.__name__ for c in lacking)]
+    if problems:
+        raise ValueError(
+            f"BLOCKS does not fit {type(model).__name__}: {'; '.join(problems)}. BLOCKS must name "
+            "the classes of all its layers."
+        )
+
+
 def wrap_policy(blocks: Classes) -> functools.partial:
     """Each module of one of these classes becomes an FSDP unit.
 

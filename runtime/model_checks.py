@@ -3,14 +3,14 @@
 import contextlib
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from . import ranks
-from .batches import to_device
+from .batches import Batch, to_device
 from .ranks import true_on_any
 
 SWITCHED_OFF = {  # ends of names in a config
@@ -179,6 +179,28 @@ def check_decoder(
             f"the decoder's logits differ by {difference:.3g} from those that the model computes "
             f"of the labels, which reach {largest:.3g}: have collate make decoder_input_ids and "
             "decoder_attention_mask as the model's own forward does"
+        )
+
+
+@torch.no_grad()
+def check_sum(
+    summed_loss: Callable[[Batch], Tensor], batch: Batch, alone: list[Batch], device: torch.device
+) -> None:
+    """Raise ValueError, on all ranks, unless the loss of a `batch` is the sum of the losses of its
+    examples `alone`.
+
+    The training loop divides by the number of target tokens, so a mean would train with gradients
+    that are too small. Differences up to 10% are rounding, or experts that are routed differently.
+    """
+    with _undisturbed(device):
+        together = summed_loss(to_device(batch, device)).float()
+        apart = sum(summed_loss(to_device(one, device)).float() for one in alone)
+    if true_on_any(bool(((together - apart).abs() > 0.1 * apart.abs()).any())):
+        raise ValueError(
+            f"summed_loss is not a sum over target tokens: a batch of {len(alone)} examples gives "
+            f"{together.tolist()}, the same examples one by one {apart.tolist()} in total. Use "
+            'reduction="sum". If your loss cannot be such a sum, delete the line `check_sum(...)` '
+            "in check_loss and divide by your own count in train."
         )
 
 

@@ -106,14 +106,14 @@ def small_model(model_class: type) -> transformers.PreTrainedModel:
 
 
 def blocks_of(model: transformers.PreTrainedModel) -> list[type]:
-    """The classes of its layers, as who copies a script looks them up."""
-    names = model._no_split_modules or []
-    found = {type(module) for module in model.modules() if type(module).__name__ in names}
-    layers = {kind for kind in found if kind.__name__.endswith(("Layer", "Block"))}
-    if layers or found:
-        return sorted(layers or found, key=lambda kind: kind.__name__)
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return [type(lists[0][0])]
+    """Return the classes of its outermost layers, sorted by name."""
+    found: set[type] = set()
+    inside: set[nn.Module] = set()
+    for layers in model.modules():  # outer modules first
+        if isinstance(layers, nn.ModuleList) and layers not in inside and len(layers) > 1:
+            found |= {type(x) for x in layers if not type(x).__module__.startswith("torch.nn.")}
+            inside |= {inner for layer in layers for inner in layer.modules()}
+    return sorted(found, key=lambda kind: kind.__name__)
 
 
 def copy_for(script: str, model: transformers.PreTrainedModel) -> ModuleType:

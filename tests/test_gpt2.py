@@ -292,7 +292,8 @@ def test_prompts_are_continued_as_by_plain_generate(
 
 
 def test_loss_without_logits_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value and gradients to 1e-5 in fp32, over several chunks, and where torch has no such."""
+    """Value and gradients to 1e-5 in fp32, over several chunks. torch's linear_cross_entropy is not
+    called: on CUDA its default rounds the weight gradient of 16 bits at every token."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=500, n_positions=256)
     model = gpt2_fsdp.LossModel(config).eval()
@@ -307,13 +308,10 @@ def test_loss_without_logits_equals_the_plain_one(monkeypatch: pytest.MonkeyPatc
 
     logits = model(ids, use_cache=False).logits.flatten(0, 1)
     plain = value_and_gradient(F.cross_entropy(logits, targets.flatten(), reduction="sum"))
-    ours = [value_and_gradient(model(ids, targets=targets))]
-    if hasattr(F, "linear_cross_entropy"):
-        monkeypatch.delattr(F, "linear_cross_entropy")
-        ours.append(value_and_gradient(model(ids, targets=targets)))
-    for loss, gradient in ours:
-        assert loss.item() == pytest.approx(plain[0].item(), rel=1e-5)
-        assert (gradient - plain[1]).norm() <= 1e-5 * plain[1].norm()
+    monkeypatch.setattr(F, "linear_cross_entropy", None, raising=False)
+    loss, gradient = value_and_gradient(model(ids, targets=targets))
+    assert loss.item() == pytest.approx(plain[0].item(), rel=1e-5)
+    assert (gradient - plain[1]).norm() <= 1e-5 * plain[1].norm()
 
 
 def functions(path: Path) -> dict[str, str]:

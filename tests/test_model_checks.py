@@ -335,6 +335,37 @@ def test_a_resumed_run_is_checked(
     assert "tflops_per_gpu" not in step  # on a CPU nobody asks for them
 
 
+def test_mean_in_place_of_summed_loss_is_refused(
+    texts: tuple, pairs: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    columns = ["--source-column", "text", "--target-column", "headline"]
+    summaries = ["--dataset", str(pairs), *columns, "--output-dir", str(tmp_path / "t5")]
+    blocks = command(texts, tmp_path / "gpt2", 1)
+    for script, change, flags in (
+        ("T5_training", {', reduction="sum"': ""}, ["--model-name", "tiny", *summaries]),
+        ("gpt2_fsdp", {"targets=batch[": 'targets=batch["labels"]) / len(batch['}, blocks),
+    ):
+        changed = copied(script, change)
+        with pytest.raises(SystemExit) as end:
+            changed.fsdp_main(changed.parse_args(flags))
+        error = capfd.readouterr().err.strip().splitlines()[-1]
+        assert end.value.code == 1 and error.startswith("error: summed_loss is not a sum over")
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_blocks_that_miss_a_layer_or_name_another_model_are_refused() -> None:
+    with torch.device("meta"):
+        mistral = transformers.MistralForCausalLM(transformers.MistralConfig(num_hidden_layers=2))
+        bart = transformers.BartForConditionalGeneration(transformers.BartConfig())
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2))
+    with pytest.raises(ValueError, match="not contain; it lacks MistralDecoderLayer"):
+        policies.check_blocks(mistral, llama_fsdp.BLOCKS)
+    with pytest.raises(ValueError, match="it lacks BartEncoderLayer"):
+        policies.check_blocks(bart, (BartDecoderLayer,))
+    policies.check_blocks(bart, (BartDecoderLayer, BartEncoderLayer))
+    policies.check_blocks(llama, llama_fsdp.BLOCKS)
+
+
 def test_logits_that_are_not_finite_are_left_to_the_first_step(
     texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
