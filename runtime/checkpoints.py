@@ -31,7 +31,6 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, Metadata
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FSDPModule
@@ -45,6 +44,7 @@ from torch.utils._pytree import (
 )
 
 from . import identities, models, ranks, trained
+from .checkpoint_reader import SafeReader
 from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
 from .state import TrainState
 
@@ -110,6 +110,9 @@ class Saver:
             state.model, state.optimizer, options=_options(state.model)
         )
         model = _saved_part(state.model, model)
+        # DCP would pickle them. A resume keeps the settings of its own optimizer.
+        del optimizer["param_groups"]
+        _check_tensors(optimizer)
         # Under one key for all ranks only rank 0's would be kept.
         rng = {str(dist.get_rank()): _random_states()}
         tensors = {"model": model, "optimizer": optimizer, "rng": rng}
@@ -212,6 +215,16 @@ class _HostCopies:
             self.names = set(changing)
         copies = self.stager.stage(changing) if changing else {}
         return tree_unflatten([copies.get(name, value) for name, value in named], structure)
+
+
+def _check_tensors(optimizer: dict[str, Any]) -> None:
+    """Raise ValueError if the state dict of an optimizer holds anything but tensors."""
+    for path, value in tree_flatten_with_path(optimizer)[0]:
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"The optimizer's state{keystr(path[1:])} is {value!r}. "
+                "Checkpoints hold tensors only: keep it as a tensor."
+            )
 
 
 def _storage(value: Any) -> int:
@@ -377,8 +390,14 @@ def _write(
 def _make_full(directory: Path) -> dict[str, list[int]]:
     """Make one file of the shards in `directory`; rank 0 alone. Returns its name and `file_sum`."""
     shards = [*directory.glob("*.distcp"), directory / ".metadata"]
+    reader = SafeReader(directory)
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
     try:
-        dcp_to_torch_save(directory, directory / FULL)
+        torch.save(tensors, directory / FULL)
     except RuntimeError as error:  # what torch.save makes of a full disk
         raise OSError(str(error)) from None
     for file in shards:
@@ -492,11 +511,25 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     return further
 
 
+def _checked_reader(directory: Path) -> SafeReader:
+    """Return a reader of shards; raises ValueError, on all ranks, if it refuses their metadata."""
+    reader = SafeReader(directory)
+
+    def check() -> None:
+        reader.read_metadata()
+
+    on_every_rank(check)
+    return reader
+
+
 @contextlib.contextmanager
-def _shards(path: Path) -> Iterator[Path]:
-    """Yield the directory that `dcp.load` reads; of a full checkpoint rank 0 makes one for it."""
+def _shards(path: Path) -> Iterator[SafeReader]:
+    """Yield what `dcp.load` reads; of a full checkpoint rank 0 makes shards for it.
+
+    Raises ValueError on all ranks if the checkpoint holds anything but tensors.
+    """
     if not (path / FULL).is_file():
-        yield path
+        yield _checked_reader(path)
         return
     temporary = path.with_name(f"tmp-shards-{path.name}")
 
@@ -511,16 +544,16 @@ def _shards(path: Path) -> Iterator[Path]:
             dcp.save(tensors, checkpoint_id=temporary, no_dist=True)
 
     on_rank_zero(make_shards)
-    yield temporary
+    yield _checked_reader(temporary)
     dist.barrier(group=cpu_group())
     on_rank_zero(shutil.rmtree, temporary)
 
 
-def _read_weights(shards: Path, model: nn.Module) -> None:
+def _read_weights(shards: SafeReader, model: nn.Module) -> None:
     options = _options(model)
     whole = dcp_state.get_model_state_dict(model, options=options)
     tensors = {"model": _saved_part(model, whole)}
-    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    dcp.load(tensors, storage_reader=shards, process_group=cpu_group())
     loaded = tensors["model"]
     for name, first in _tied_names(model).items():
         if first in loaded:
@@ -528,7 +561,7 @@ def _read_weights(shards: Path, model: nn.Module) -> None:
     dcp_state.set_model_state_dict(model, loaded, options=options)
 
 
-def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _read_optimizer(shards: SafeReader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the moments; learning rate and other settings stay those of this run."""
     options = _options(model)
     # A forward pass leaves gradients on offloaded parameters. A state dict that finds one takes the
@@ -544,7 +577,9 @@ def _read_optimizer(shards: Path, model: nn.Module, optimizer: torch.optim.Optim
         # zeros again.
         for parameter in list(optimizer.state)[1:]:
             del optimizer.state[parameter]
-    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    groups = tensors["optimizer"].pop("param_groups")
+    dcp.load(tensors, storage_reader=shards, process_group=cpu_group())
+    tensors["optimizer"]["param_groups"] = groups
     dcp_state.set_optimizer_state_dict(model, optimizer, tensors["optimizer"], options=options)
     for group, kept in zip(optimizer.param_groups, settings, strict=True):
         group |= kept | {"params": group["params"]}
@@ -568,13 +603,13 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _read_random_states(shards: Path) -> dict[str, torch.Tensor]:
+def _read_random_states(shards: SafeReader) -> dict[str, torch.Tensor]:
     """Return this rank's `_random_states`."""
     rank = str(dist.get_rank())
-    there = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    there = shards.read_metadata().state_dict_metadata
     states = {key: value for key, value in _random_states().items() if f"rng.{rank}.{key}" in there}
     tensors = {"rng": {rank: states}}
-    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    dcp.load(tensors, storage_reader=shards, process_group=cpu_group())
     return states
 
 
@@ -599,7 +634,7 @@ def _other_tensors(state: TrainState) -> dict[str, Any]:
     return {"others": shared, "others of ranks": {str(dist.get_rank()): own}}
 
 
-def _read_others(shards: Path, state: TrainState, saved: dict[str, Any]) -> None:
+def _read_others(shards: SafeReader, state: TrainState, saved: dict[str, Any]) -> None:
     """Restore what a script trains besides; what is no tensor or number stays as it is.
 
     Raises ValueError if the checkpoint has something else, or of another number of ranks.
@@ -617,7 +652,7 @@ def _read_others(shards: Path, state: TrainState, saved: dict[str, Any]) -> None
             f"run.restore: {', '.join(sorted(state.others))} is each rank's own, saved by "
             f"{saved['world_size']} processes: go on with as many"
         )
-    dcp.load(tensors, checkpoint_id=shards, process_group=cpu_group())
+    dcp.load(tensors, storage_reader=shards, process_group=cpu_group())
     loaded = tensors["others"] | tensors["others of ranks"][str(dist.get_rank())]
     for name, other in state.others.items():
         leaves, structure = tree_flatten_with_path(other.state_dict())

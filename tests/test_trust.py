@@ -1,14 +1,19 @@
 """What comes from strangers is never run: weights, data, code of the hub, and checkpoints."""
 
+import io
 import json
 import os
+import pickle
 import shutil
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpt2_fsdp
@@ -118,20 +123,77 @@ def test_random_states_are_tensors(flags: list[str], tmp_path: Path) -> None:
     assert states == {f"rng.0.{kind}" for kind in ("python", "numpy", "gauss", "torch")}
 
 
-def test_a_full_checkpoint_is_not_unpickled(
-    flags: list[str], mark: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """One sentence, though its checksum is right."""
-    output = tmp_path / "run"
-    run(flags, output, "--max-steps", "2", "--checkpoint-type", "full")
-    path = output / "checkpoints/step-00000002"
-    torch.save({"model": Hostile(mark)}, path / "full.pt")
+def put(path: Path, name: str, write: Callable[[Path], None]) -> None:
+    """Change a file of a checkpoint, and make its checksums right again."""
+    write(path / name)
     saved = json.loads((path / "train_state.json").read_text())
-    saved["files"] = {"full.pt": checkpoints.file_sum(path / "full.pt")}
+    saved["files"][name] = checkpoints.file_sum(path / name)
     del saved["crc"]
     text = json.dumps(saved | {"crc": checkpoints.json_sum(saved)})
     (path / "train_state.json").write_text(text)
-    with pytest.raises(SystemExit):
-        run(flags, output, "--max-steps", "4")
-    assert "is no file of tensors" in capfd.readouterr().err
-    assert not mark.exists()
+
+
+def hostile_metadata(path: Path, mark: Path) -> None:
+    """Replace the metadata by a pickle that runs code."""
+    put(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(Hostile(mark))))
+
+
+def hostile_class(path: Path, mark: Path) -> None:
+    """Hide the code in metadata that are otherwise right."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata.planner_data["more"] = Hostile(mark)
+    put(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(metadata)))
+
+
+def hostile_entry(path: Path, mark: Path) -> None:
+    """Replace a weight by an entry that is not a tensor, which DCP would unpickle."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    index, place = next((k, v) for k, v in metadata.storage_data.items() if k.fqn == name)
+    file = path / place.relative_path
+    code = io.BytesIO()
+    torch.save(Hostile(mark), code)
+    place = replace(place, offset=file.stat().st_size, length=len(code.getvalue()))
+    del metadata.storage_data[index]
+    metadata.storage_data[MetadataIndex(name)] = place
+    put(path, file.name, lambda file: file.write_bytes(file.read_bytes() + code.getvalue()))
+    put(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(metadata)))
+
+
+def hostile_full(path: Path, mark: Path) -> None:
+    """Replace the single file by a pickle that runs code."""
+    put(path, "full.pt", lambda file: torch.save({"model": Hostile(mark)}, file))
+
+
+def full_with_another_entry(path: Path, mark: Path) -> None:
+    """Add an entry that is harmless, but not a tensor."""
+    tensors = torch.load(path / "full.pt", weights_only=True)
+    put(path, "full.pt", lambda file: torch.save(tensors | {"model.more": "text"}, file))
+
+
+@pytest.mark.parametrize("attack, message", [
+    (hostile_metadata, "mkdir, which could run code"),
+    (hostile_class, "mkdir, which could run code"),
+    (hostile_entry, "which is not a tensor"),
+    (hostile_full, "is no file of tensors"),
+    (full_with_another_entry, "model.more, which is not a tensor"),
+])  # fmt: skip
+def test_hostile_checkpoint_runs_no_code(
+    attack: Callable[[Path, Path], None],
+    message: str,
+    flags: list[str],
+    mark: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture,
+) -> None:
+    """A resume, an export and an evaluation end with a message, although the checksums match."""
+    output = tmp_path / "run"
+    kind = "full" if "full" in attack.__name__ else "sharded"
+    run(flags, output, "--max-steps", "2", "--checkpoint-type", kind)
+    attack(output / "checkpoints/step-00000002", mark)
+    for more in (["--max-steps", "4"], ["--export-only"], ["--evaluate-only"]):
+        with pytest.raises(SystemExit):
+            run(flags, output, *more)
+        assert message in capfd.readouterr().err, more
+        assert not mark.exists(), more
