@@ -197,6 +197,11 @@ def trainer_options(args: Namespace, block: str) -> dict[str, object]:
     }  # fmt: skip
 
 
+def with_peers(ours: Iterable[str], peers: Iterable[str], processes: int) -> list[str]:
+    """Return the names of ours and, for two or more processes, of the peers, which shard."""
+    return [*ours, *(peers if processes > 1 else ())]
+
+
 def environment_for(processes: int) -> dict[str, str]:
     """Return an environment that shares the cores among processes and keeps them off the hub."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)

@@ -135,8 +135,19 @@ def largest_batch(options: argparse.Namespace, directory: str, flags: list[str])
     return low, results[low]
 
 
+def row(name: str, batch: int, result: dict | None, base: float | None) -> str:
+    """Return a strategy's row of the table; `base` is the samples per second of DDP, if it fits."""
+    if result is None:
+        return f"| {name} | does not fit | | | | | | | |"
+    sizes = " | ".join(f"{result[k]:,.1f}" for k in ("parameter", "gradient", "optimizer"))
+    samples = result["samples_per_second"]
+    relative = f"{samples / base:.2f}" if base else "-"
+    return (f"| {name} | {batch} | {sizes} | {result['peak']:,.0f} | {result['seconds']:.3f} "
+            f"| {samples:.1f} | {relative} |")  # fmt: skip
+
+
 def main() -> None:
-    """Run all trials and print one table."""
+    """Run all trials and print one table, each row when it is measured."""
     options = parse_args()
     if options.trial:
         return trial(options, options.trial[0], json.loads(options.trial[1]))
@@ -145,7 +156,14 @@ def main() -> None:
     if gpu:
         offload = ["--cpu-offload", "--fsdp", "2"]  # FSDP1's needs two GPUs
         strategies += [["shard_grad_op", *offload], ["full_shard", *offload]]
-    rows = []
+    if options.processes == 1:  # nothing is sharded, so shard_grad_op would repeat full_shard
+        strategies = [strategy for strategy in strategies if strategy[0] != "shard_grad_op"]
+    what = torch.cuda.get_device_name() if gpu else "CPU"
+    print(f"\n{options.model}, blocks of {options.block_size}, {options.processes} x {what}, "
+          f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; MB of one rank")  # fmt: skip
+    print("\n| strategy | batch per rank | parameters | gradients | optimizer | peak | s per step "
+          "| samples/s | of DDP |\n|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip
+    base = None
     with tempfile.TemporaryDirectory() as directory:
         write_gpt2(options.model, directory, options.block_size)
         for strategy in strategies:
@@ -156,21 +174,9 @@ def main() -> None:
             else:
                 batch = options.batch_size
                 result = launch(options, directory, [*flags, "--batch-size", str(batch)])
-            rows.append((" ".join(strategy).replace("--", "+ "), batch, result))
-    what = torch.cuda.get_device_name() if gpu else "CPU"
-    print(f"\n{options.model}, blocks of {options.block_size}, {options.processes} x {what}, "
-          f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; MB of one rank")  # fmt: skip
-    print("\n| strategy | batch per rank | parameters | gradients | optimizer | peak | s per step "
-          "| samples/s | of DDP |\n|---|---|---|---|---|---|---|---|---|")  # fmt: skip
-    base = rows[0][2]["samples_per_second"] if rows[0][2] else None
-    for name, batch, r in rows:
-        if r is None:
-            print(f"| {name} | does not fit | | | | | | | |")
-            continue
-        sizes = " | ".join(f"{r[k]:,.1f}" for k in ("parameter", "gradient", "optimizer"))
-        relative = f"{r['samples_per_second'] / base:.2f}" if base else "-"
-        print(f"| {name} | {batch} | {sizes} | {r['peak']:,.0f} | {r['seconds']:.3f} "
-              f"| {r['samples_per_second']:.1f} | {relative} |")  # fmt: skip
+            if strategy == ["ddp"] and result:
+                base = result["samples_per_second"]
+            print(row(" ".join(strategy).replace("--", "+ "), batch, result, base), flush=True)
 
 
 if __name__ == "__main__":

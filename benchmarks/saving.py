@@ -16,6 +16,7 @@ CPU a load's are the shard, and what it took to get there.
 
 Transformers saves and exports by `save_pretrained`, with and without `distributed_checkpoint`, and
 the optimizer by its `save_optimizer_distributed`; Accelerate by `save_state` and `get_state_dict`.
+They need two processes. A row is printed after each launch of a way, with the medians so far.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +39,17 @@ import step_time
 import torch
 import torch.distributed as dist
 import transformers
-from common import LLAMAS, NO_DATA, AnonymousMemory, launch, random_batch, write_llama
+from common import (
+    LLAMAS,
+    NO_DATA,
+    AnonymousMemory,
+    launch,
+    random_batch,
+    with_peers,
+    write_llama,
+)
 from driven import Driven
 from transformers import ByT5Tokenizer
-from transformers.distributed.checkpoint import (
-    load_optimizer_distributed,
-    save_optimizer_distributed,
-)
 
 import llama_fsdp
 from runtime import hf_export, ranks
@@ -130,6 +136,8 @@ class Transformers:
 
     def save(self, note: Callable[..., None]) -> None:
         """Save; `note` is called when all is on the disk."""
+        from transformers.distributed.checkpoint import save_optimizer_distributed
+
         self.model.save_pretrained(self.saved, distributed_checkpoint=True)
         save_optimizer_distributed(self.model, self.optimizer, f"{self.saved}/optimizer")
         note()
@@ -139,6 +147,8 @@ class Transformers:
 
     def resume(self) -> float:
         """Load what was saved; return the time when it is there."""
+        from transformers.distributed.checkpoint import load_optimizer_distributed
+
         self.args.model_name = self.saved
         self.load()
         load_optimizer_distributed(self.model, self.optimizer, f"{self.saved}/optimizer")
@@ -179,7 +189,8 @@ class Accelerate(Transformers):
 
 
 PEERS = {"transformers-fsdp2": Transformers, "accelerate-fsdp2": Accelerate}
-WAYS = [*OURS, *PEERS]
+if not find_spec("transformers.distributed.checkpoint"):  # Transformers 5.17 has none
+    del PEERS["transformers-fsdp2"]
 STAGES = ["load", "save", "resume", "export"]  # a launch of each; what is resumed, was saved
 
 
@@ -254,31 +265,33 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="ranks")
     parser.add_argument("--saves", type=int, default=5, help="saves of each way")
     parser.add_argument("--turns", type=int, default=3, help="launches of each stage, in turn")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which")
+    parser.add_argument("--ways", nargs="+", choices=[*OURS, *PEERS], help="which (default: all; "
+        "peers from two processes on)")  # fmt: skip
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="which")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)  # way, stage, directory
     options = parser.parse_args()
     if options.worker:
         worker(options)
         return
-    results: dict[str, dict[str, list[float]]] = {name: {} for name in options.ways}
+    ways = options.ways or with_peers(OURS, PEERS, options.processes)
+    print(f"{options.model} parameters, {options.processes} processes; medians of the launches "
+          "so far, in turn; seconds, and MB\n")  # fmt: skip
+    results: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
     with tempfile.TemporaryDirectory() as directory:
         write_llama(options.model, Path(directory, "model"), torch.bfloat16)
         os.sync()  # else the files are still being written when the first way reads them
-        for _, name in itertools.product(range(options.turns), options.ways):
+        for turn, name in itertools.product(range(1, options.turns + 1), ways):
+            found = results[name]
             for stage in options.stages:
                 command = [__file__, "--saves", options.saves, "--worker", name, stage, directory]
                 for key, value in launch(options.processes, *command).items():
-                    results[name].setdefault(key, []).append(value)
+                    found.setdefault(key, []).append(value)
             for path in ("output", "export"):  # those of a large model fill a disk
                 shutil.rmtree(f"{directory}/{path}", ignore_errors=True)
-    print(f"{options.model} parameters, {options.processes} processes; medians of {options.turns} "
-          "launches in turn; seconds, and MB\n")  # fmt: skip
-    columns = list(next(iter(results.values())))
-    print(f"| way | {' | '.join(columns)} |\n|---|{'---|' * len(columns)}")
-    for name, found in results.items():
-        cells = [f"{statistics.median(found[key]):,.2f}" for key in columns]
-        print(f"| {name} | {' | '.join(cells)} |")
+            if turn == 1 and name == ways[0]:
+                print(f"| way | launches | {' | '.join(found)} |\n|---|---|{'---|' * len(found)}")
+            cells = [f"{statistics.median(values):,.2f}" for values in found.values()]
+            print(f"| {name} | {turn} | {' | '.join(cells)} |", flush=True)
     print("\n" + json.dumps(results), flush=True)
 
 

@@ -17,9 +17,10 @@
 All train from the same weights on the same batches, in which every position is a target, with fused
 AdamW in the same precision; so the loss of the last step agrees. They recompute nothing, but for
 ours-blocks and ours-attention: these are under FSDP2, and recompute the blocks, whole or all but
-attention. Each loop runs in a thread of its own that waits while the others make their step, after
-a barrier of all ranks. On GPUs a turn is ten steps, so that a step need not wait for the GPU. CPU
-seconds are those of rank 0, and steadier than the clock.
+attention. The peers need two processes: on one, Transformers shards nothing and leaves the model on
+the CPU in fp32. Each loop runs in a thread of its own that waits while the others make their step,
+after a barrier of all ranks. On GPUs a turn is ten steps, so that a step need not wait for the GPU.
+CPU seconds are those of rank 0, and steadier than the clock.
 """
 
 import argparse
@@ -33,19 +34,16 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-from common import LLAMAS, launch, relay, write_llama
+from common import LLAMAS, launch, relay, with_peers, write_llama
 from driven import TimedRun
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
-from transformers.distributed import DistributedConfig
 
 import llama_fsdp
 from runtime import batches
@@ -76,6 +74,8 @@ class Ours(TimedRun):
 
 def of_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
     """Return the model as Transformers shards it, and its optimizer."""
+    from transformers.distributed import DistributedConfig
+
     config = DistributedConfig(
         fsdp_size=dist.get_world_size(), fsdp_mixed_precision=args.precision == "bf16"
     )
@@ -90,8 +90,12 @@ def of_accelerate(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
     return accelerator(args).prepare(*plain(args))
 
 
-def accelerator(args: argparse.Namespace) -> Accelerator:
+def accelerator(args: argparse.Namespace) -> Any:
     """Return Accelerate's object, told to use FSDP2."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -193,7 +197,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [*OURS, *PEERS]
     parser.add_argument("--model", choices=list(LLAMAS), default="98M", help="shape")
     parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
     parser.add_argument("--batch-size", type=int, default=2, help="per rank")
@@ -202,13 +205,17 @@ def main() -> None:
         "--steps", type=int, default=15, help="timed steps of each loop; on GPUs in tens"
     )
     parser.add_argument(
-        "--loops", nargs="+", choices=[*names, *RECOMPUTING], default=names, help="which"
+        "--loops",
+        nargs="+",
+        choices=[*OURS, *PEERS, *RECOMPUTING],
+        help="which (default: all but those that recompute; peers from two processes on)",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # directory
     options = parser.parse_args()
     if options.worker:
         worker(options, options.worker)
         return
+    options.loops = options.loops or with_peers(OURS, PEERS, options.processes)
     with tempfile.TemporaryDirectory() as directory:
         write_llama(options.model, Path(directory))
         flags = ["--batch-size", options.batch_size, "--length", options.length]

@@ -21,7 +21,11 @@ from .models import attention_of, unwrapped
 from .screen import Progress
 from .state import TrainState
 
-PEAK_TFLOPS = {  # of a GPU whose name has this, in bf16, dense, as NVIDIA's data sheets have it
+# Peak of a GPU whose name contains the key, in dense bf16: half of what NVIDIA's data sheets give
+# with sparsity. For Blackwell: HGX B200 and B300, 36 PFLOPS of 8 GPUs; GB200 and GB300 NVL72,
+# 360 PFLOPS of 72. The first key that fits counts, so a longer name comes before the one in it.
+PEAK_TFLOPS = {
+    "GB200": 2500, "GB300": 2500, "B200": 2250, "B300": 2250,
     "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835,
     "A100": 312, "H100": 989, "H200": 989, "L40S": 362,
 }  # fmt: skip

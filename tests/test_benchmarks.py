@@ -158,13 +158,15 @@ def test_minutes_out_of_range(
 
 
 @pytest.mark.slow
-def test_step_time() -> None:
-    """A row for each loop, ours and the peers'; all train alike."""
+@pytest.mark.parametrize("processes, loops", [(1, 3), (2, 5)])
+def test_step_time(processes: int, loops: int) -> None:
+    """A row for each loop, ours and, on two processes, the peers'; all train alike."""
     pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
-    found = json.loads(run("step_time.py --model tiny --length 64 --steps 2").splitlines()[-1])
-    assert len(found) == 5
+    flags = f"step_time.py --model tiny --length 64 --steps 2 --processes {processes}"
+    found = json.loads(run(flags).splitlines()[-1])
+    assert len(found) == loops
     losses = [row["loss"] for row in found.values()]
-    assert losses == pytest.approx([losses[0]] * 5, rel=1e-6)
+    assert losses == pytest.approx([losses[0]] * loops, rel=1e-6)
 
 
 @pytest.mark.slow

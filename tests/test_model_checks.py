@@ -464,7 +464,9 @@ def test_peaks_by_name() -> None:
     names = {
         "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
         "NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA A100-SXM4-80GB": 312,
-        "NVIDIA A100 80GB PCIe": 312, "NVIDIA L40S": 362, "NVIDIA GeForce RTX 4090": None,
+        "NVIDIA B200": 2250, "NVIDIA GB200": 2500, "NVIDIA B300 SXM6 AC": 2250,
+        "NVIDIA GB300": 2500, "NVIDIA A100 80GB PCIe": 312, "NVIDIA L40S": 362,
+        "NVIDIA GeForce RTX 4090": None,
     }  # fmt: skip
     assert {name: peak_tflops(name) for name in names} == names
 
