@@ -777,13 +777,13 @@ def loss_bytes(model: Model, itemsize: int) -> int:
     """Return the bytes that the loss holds at once, with `itemsize` bytes of the compute dtype.
 
     While the chunked loss recomputes a chunk in the backward pass, it holds the chunk's
-    log-softmax, its gradient and that of the logits in fp32, and in 16 bits a copy of the last. If
-    the head is trained, its gradient so far and that of the chunk are held in the compute dtype.
+    log-softmax, its gradient and that of the logits in fp32. If the head is trained, its gradient
+    so far is held in the compute dtype.
     """
     if not model.chunked:
         return model.logits
-    gradients = 2 * itemsize * model.head if model.head_is_trained else 0
-    return gradients + (12 + itemsize % 4) * model.logit_count
+    gradient = itemsize * model.head if model.head_is_trained else 0
+    return gradient + 12 * model.logit_count
 
 
 def fsdp1_peak(
