@@ -178,7 +178,10 @@ def test_a_refusal_names_what_the_model_has(chats: Path, device: torch.device) -
     """Scale, cap and bias: what a copier must look for."""
     for script, expected in (
         (llama_as("Llama", logit_scale=0.5), r"\(the model has logit_scale 0.5\)"),
-        (copied("llama_fsdp", {"* scale": "* 0.5"}), r"\(the model has no scale, cap or bias\)"),
+        (
+            copied("llama_fsdp", {"bias).float()": "bias).float() / 2"}),
+            r"\(the model has no scale, cap or bias\)",
+        ),
     ):
         with pytest.raises(ValueError, match=expected):
             check(script, chats, device)
