@@ -48,7 +48,7 @@ from runtime.model_checks import check_decoder, check_sum, fit_config
 from runtime.models import note_shapes
 from runtime.run import Loaders, Run, launch
 
-# What to change for another model of its kind; memory_estimator.py reads these, too.
+# What to change for another model of its kind; tools/memory_estimator.py reads these, too.
 MODEL = transformers.T5ForConditionalGeneration
 BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}  # of its config

@@ -51,7 +51,7 @@ from runtime.model_checks import check_logits, check_sum, fit_config, logit_scal
 from runtime.models import note_shapes
 from runtime.run import Loaders, Run, launch
 
-# What to change for another model of its kind; memory_estimator.py reads these, too.
+# What to change for another model of its kind; tools/memory_estimator.py reads these, too.
 MODEL = transformers.GPT2LMHeadModel
 BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}  # names of its config

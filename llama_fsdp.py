@@ -51,7 +51,7 @@ from runtime.models import note_shapes
 from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
-# What to change for another model of its kind; memory_estimator.py reads these, too.
+# What to change for another model of its kind; tools/memory_estimator.py reads these, too.
 MODEL = transformers.LlamaForCausalLM
 BLOCKS = (LlamaDecoderLayer,)  # FSDP units, compiled and recomputed one by one
 TINY = {  # names of its config

@@ -1,4 +1,4 @@
-"""Memory that memory_estimator.py says against what a step of each script takes, side by side.
+"""Memory that the estimator predicts against what a step of each script takes, side by side.
 
     python benchmarks/estimate.py                              # the tiny models, two CPU processes
     python benchmarks/estimate.py --models gpt2-large llama-2-7b --processes 1       # one GPU
@@ -24,7 +24,7 @@ from common import NO_DATA, launch, random_batch, step_and_weigh, without_files
 from driven import Driven
 from transformers import ByT5Tokenizer
 
-import memory_estimator
+from tools import memory_estimator
 
 TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 LENGTH = {"gpt2_fsdp": "--block-size", "llama_fsdp": "--max-seq-length"}

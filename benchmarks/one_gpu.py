@@ -28,9 +28,9 @@ from driven import Driven
 from transformers import ByT5Tokenizer
 
 import llama_fsdp
-import memory_estimator
 from runtime import models, ranks
 from runtime.metrics import flops_per_token, peak_tflops
+from tools import memory_estimator
 
 
 def matmul_tflops(size: int) -> float:

@@ -2,7 +2,7 @@
 Or draw the memory that a model needs under each strategy.
 
     python benchmarks/plot_runs.py output/a output/b --picture runs.png
-    python memory_estimator.py --model-name llama-2-7b --json > 7b.json
+    python tools/memory_estimator.py --model-name llama-2-7b --json > 7b.json
     python benchmarks/plot_runs.py --estimate 7b.json --title "Llama 2 7B" --picture 7b.png
 
 It needs matplotlib. Lines are training metrics, dots are validations; memory is drawn if
@@ -146,7 +146,9 @@ def main() -> None:
     parser.add_argument(
         "--panels", nargs="+", choices=PANELS, default=list(PANELS), help="what to draw of runs"
     )
-    parser.add_argument("--estimate", type=Path, help="what memory_estimator.py --json prints")
+    parser.add_argument(
+        "--estimate", type=Path, help="what tools/memory_estimator.py --json prints"
+    )
     parser.add_argument("--title", help="above the picture")
     parser.add_argument("--picture", type=Path, default=Path("runs.png"), help="file to write")
     args = parser.parse_args()

@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AttentionMaskInterface
 
-import memory_estimator
 import policies
+from tools import memory_estimator
 
 CPU = torch.device("cpu")
 

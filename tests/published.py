@@ -1,4 +1,4 @@
-"""Memory that memory_estimator.py says against figures that others measured on GPUs.
+"""Memory that tools/memory_estimator.py says against figures that others measured on GPUs.
 
     python tests/published.py
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig
 
-import memory_estimator
+from tools import memory_estimator
 
 UNITS = {"GB": 10**9, "GiB": 1 << 30}
 FAR = 0.25  # an error above this needs a reason
@@ -53,7 +53,7 @@ class Row:
     measured: float
     unit: str
     config: LlamaConfig
-    flags: str  # of memory_estimator.py
+    flags: str  # of tools/memory_estimator.py
     logit_bytes: float  # for each of the whole logits, when the loss holds the most
     strategy: str = "full_shard"
     offload: bool = False

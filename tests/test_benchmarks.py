@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 from conftest import ROOT
 
-import memory_estimator
+from tools import memory_estimator
 
 
 def run(command: str) -> str:
@@ -239,7 +239,13 @@ def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs benchmarks/requirements.txt")
     lines = [{"event": "train", "step": i, "loss": 3 / i, "lr": 0.1} for i in range(1, 9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    estimate = [sys.executable, ROOT / "memory_estimator.py", "--model-name", "tiny", "--json"]
+    estimate = [
+        sys.executable,
+        ROOT / "tools/memory_estimator.py",
+        "--model-name",
+        "tiny",
+        "--json",
+    ]
     (tmp_path / "tiny.json").write_bytes(subprocess.check_output(estimate))
     for flags in (str(tmp_path), f"--estimate {tmp_path}/tiny.json"):
         run(f"plot_runs.py {flags} --picture {tmp_path}/x.png")

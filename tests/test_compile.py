@@ -14,9 +14,9 @@ from conftest import launch, losses, weights
 from torch._dynamo.utils import counters
 
 import gpt2_fsdp
-import memory_estimator
 import policies
 from runtime import ranks
+from tools import memory_estimator
 
 needs_compiler = pytest.mark.skipif(not policies.has_cpp_compiler(), reason="no C++ compiler")
 SMALL = {  # one block in a stack

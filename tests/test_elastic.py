@@ -14,7 +14,7 @@ from conftest import ROOT, errors_said, launch, logged, losses, metrics, status
 from slurm_cluster import wait_until
 
 import llama_fsdp
-import memory_estimator
+from tools import memory_estimator
 
 
 def parsed(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:

@@ -1,4 +1,4 @@
-"""runtime/generate.py: a prompt, or lines, to what was trained."""
+"""tools/generate.py: prompts as arguments and as lines."""
 
 import subprocess
 import sys
@@ -10,8 +10,8 @@ from conftest import ROOT
 
 def generate(*args: object, lines: str = "") -> subprocess.CompletedProcess:
     """Run it, with `lines` as standard input."""
-    command = [sys.executable, "-m", "runtime.generate", *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, input=lines, capture_output=True, text=True)
+    command = [sys.executable, str(ROOT / "tools/generate.py"), *map(str, args)]
+    return subprocess.run(command, input=lines, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("kind", ["t5", "gpt2", "llama"])
@@ -26,9 +26,9 @@ def test_each_line_is_a_prompt(kind: str, request: pytest.FixtureRequest) -> Non
         assert lines.stdout.startswith(single.stdout)
 
 
-def test_a_directory_without_a_model(tmp_path: Path) -> None:
-    """It is one sentence."""
+def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    """The error suggests a directory."""
     for path in (tmp_path, tmp_path / "nothere"):
         result = generate(path, "one")
         assert result.returncode == 1
-        assert result.stderr == (f"error: {path} has no model: name a final/ or best/ of a run\n")
+        assert result.stderr == (f"error: {path} has no model. Pass a final/ or best/ of a run.\n")

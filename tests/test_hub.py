@@ -208,7 +208,7 @@ def test_a_data_set_in_the_cache_needs_no_hub(
 def test_the_estimator_without_a_network(tmp_path: Path) -> None:
     """From the command line: one sentence is all that is printed."""
     settings = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": NOBODY, "HF_HOME": str(tmp_path)}
-    command = [sys.executable, ROOT / "memory_estimator.py", "--model-name", "llama2-7b"]
+    command = [sys.executable, ROOT / "tools/memory_estimator.py", "--model-name", "llama2-7b"]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ | settings)
     assert result.returncode == 1 and not result.stdout
     said = "error: --model-name llama2-7b (did you mean llama-2-7b?) is no directory here and not "

@@ -1,4 +1,4 @@
-"""memory_estimator.py against what ranks hold and send, and against published figures."""
+"""tools/memory_estimator.py against what ranks hold and send, and against published figures."""
 
 import dataclasses
 import gc
@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import memory_estimator
 import policies
 from runtime import ranks
+from tools import memory_estimator
 
 GIB = 1 << 30
 STRATEGIES = ("ddp", "shard_grad_op", "full_shard", "hybrid_shard")

@@ -26,7 +26,6 @@ from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoder
 import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
-import memory_estimator
 import policies
 import T5_training
 from runtime.attention import per_document, register, set_attention
@@ -34,6 +33,7 @@ from runtime.metrics import Metrics, flops_per_token, peak_tflops
 from runtime.model_checks import check_logits, fit_config
 from runtime.models import note_shapes
 from runtime.optimization import parameter_groups
+from tools import memory_estimator
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HEADS = {"head_dim": 32, "pad_token_id": 0}

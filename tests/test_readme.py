@@ -20,11 +20,10 @@ from conftest import ROOT, launch, metrics
 
 import gpt2_fsdp
 import llama_fsdp
-import memory_estimator
-import preflight
 import T5_training
 from benchmarks import demo
 from runtime import attention, ranks
+from tools import memory_estimator, preflight
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 TEXT = "\n".join(PAGES.values())
@@ -67,7 +66,7 @@ def run_demo(directory: Path, *flags: object) -> str:
 
 def ask_the_demo(directory: Path) -> str:
     """Return the answer of the demo's model to the question that is asked in the text first."""
-    start = "python -m runtime.generate output/demo/final "
+    start = "python tools/generate.py output/demo/final "
     line = next(line for line in commands() if line.startswith(start))
     command = shlex.split(line.replace("output/", f"{directory}/output/"), comments=True)
     return subprocess.check_output([sys.executable, *command[1:]], cwd=ROOT, text=True)
@@ -189,10 +188,10 @@ def test_every_command_is_marked_or_run_by_a_test() -> None:
     run = (
         "make demo",  # test_demo_command
         "make test",
-        "python -m runtime.generate output/demo/final",  # test_demo_command
+        "python tools/generate.py output/demo/final",  # test_demo_command
         ". .venv/bin/activate", "pip install -r",  # make test
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
-        "python memory_estimator.py",  # test_estimates
+        "python tools/memory_estimator.py",  # test_estimates
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
         "python benchmarks/side_by_side.py", "python benchmarks/compare_strategies.py",
         "python benchmarks/plot_runs.py",
@@ -319,7 +318,7 @@ def test_files_that_are_named_exist() -> None:
 
 
 def test_estimates() -> None:
-    """The table of GB is what memory_estimator.py says."""
+    """The table of GB is what tools/memory_estimator.py says."""
     rows = set(
         re.findall(r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$", TEXT, re.MULTILINE)
     )

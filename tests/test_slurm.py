@@ -203,7 +203,7 @@ def test_the_time_is_up_before_the_save_is_done(cluster: None, tmp_path: Path) -
 @pytest.mark.slow
 def test_preflight_of_two_nodes(cluster: None, tmp_path: Path) -> None:
     """Its table stands in the job's log; what it finds wrong fails the job, which stays so."""
-    words = ["preflight.py", "--model-name", "tiny", "--output-dir", tmp_path / "output"]
+    words = ["tools/preflight.py", "--model-name", "tiny", "--output-dir", tmp_path / "output"]
     job = Job(tmp_path / "healthy", TWO_BY_TWO, *words)
     job.wait("COMPLETED")
     assert "all-gather across" in job.report() and "a step of tiny" in job.report()

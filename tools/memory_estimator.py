@@ -1,9 +1,9 @@
 """Estimate from a config alone the memory and the traffic of training under FSDP.
 
-    python memory_estimator.py --model-name meta-llama/Llama-2-70b-hf --nodes 2
-    python memory_estimator.py --model-name gpt2-xl --gpus-per-node 2 --all
-    python memory_estimator.py --model-name DIRECTORY --json  # or a config.json
-    python memory_estimator.py --model-name DIRECTORY --script my_script.py
+    python tools/memory_estimator.py --model-name meta-llama/Llama-2-70b-hf --nodes 2
+    python tools/memory_estimator.py --model-name gpt2-xl --gpus-per-node 2 --all
+    python tools/memory_estimator.py --model-name DIRECTORY --json  # or a config.json
+    python tools/memory_estimator.py --model-name DIRECTORY --script my_script.py
 
 The first lines are a verdict: the least of means with which full_shard fits, as `verdict` says, and
 the command that trains so. The tables below show the other strategies.
@@ -51,6 +51,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import policies
 from runtime import adapters, arguments, hf_load, model_checks, ranks

@@ -1,7 +1,7 @@
-"""Talk to what was trained: a whole model of any kind, or adapters.
+"""Generate text with a trained model, or with adapters on their base model.
 
-python -m runtime.generate OUTPUT_DIR/final "Return the number of"
-python -m runtime.generate OUTPUT_DIR/final < prompts.txt                # a prompt a line
+python tools/generate.py OUTPUT_DIR/final "Return the number of"
+python tools/generate.py OUTPUT_DIR/final < prompts.txt                # a prompt a line
 """
 
 import sys
@@ -9,12 +9,16 @@ from pathlib import Path
 
 import transformers
 
-from . import arguments, ranks
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
+
+from runtime import arguments, ranks
 
 
 def load_model(directory: Path) -> transformers.PreTrainedModel:
-    """Load a model, or by peft adapters of a causal one with what is below them; raises OSError,
-    ValueError or ImportError."""
+    """Load a model, or adapters with their base model.
+
+    Raises OSError, ValueError or ImportError.
+    """
     kind = transformers.AutoModelForCausalLM
     is_whole = (directory / "config.json").is_file()
     if is_whole and transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder:
@@ -23,10 +27,10 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
 
 
 def main() -> None:
-    """Print the model's answer to each prompt, which goes through its chat template if any."""
+    """Print the model's answer to each prompt; chat models get it in their chat template."""
     parser = arguments.Parser(__doc__)
     parser.add_argument("directory", type=Path, help="a final/ or best/ of a run")
-    parser.add_argument("prompt", nargs="?", help="what to answer (default: each line of stdin)")
+    parser.add_argument("prompt", nargs="?", help="text to continue (default: each line of stdin)")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="length of an answer")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -34,12 +38,12 @@ def main() -> None:
     if not (args.directory / "tokenizer_config.json").is_file():
         final = args.directory / "final"
         other = final if final.is_dir() else "a final/ or best/ of a run"
-        ranks.exit_with(f"{args.directory} has no model: name {other}")
+        ranks.exit_with(f"{args.directory} has no model. Pass {other}.")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.directory)
         model = load_model(args.directory)
     except (OSError, ValueError, ImportError) as error:
-        ranks.exit_with(f"{args.directory} cannot be loaded ({str(error).splitlines()[0]})")
+        ranks.exit_with(f"{args.directory} cannot be loaded: {str(error).splitlines()[0]}")
     for prompt in [args.prompt] if args.prompt else map(str.rstrip, sys.stdin):
         text = prompt
         if tokenizer.chat_template:

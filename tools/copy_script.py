@@ -1,0 +1,60 @@
+"""Copy a script with exactly the modules of this repository that it imports.
+
+python tools/copy_script.py gpt2_fsdp.py ../my_project
+"""
+
+import argparse
+import ast
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield the absolute names of all modules that a file may import, inside functions too."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def needed_files(path: Path, known: set[Path] | None = None) -> set[Path]:
+    """Return a file and all files of this repository that it imports, directly or not."""
+    files = known if known is not None else set()
+    files.add(path)
+    for name in imported_names(path):
+        module = ROOT / name.replace(".", "/")
+        for file in (module.with_suffix(".py"), module / "__init__.py"):
+            if name and file.is_file() and file not in files:
+                needed_files(file, files)
+    return files
+
+
+def main() -> None:
+    """Copy the files and print their names and number of lines."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("script", choices=["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
+    parser.add_argument("directory", type=Path, help="created if it does not exist")
+    args = parser.parse_args()
+    if args.directory.is_dir() and any(args.directory.iterdir()):
+        parser.exit(1, f"error: {args.directory} is not empty. Pass a new directory.\n")
+    total = 0
+    for file in sorted(needed_files(ROOT / args.script)):
+        target = args.directory / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+        lines = len(file.read_text().splitlines())
+        total += lines
+        print(f"{lines:6,}  {target}")
+    print(f"{total:6,}  lines in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,503 @@
+"""Check in about a minute that every device is present and none is slower than the others.
+
+    torchrun --nnodes 1 --nproc_per_node 8 tools/preflight.py --model-name llama-2-7b
+    sbatch --nodes 4 launch.slurm tools/preflight.py --output-dir /shared/run
+
+Counts the devices of each node. Times matrix products, copies in device memory and to and from the
+host, FSDP's three collectives within a node and across nodes, and the disk of --output-dir. Reports
+what bounds a step of the model at the measured speeds. Exits with 1 if something is wrong.
+
+A rank is slow if it takes longer than the median of the others, by more than 10% (20% on a CPU) and
+by more than three times its own spread, the median distance of its samples from their median. A
+group of ranks is slow if all three collectives of one size are. Slow ranks are measured twice. On a
+CPU, time spent waiting for a core is not counted. Bandwidth is the bus bandwidth of nccl-tests: the
+bytes that a rank sends in a ring, per second, (k - 1) / k of the tensor on k ranks, and twice that
+in an all-reduce. Ranks that do not reach a measurement within --timeout-seconds are named.
+"""
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
+
+import policies
+from runtime import arguments, ranks
+from runtime.run import launch
+from tools import memory_estimator
+
+# torch 2.13 renames these collectives; 2.11 does not have the new names.
+warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+_tensor` is deprecated")
+
+ROUNDS = 5
+TOLERANCE = 0.1  # relative time above the others that counts as slow
+CPU_TOLERANCE = 0.2  # cores share caches and memory: healthy processes differed by 17%
+SAMPLE_SECONDS = 0.25  # shorter calls are repeated within a sample
+SMALL_BYTES = 1 << 16
+CPU_UNIT_BYTES = 1 << 24  # gloo is slow: enough to measure a bandwidth
+FILE_BYTES = 1 << 26
+JOIN_MINUTES = 10.0  # for all ranks to start, as imports can be slow
+MATMUL = "matrix products"
+STRATEGY = "full_shard"
+BOUNDS = {"compute": "compute", "intranode": "traffic in node", "internode": "traffic across"}
+
+Members = tuple[int, ...]  # the ranks that one measurement belongs to
+Seconds = dict[Members, list[float]]  # seconds per call, one for each round
+
+
+@dataclass
+class Place:
+    """A rank's host and node, and the devices that it sees."""
+
+    host: str
+    node: int
+    local_rank: int
+    processes: int  # per node
+    devices: int
+
+
+@dataclass
+class Probe:
+    """A timed call. All ranks have the same probes in the same order."""
+
+    name: str
+    unit: str
+    work: float  # per call: work / seconds is in `unit`; 0 if the time itself is shown, in ms
+    members: Members  # ranks that make this call together; empty if this rank takes no part
+    call: Callable[[], object]
+    kind: str = ""  # members are slow only if they are slow in all probes of this kind
+
+    def value(self, seconds: float) -> float:
+        """Return the figure to show, in `unit`, for a call that takes `seconds`."""
+        if self.work:
+            return self.work / seconds
+        return 1e3 * seconds
+
+
+def preflight(args: Namespace) -> int:
+    """Run all checks and print the report; return the exit code. All ranks."""
+    try:
+        wrong = check_machines(args)
+    except (OSError, ValueError, RuntimeError) as error:
+        ranks.exit_with(error)
+    finally:
+        shutil.rmtree(scratch_directory(args), ignore_errors=True)
+    if wrong:
+        ranks.exit_with("; ".join(wrong))
+    return 0
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    """Parse and validate the flags; exit with a message on error."""
+    parser = arguments.Parser(__doc__)
+    add = parser.add_argument
+    add("--model-name", default="llama-2-7b", help="built-in size, hub id, directory or "
+        "config.json, as for memory_estimator.py")  # fmt: skip
+    add("--output-dir", default="output", help="directory whose disk is measured")
+    add("--gpus-per-node", type=int, default=0, help="expected number of GPUs (0: as given by "
+        "Slurm, or one per process)")  # fmt: skip
+    add("--timeout-seconds", type=float, default=30.0, help="limit of one measurement")
+    args = parser.parse_args(argv)
+    limits = {"gpus_per_node": (0, arguments.ANY), "timeout_seconds": (1, arguments.ANY)}
+    problems = arguments.out_of_range(args, limits)
+    if problems:
+        parser.error("; ".join(problems))
+    return args
+
+
+def check_machines(args: Namespace) -> list[str]:
+    """Count, measure, and print on rank 0; return one message for each fault. All ranks.
+
+    Raises ValueError if a device is missing, the model is unknown or the disk cannot be used, and
+    RuntimeError that names the ranks that stop responding.
+    """
+    device, places, notes = join(args)
+    precision = "bf16" if ranks.has_bf16() else "fp32"
+    model, machine, unit = ranks.on_rank_zero(read_model, args, places, precision)
+    notes.append(f"unit: an FSDP unit of {args.model_name}, {unit / 1e6:,.1f} MB in {precision}")
+    probes = local_probes(device, policies.PRECISIONS[precision].param_dtype)
+    if device.type == "cpu":
+        unit = min(unit, CPU_UNIT_BYTES)
+    for where, group in new_groups(places).items():
+        probes += collective_probes(where, group, unit, device)
+    wrong = check_disk(args, places)
+    probes += disk_probes(args, places)
+    results, slow = measure_twice(probes, timedelta(seconds=args.timeout_seconds))
+    wrong += describe_slow(slow, places)
+    if dist.get_rank() == 0:
+        print_table(probes, results, places)
+        step = bound(model, machine, slowest_speeds(probes, results))
+        parts = [f"{name} {step[f'{key}_seconds']:.3g} s" for key, name in BOUNDS.items()]
+        print(f"a step of {args.model_name} ({step['tokens']:,} tokens per process, {STRATEGY})")
+        print(f"is bound by {BOUNDS[step['bound_by']]}: at least {', '.join(parts)}")
+        print(*notes, *(wrong or ["all ranks are fine"]), sep="\n", flush=True)
+    dist.barrier(group=ranks.cpu_group())
+    return wrong
+
+
+def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
+    """Join the process group; return this rank's device, all places, and notes about devices.
+
+    Raises ValueError if a device is missing.
+    """
+    timeout = timedelta(minutes=JOIN_MINUTES)
+    with ranks.rendezvous(timeout) as meeting:
+        places = introduce(**meeting)  # the process group would fail without the devices
+        wrong, notes = count_devices(args, places)
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        device = ranks.local_device()
+        dist.init_process_group(
+            dist.get_default_backend_for_device(device),
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+            **meeting,
+        )
+    return device, places, notes
+
+
+def introduce(store: dist.Store, rank: int, world_size: int) -> list[Place]:
+    """Return the place of each rank, exchanged through the store."""
+    place = Place(
+        host=socket.gethostname().split(".")[0],
+        node=int(os.environ.get("GROUP_RANK", 0)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        processes=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        devices=ranks.device_count(),
+    )
+    store.set(f"place/{rank}", json.dumps(asdict(place)))
+    keys = [f"place/{other}" for other in range(world_size)]
+    return [Place(**json.loads(text)) for text in store.multi_get(keys)]
+
+
+def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list[str]]:
+    """Return faults and notes about the number of nodes and devices."""
+    nodes = {place.node: place for place in places}
+    wrong, notes = [], []
+    in_job = int(os.environ.get("SLURM_NNODES", len(nodes)))
+    if len(nodes) != in_job:
+        wrong.append(f"only {len(nodes)} of the Slurm job's {in_job} nodes take part")
+    expected = args.gpus_per_node or int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
+    for number, place in nodes.items():
+        name = f"node {number} ({place.host})"
+        needed = expected
+        if any(other.devices for other in places):
+            needed = max(expected, place.processes)
+        if place.devices < needed:
+            wrong.append(f"{name} has {place.devices} devices instead of {needed}")
+        if place.devices > place.processes:
+            notes.append(f"{name} has {place.devices} devices for {place.processes} processes")
+    return wrong, notes
+
+
+def read_model(
+    args: Namespace, places: list[Place], precision: str
+) -> tuple[memory_estimator.Model, Namespace, int]:
+    """Return the estimator's model and machine, and the bytes of the median FSDP unit."""
+    processes = places[0].processes
+    flags = ["--model-name", args.model_name, "--precision", precision]
+    flags += ["--nodes", str(len(places) // processes), "--gpus-per-node", str(processes)]
+    machine = memory_estimator.parse_args(flags)
+    model = memory_estimator.read_model(machine)
+    _, _, (_, *units) = memory_estimator.layout(model, machine, STRATEGY)
+    return model, machine, statistics.median_high(unit.gathered for unit in units)
+
+
+def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
+    """Create this rank's groups within its node and across nodes, if they have several ranks."""
+    groups = {}
+    for where, key in (("in node", "node"), ("across", "local_rank")):
+        members = defaultdict(list)
+        for rank, place in enumerate(places):
+            members[getattr(place, key)].append(rank)
+        if len(members) < len(places):
+            groups[where], _ = dist.new_subgroups_by_enumeration(list(members.values()))
+    return groups
+
+
+def sample(call: Callable[[], object], count: int, timeout: timedelta) -> float:
+    """Return the mean seconds of `count` calls, which all ranks start together.
+
+    Raises RuntimeError that names the ranks that do not come within `timeout`.
+    """
+    dist.monitored_barrier(ranks.cpu_group(), timeout, wait_all_ranks=True)
+    dist.barrier(group=ranks.cpu_group())  # releases all ranks at the same time
+    start = time.perf_counter() - seconds_without_core()
+    for _ in range(count):
+        call()
+    if ranks.accelerator() is not None:
+        torch.accelerator.synchronize()
+    return (time.perf_counter() - seconds_without_core() - start) / count
+
+
+def seconds_without_core() -> float:
+    """Return how long this thread was ready and waited for a core; 0 with an accelerator."""
+    file = Path("/proc/thread-self/schedstat")
+    if ranks.accelerator() is not None or not file.exists():
+        return 0.0
+    return 1e-9 * int(file.read_text().split()[1])
+
+
+def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
+    """Return probes of matrix products, and of copies in device memory and to and from the host."""
+    on_gpu = device.type != "cpu"
+    width, size = (8192, 1 << 28) if on_gpu else (1024, 1 << 26)
+    matrix = torch.randn(width, width, device=device, dtype=dtype)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    multiply = partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))
+    me = (dist.get_rank(),)
+    probes = [
+        Probe(MATMUL, "TFLOP/s", 2e-12 * width**3, me, multiply),
+        Probe("memory copy", "GB/s", 2e-9 * size, me, partial(target.copy_, source)),
+    ]
+    if not on_gpu:
+        return probes
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    to_device, to_host = partial(target.copy_, host), partial(host.copy_, source)
+    probes.append(Probe("host to device", "GB/s", 1e-9 * size, me, to_device))
+    probes.append(Probe("device to host", "GB/s", 1e-9 * size, me, to_host))
+    return probes
+
+
+def collectives(
+    size: int, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, Callable[[], object]]:
+    """Return calls of FSDP's three collectives on `size` bytes of fp32, by name."""
+    count = dist.get_world_size(group)
+    shard = torch.zeros(size // 4 // count, device=device)
+    whole: Tensor = shard.new_zeros(count * shard.numel())
+    return {
+        "all-reduce": partial(dist.all_reduce, whole, group=group),
+        "all-gather": partial(dist.all_gather_into_tensor, whole, shard, group=group),
+        "reduce-scatter": partial(dist.reduce_scatter_tensor, shard, whole, group=group),
+    }
+
+
+def collective_probes(
+    where: str, group: dist.ProcessGroup, unit: int, device: torch.device
+) -> list[Probe]:
+    """Return probes of each collective: latency of 64 kB, and bandwidth of `unit` bytes."""
+    count = dist.get_world_size(group)
+    members = tuple(dist.get_process_group_ranks(group))
+    probes = []
+    for name, call in collectives(SMALL_BYTES, group, device).items():
+        kind = f"{where}, 64 kB"
+        probes.append(Probe(f"{name} {kind}", "ms", 0, members, call, kind))
+    for name, call in collectives(unit, group, device).items():
+        sent = unit * (count - 1) / count
+        if name == "all-reduce":
+            sent *= 2
+        kind = f"{where}, unit"
+        probes.append(Probe(f"{name} {kind}", "GB/s", 1e-9 * sent, members, call, kind))
+    return probes
+
+
+def scratch_directory(args: Namespace) -> Path:
+    """Return the directory of the test files. A killed run leaves it to the next."""
+    return Path(args.output_dir) / "tmp-preflight"
+
+
+def check_disk(args: Namespace, places: list[Place]) -> list[str]:
+    """Write a file on the first node; return a message for each node that does not see it.
+
+    Raises ValueError on all ranks if a node cannot write to --output-dir.
+    """
+    directory, place = scratch_directory(args), places[dist.get_rank()]
+    flag = f"--output-dir {args.output_dir} on"
+
+    def write() -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if place.local_rank == 0:
+                (directory / f"node-{place.node}").touch()
+        except OSError as error:
+            raise ValueError(f"{flag} {place.host} cannot be written: {error.strerror}") from None
+
+    ranks.on_every_rank(write)
+    sees_first = ranks.on_every_rank((directory / "node-0").exists)
+    unshared = {p.host for p, sees in zip(places, sees_first, strict=True) if not sees}
+    return [f"{flag} {host} is not the first node's directory" for host in sorted(unshared)]
+
+
+def disk_probes(args: Namespace, places: list[Place]) -> list[Probe]:
+    """Return probes of each node's first rank, which writes a file and reads it back."""
+    place = places[dist.get_rank()]
+    path = scratch_directory(args) / f"node-{place.node}"
+    data = bytearray(os.urandom(FILE_BYTES))  # random, so that no file system compresses it
+
+    def write() -> None:
+        with path.open("wb", buffering=0) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+
+    def read() -> None:
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # not from the cache
+            file.readinto(data)
+
+    members = (dist.get_rank(),) if place.local_rank == 0 else ()
+    calls = {"write to --output-dir": write, "read from --output-dir": read}
+    return [
+        Probe(name, "GB/s", 1e-9 * FILE_BYTES, members, call, "disk")
+        for name, call in calls.items()
+    ]
+
+
+def measure(probes: list[Probe], timeout: timedelta) -> dict[str, Seconds]:
+    """Return the seconds per call, by probe; for a group, those of each round's slowest rank."""
+    calls = [probe.call if probe.members else lambda: None for probe in probes]
+    counts = []
+    for call in calls:
+        sample(call, 1, timeout)  # the first call may take longer
+        slowest = torch.tensor(sample(call, 1, timeout))
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks.cpu_group())
+        counts.append(max(1, int(SAMPLE_SECONDS / slowest.item())))
+    mine: list[list[float]] = [[] for _ in probes]
+    for _ in range(ROUNDS):
+        for call, count, samples in zip(calls, counts, mine, strict=True):
+            samples.append(sample(call, count, timeout))
+    results: dict[str, Seconds] = {probe.name: {} for probe in probes}
+    members = [probe.members for probe in probes]
+    for samples_of_rank in ranks.on_every_rank(lambda: list(zip(members, mine, strict=True))):
+        for probe, (who, samples) in zip(probes, samples_of_rank, strict=True):
+            if who:
+                known = results[probe.name].get(who, samples)
+                results[probe.name][who] = list(map(max, known, samples))
+    return results
+
+
+def spread(samples: list[float]) -> float:
+    """Return the median distance of samples from their median, relative to it."""
+    median = statistics.median(samples)
+    return statistics.median(abs(sample - median) for sample in samples) / median
+
+
+def find_outliers(seconds: Seconds) -> dict[Members, float]:
+    """Return the members that take longer than the others, with the ratio to the others' median.
+
+    The median excludes the members themselves, so that of two the slow one is found.
+    """
+    tolerance = CPU_TOLERANCE if ranks.accelerator() is None else TOLERANCE
+    medians = {members: statistics.median(samples) for members, samples in seconds.items()}
+    outliers = {}
+    for members, median in medians.items():
+        others = [medians[other] for other in medians if other != members]
+        if not others:
+            continue
+        ratio = median / statistics.median(others)
+        if ratio > 1 + max(tolerance, 3 * spread(seconds[members])):
+            outliers[members] = ratio
+    return outliers
+
+
+def find_slow(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, dict[Members, float]]:
+    """Return the outliers of each probe that are outliers in all probes of its kind."""
+    outliers = {p.name: find_outliers(results[p.name]) for p in probes}
+    slow = {}
+    for probe in probes:
+        alike = [other.name for other in probes if probe.kind and other.kind == probe.kind]
+        slow[probe.name] = {
+            members: ratio
+            for members, ratio in outliers[probe.name].items()
+            if all(members in outliers[name] for name in alike)
+        }
+    return slow
+
+
+def measure_twice(
+    probes: list[Probe], timeout: timedelta
+) -> tuple[dict[str, Seconds], dict[str, dict[Members, float]]]:
+    """Return the seconds by name of the probe, and the members that are slow in two measurements.
+    The second one repeats only the probes with outliers."""
+    results = measure(probes, timeout)
+    suspects = find_slow(probes, results)
+    doubtful = [probe for probe in probes if suspects[probe.name]]
+    again = measure(doubtful, timeout)
+    slow = {}
+    for name, still in find_slow(doubtful, again).items():
+        slow[name] = {members: still[members] for members in suspects[name] if members in still}
+    return results | again, slow
+
+
+def name_members(members: Members, places: list[Place]) -> str:
+    """Return the name of a rank or a node with its host, or of one local rank across nodes."""
+    place = places[members[0]]
+    if len(members) == 1:
+        return f"rank {members[0]} on {place.host}"
+    if place.node == places[members[1]].node:
+        return f"node {place.node} on {place.host}"
+    return f"rank {place.local_rank} of each node"
+
+
+def describe_slow(slow: dict[str, dict[Members, float]], places: list[Place]) -> list[str]:
+    """Return a message for each slow rank or group."""
+    times = defaultdict(list)
+    for name, ratios in slow.items():
+        for members, ratio in ratios.items():
+            times[members].append(f"{name} {ratio:.2f} times")
+    return [
+        f"{name_members(members, places)} is slow: {', '.join(ratios)} the others' time"
+        for members, ratios in sorted(times.items())
+    ]
+
+
+def slowest_speeds(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, float]:
+    """Return the slowest members' figure of each probe, in its unit."""
+    slowest = {name: max(map(statistics.median, found.values())) for name, found in results.items()}
+    return {probe.name: probe.value(slowest[probe.name]) for probe in probes}
+
+
+def bound(
+    model: memory_estimator.Model, machine: Namespace, speeds: dict[str, float]
+) -> dict[str, Any]:
+    """Return the estimator's traffic and minimum seconds of a step at the slowest ranks' speeds.
+
+    full_shard gathers twice for each reduce-scatter. All ranks of a node send across at once.
+    """
+    measured = {"peak_tflops": speeds[MATMUL]}
+    for flag, where, senders in (
+        ("intranode_gbps", "in node", 1),
+        ("internode_gbps", "across", machine.gpus_per_node),
+    ):
+        gather = speeds.get(f"all-gather {where}, unit")
+        if gather is not None:
+            scatter = speeds[f"reduce-scatter {where}, unit"]
+            measured[flag] = 8 * senders * 3 / (2 / gather + 1 / scatter)
+    machine = Namespace(**vars(machine) | measured)
+    step = memory_estimator.traffic(model, machine, STRATEGY, model.checkpointing)
+    return measured | step | {"tokens": machine.batch_size * machine.seq_length}
+
+
+def print_table(probes: list[Probe], results: dict[str, Seconds], places: list[Place]) -> None:
+    """Print each probe's median and slowest rank, in its unit."""
+    print(f"{'':30}{'unit':>8}{'median':>8}{'slowest':>8}{'spread':>7}  slowest is")
+    for probe in probes:
+        seconds = results[probe.name]
+        medians = {members: statistics.median(samples) for members, samples in seconds.items()}
+        slowest = max(medians, key=medians.get)
+        median = probe.value(statistics.median(medians.values()))
+        worst = probe.value(medians[slowest])
+        numbers = f"{median:>8.4g}{worst:>8.4g}{spread(seconds[slowest]):>7.0%}"
+        print(f"{probe.name:30}{probe.unit:>8}{numbers}  {name_members(slowest, places)}")
+
+
+if __name__ == "__main__":
+    launch(preflight, parse_args())
