@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -59,56 +58,18 @@ def test_cuda_is_named_where_something_is_its_own() -> None:
     }
 
 
-def lines_of(node: ast.AST) -> int:
-    """Return how many lines a class or a function takes, without its decorators."""
-    return node.end_lineno - node.lineno + 1
-
-
-def classes_of_runtime() -> dict[str, ast.ClassDef]:
-    """Return the classes in runtime/ by name."""
-    found = {}
-    for path in modules_of_runtime():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                assert node.name not in found
-                found[node.name] = node
-    return found
-
-
-def public_methods(name: str, classes: dict[str, ast.ClassDef]) -> set[str]:
-    """Return the names of a class's public methods, with those it inherits from ours."""
-    found = set()
-    for node in classes[name].body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            found.add(node.name)
-    for base in classes[name].bases:
-        base_name = ast.unparse(base).rpartition(".")[2]
-        if base_name in classes:
-            found |= public_methods(base_name, classes)
-    return found
-
-
-def test_no_class_is_too_large_to_know() -> None:
-    """In lines, and in what it offers."""
-    classes = classes_of_runtime()
-    assert "restore" in public_methods("Run", classes) and len(classes) > 10
-    for name, node in classes.items():
-        assert lines_of(node) <= 250, name
-        assert len(public_methods(name, classes)) <= 15, name
-
-
 LIMITS = {"T5_training": 340, "gpt2_fsdp": 420, "llama_fsdp": 460}
 
 
 @pytest.mark.parametrize("script", LIMITS)
-def test_a_script_can_be_read(script: str) -> None:
-    """In ten minutes, a function at a time, and every line of the training is there."""
+def test_script_shows_the_whole_training_in_short_functions(script: str) -> None:
+    """A reader finds every line of the step in the script."""
     text = (ROOT / f"{script}.py").read_text()
     assert len(text.splitlines()) <= LIMITS[script]
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     assert "train" in [function.name for function in functions]
     for function in functions:
-        assert lines_of(function) <= 60, function.name
+        assert function.end_lineno - function.lineno < 60, function.name
     for part in (
         "DataLoader(",
         "AdamW(",
@@ -119,11 +80,3 @@ def test_a_script_can_be_read(script: str) -> None:
         "zero_grad()",
     ):
         assert part in text, part
-
-
-def test_the_causal_scripts_are_alike() -> None:
-    """Or a diff of the two would not show what a chat needs."""
-    diff = ["diff", ROOT / "gpt2_fsdp.py", ROOT / "llama_fsdp.py"]
-    found = subprocess.run(diff, capture_output=True, text=True).stdout
-    hunks = re.findall(r"^\d.*$", found, re.MULTILINE)
-    assert 0 < len(hunks) <= 22

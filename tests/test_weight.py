@@ -1,0 +1,39 @@
+"""The weight of a copy: the lines and the code of a script and all modules that it imports."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from tools.copy_script import needed_files
+
+LIMITS = {  # lines, syntax nodes
+    "T5_training.py": (8037, 54811),
+    "gpt2_fsdp.py": (7669, 51215),
+    "llama_fsdp.py": (9365, 63566),
+    "runtime/": (8050, 53494),
+}
+
+
+def count_nodes(path: Path) -> int:
+    """Return the number of syntax nodes in a file without its docstrings, which no formatting or
+    comment changes."""
+    tree = ast.parse(path.read_text())
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return sum(1 for _ in ast.walk(tree))
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_copy_stays_within_its_weight(name: str) -> None:
+    """A new feature takes the place of something of the same size."""
+    path = ROOT / name
+    files = set(path.rglob("*.py")) if path.is_dir() else needed_files(path)
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    nodes = sum(map(count_nodes, files))
+    most_lines, most_nodes = LIMITS[name]
+    assert lines <= most_lines, f"{lines:,} lines in {len(files)} files"
+    assert nodes <= most_nodes, f"{nodes:,} syntax nodes"
