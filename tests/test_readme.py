@@ -30,11 +30,11 @@ TEXT = "\n".join(PAGES.values())
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
 BENCHMARKS = ("run_all", "compare_strategies", "plot_runs")
 PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
-    f"{module.__name__}.py": module.parse_args
+    f"{module.__name__.replace('.', '/')}.py": module.parse_args
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
 }
 EXTRAS = ("peft", "bitsandbytes", "tensorboard", "wandb", "trackio", "rouge_score")
-FOLDERS = ("runtime", "runtime/rows", "benchmarks")  # whose files may be named without them
+FOLDERS = ("runtime", "runtime/rows", "benchmarks", "tools")  # whose files may be named without them
 FLAG = r"--[a-z][\w-]*\w"
 
 
@@ -46,7 +46,7 @@ def commands() -> list[str]:
 
 def inline_commands() -> list[str]:
     """Return the commands in backquotes that start a program of PARSERS."""
-    found = [" ".join(code.split()) for code in re.findall(r"`(python \w+\.py [^`]+)`", TEXT)]
+    found = [" ".join(code.split()) for code in re.findall(r"`(python [\w/]+\.py [^`]+)`", TEXT)]
     return [line for line in found if line.split()[1] in PARSERS]
 
 
@@ -165,12 +165,11 @@ def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", note)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    programs = [*SCRIPTS, "memory_estimator", "preflight", "tests/chaos", "runtime.generate"]
+    programs = [*SCRIPTS, "tests/chaos"]
+    programs += [f"tools/{path.stem}" for path in ROOT.glob("tools/*.py")]
     programs += [f"benchmarks/{name}" for name in BENCHMARKS]
     for program in programs:
         with pytest.raises(SystemExit):
-            if "." in program:
-                runpy.run_module(program, run_name="__main__")
             runpy.run_path(str(ROOT / f"{program}.py"), run_name="__main__")
     for path, text in PAGES.items():
         unknown = set(re.findall(FLAG, own_flags_part(text))) - known
@@ -310,7 +309,7 @@ def test_links_resolve(page: Path) -> None:
 
 def test_files_that_are_named_exist() -> None:
     """The programs and modules of this repository that are named in backquotes."""
-    pattern = r"(?:(?:runtime|rows|benchmarks|tests|docs)/)?[\w/]+\.(?:py|slurm)"
+    pattern = r"(?:(?:runtime|rows|benchmarks|tests|tools|docs)/)?[\w/]+\.(?:py|slurm)"
     own = {"my_script.py"}  # the reader's
     for name in set(re.findall(rf"`({pattern})`", TEXT)) - own:
         places = [ROOT / name, *(ROOT / folder / name for folder in FOLDERS)]
