@@ -2,8 +2,9 @@
 Or draw the memory that a model needs under each strategy.
 
     python benchmarks/plot_runs.py output/a output/b --picture runs.png
-    python tools/memory_estimator.py --model-name llama-2-7b --json > 7b.json
-    python benchmarks/plot_runs.py --estimate 7b.json --title "Llama 2 7B" --picture 7b.png
+    python tools/memory_estimator.py --json > 7b.json
+    python tools/memory_estimator.py --json --no-activation-checkpointing > 7b-plain.json
+    python benchmarks/plot_runs.py --estimate 7b.json 7b-plain.json --title "Llama 2 7B"
 
 It needs matplotlib. Lines are training metrics, dots are validations; memory is drawn if
 --track-memory measured it. Of an estimate the terms under AdamW are stacked. The dot is the peak,
@@ -147,7 +148,7 @@ def main() -> None:
         "--panels", nargs="+", choices=PANELS, default=list(PANELS), help="what to draw of runs"
     )
     parser.add_argument(
-        "--estimate", type=Path, help="what tools/memory_estimator.py --json prints"
+        "--estimate", type=Path, nargs="+", help="outputs of tools/memory_estimator.py --json"
     )
     parser.add_argument("--title", help="above the picture")
     parser.add_argument("--picture", type=Path, default=Path("runs.png"), help="file to write")
@@ -155,7 +156,7 @@ def main() -> None:
     if bool(args.runs) == bool(args.estimate):
         parser.error("give output directories, or --estimate")
     if args.estimate:
-        rows = json.loads(args.estimate.read_text())["estimates"]
+        rows = [row for path in args.estimate for row in json.loads(path.read_text())["estimates"]]
         draw_estimate(rows, args.title or "Estimated memory of training with AdamW", args.picture)
     else:
         try:
