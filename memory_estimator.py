@@ -53,7 +53,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
 import policies
-from runtime import adapters, arguments, hf_load, model_checks, ranks
+from runtime import adapters, arguments, model_checks, ranks, weights
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 READ = ("MODEL", "BLOCKS", "RECIPE", "CHUNK", "units")  # of a script
@@ -227,7 +227,7 @@ def load_config(name: str) -> transformers.PretrainedConfig:
         return config_class(**dict(zip(keys.split(), values, strict=True)))
     if not place.exists():
         try:
-            place = hf_load.model_directory(name, BUILT_IN, ["config.json"])
+            place = weights.find_directory(name, ["config.json"])
         except ValueError as error:
             raise ValueError(f"{error}; --help lists the built-in sizes") from None
     try:
@@ -276,7 +276,7 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
     missing = [name for name in READ if name not in vars(script)]
     if missing:
         raise ValueError(f"--script {path} has no {', '.join(missing)}, as the scripts here have")
-    hf_load.check_type(config, script.MODEL, args.model_name)
+    weights.check_type(config, script.MODEL, args.model_name)
     return script
 
 
@@ -404,7 +404,7 @@ def read_model(args: Namespace) -> Model:
     script = load_script(args, config)
     flags = script_flags(script)
     check_flags(args, flags)
-    config = hf_load.text_part(config, script.MODEL)
+    config = weights.text_part(config, script.MODEL)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
     model_checks.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
@@ -468,7 +468,7 @@ def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: t
     """Add the adapters of the script's --lora-rank, on all projections; no weight becomes 4 bits,
     as those bytes are counted elsewhere."""
     in_16_bits = Namespace(**vars(args) | {"load_in_4bit": False})
-    adapters.add(in_16_bits, model, script.BLOCKS, dtype, torch.device("meta"))
+    adapters.add(in_16_bits, model, {}, script.BLOCKS, dtype, torch.device("meta"))
 
 
 def storage_bytes(*parts: dict[int, torch.UntypedStorage]) -> int:

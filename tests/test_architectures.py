@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from copied import copied
+from runtime.models import plain_name
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
@@ -21,7 +22,6 @@ from transformers.models.auto import modeling_auto
 import llama_fsdp
 from benchmarks.driven import Driven
 from runtime import hf_export
-from runtime.models import plain_name
 
 CAUSAL = sorted(set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 SEQ2SEQ = sorted(set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()))

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import launch, metrics
 from copied import copied, llama_as, llama_changes
+from runtime.models import note_shapes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -32,7 +33,6 @@ import T5_training
 from runtime.attention import per_document, register, set_attention
 from runtime.metrics import Metrics, flops_per_token, peak_tflops
 from runtime.model_checks import check_logits, fit_config
-from runtime.models import note_shapes
 from runtime.optimization import parameter_groups
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch, metrics, status
+from runtime.models import note_shapes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -29,7 +30,6 @@ import block_dataset
 import chat_dataset
 import summarization_dataset
 from runtime import hf_load
-from runtime.models import note_shapes
 from runtime.optimization import parameter_groups
 from runtime.rows.chat_templates import LLAMA_2
 
