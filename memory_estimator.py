@@ -276,7 +276,7 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
     missing = [name for name in READ if name not in vars(script)]
     if missing:
         raise ValueError(f"--script {path} has no {', '.join(missing)}, as the scripts here have")
-    weights.check_type(config, script.MODEL, args.model_name)
+    weights.text_config(config, script.MODEL, args.model_name)
     return script
 
 
@@ -404,7 +404,7 @@ def read_model(args: Namespace) -> Model:
     script = load_script(args, config)
     flags = script_flags(script)
     check_flags(args, flags)
-    config = weights.text_part(config, script.MODEL)
+    config = weights.text_config(config, script.MODEL, args.model_name)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
     model_checks.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
@@ -635,12 +635,12 @@ def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list
     if strategy != "hybrid_shard":
         shards *= args.nodes
     if args.fsdp == 2:
-        units = [sharded_by_rows(weights, shards, itemsize) for weights in model.units]
+        units = [sharded_by_rows(held, shards, itemsize) for held in model.units]
         return shards, sum(unit.trained for unit in units) // shards, units
     units = []
     mine = 0
-    for weights in model.units:
-        sizes = tuple(weight.shape.numel() for weight in weights)
+    for held in model.units:
+        sizes = tuple(weight.shape.numel() for weight in held)
         whole, rank_0 = flat_parameter(sizes, shards, aligned=16 // itemsize)
         units.append(Unit(gathered=itemsize * whole, held=4 * whole // shards, trained=whole))
         mine += rank_0

@@ -84,10 +84,11 @@ class RandomWeights(weights.Loader):
         for name, tensor in weights.named_tensors(model):
             shape = weights.whole_shape(tensor)  # in 4 bits that of the weights
             dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
-            self.stored[weights.plain_name(name)] = weights.Stored(shape, dtype, True)
+            self.stored[weights.plain_name(name)] = shape, dtype
 
-    def _broadcast(self, stored: weights.Stored, _: torch.Tensor | None) -> torch.Tensor:
-        return torch.randn(stored.shape, device=self.device).mul_(0.02).to(stored.dtype)
+    def _broadcast(self, name: str) -> torch.Tensor:
+        shape, dtype = self.stored[name]
+        return torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
 
 
 def without_files() -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import zlib
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,17 +227,23 @@ class Lora:
         and adds the adapters' product in fp32.
         """
         adapters = {}
-        for name, tensor in export.whole_tensors(model, torch.float32, self.is_saved):
-            if dist.get_rank() == 0:
-                adapters[name] = tensor.to("cpu", copy=True)
+        for name, parameter in model.named_parameters():
+            if self.is_saved(name):
+                tensor = export.gather(parameter.detach(), torch.float32)
+                adapters[weights.WRAPPERS.sub("", name)] = tensor.cpu()
         with export.new_directory(path) as temporary:
-            write = _write_merged if args.merge else _write_adapters
-            ranks.on_rank_zero(write, model, tokenizer, adapters, temporary, args)
+            if not args.merge:
+                ranks.on_rank_zero(_write_adapters, model, tokenizer, adapters, temporary)
+                return
+            merged = iter(())
+            if dist.get_rank() == 0:
+                merged = _merged(model, adapters, args)
+            export.write_model(model, merged, tokenizer, temporary, args)
 
 
 def _write_adapters(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, adapters: dict[str, Tensor],
-    directory: Path, args: Namespace,
+    directory: Path,
 ) -> None:  # fmt: skip
     named = {}
     for name, tensor in adapters.items():
@@ -250,25 +257,21 @@ def _write_adapters(
     tokenizer.save_pretrained(directory)
 
 
-def _write_merged(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, adapters: dict[str, Tensor],
-    directory: Path, args: Namespace,
-) -> None:  # fmt: skip
+def _merged(
+    model: nn.Module, adapters: dict[str, Tensor], args: Namespace
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the base, from its files, with the adapters' products added in fp32."""
     layers = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
             layers[weights.plain_name(f"{name}.weight")] = module
-    directory_of_base = weights.find_directory(args.model_name, weights.SETTINGS)
-    base = weights.read_model(type(model), model.config, directory_of_base)
-    dtype = export.EXPORT_DTYPES[args.export_dtype]
-    with export.FileWriter(base, directory) as writer:
-        for name, tensor in export.whole_tensors(base, None):
-            if name in layers:
-                tensor = tensor.float() + _product(layers.pop(name), name, adapters)
-            writer.add(name, export.cast(tensor, dtype))
-        writer.finish()
+    directory = weights.find_directory(args.model_name, weights.SETTINGS)
+    base = weights.read_model(type(model), model.config, directory)
+    for name, tensor in export.whole_tensors(base, torch.float32):
+        if name in layers:
+            tensor = tensor + _product(layers.pop(name), name, adapters)
+        yield name, export.gather(tensor, export.EXPORT_DTYPES[args.export_dtype])
     assert not layers, f"not in the files: {', '.join(layers)}"
-    export.save_settings(model, tokenizer, directory, args)
 
 
 def _product(layer: nn.Module, name: str, adapters: dict[str, Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ import os
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -39,24 +39,17 @@ def export_model(
     The directory replaces the one before when it is complete. Floating-point tensors are written as
     --export-dtype, under the keys that `save_pretrained` would give them.
     """
-    inner = unwrapped(model)
-    with new_directory(path) as temporary, FileWriter(inner, temporary) as writer:
-        for name, tensor in whole_tensors(model, EXPORT_DTYPES[args.export_dtype]):
-            if dist.get_rank() == 0:
-                writer.add(name, tensor)
-        on_rank_zero(writer.finish)
-        if dist.get_rank() == 0:
-            save_settings(inner, tokenizer, temporary, args)
+    tensors = whole_tensors(model, EXPORT_DTYPES[args.export_dtype])
+    with new_directory(path) as temporary:
+        write_model(unwrapped(model), tensors, tokenizer, temporary, args)
 
 
-def whole_tensors(
-    model: nn.Module, dtype: torch.dtype | None, is_wanted: Callable[[str], bool] = lambda _: True
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each wanted parameter and persistent buffer of a model, tied ones
-    once. Floating-point values are cast to `dtype`, by FSDP2 before they are gathered."""
+def whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each parameter and persistent buffer of a model, tied ones once.
+    Floating-point values are cast to `dtype`, by FSDP2 before they are gathered."""
     inner = unwrapped(model)
-    firsts = {plain_name(name) for name, _ in inner.named_parameters()}
-    names = {module: name for name, module in inner.named_modules()}
+    firsts = {name for name, _ in inner.named_parameters()}
+    prefixes = {module: name for name, module in inner.named_modules()}
     units = [model]
     if isinstance(model, FSDP):
         units = FSDP.fsdp_modules(model)  # the root first, or an inner one would become a root
@@ -68,124 +61,110 @@ def whole_tensors(
             whole = FSDP.summon_full_params(unit, recurse=False, writeback=False)
         with whole:
             for module in unit.modules():
-                if module not in names or module in nested:
-                    continue
-                for key, tensor in _saved_tensors(module):
-                    name = plain_name(f"{names[module]}.{key}".removeprefix("."))
-                    is_first = name in firsts or key in module._buffers
-                    if is_first and is_wanted(name):
-                        yield name, _gather(tensor.detach(), dtype)
+                if module in prefixes and module not in nested:
+                    for name, tensor in _own_tensors(module, prefixes[module]):
+                        if name in firsts or not isinstance(tensor, nn.Parameter):
+                            yield plain_name(name), gather(tensor.detach(), dtype)
 
 
-def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _own_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Yield a module's own parameters and persistent buffers."""
-    yield from module.named_parameters(recurse=False)
-    for key, buffer in module.named_buffers(recurse=False):
-        if key not in module._non_persistent_buffers_set:
-            yield key, buffer
+    yield from module.named_parameters(prefix, recurse=False)
+    for name, buffer in module.named_buffers(prefix, recurse=False):
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
-def _gather(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor, or all of a DTensor, gathered on the device though it is offloaded."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to(tensor.device_mesh.device_type)
-    tensor = cast(tensor, dtype)
+    if tensor.is_floating_point():
+        tensor = tensor.to(dtype)
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor
 
 
-def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a tensor in `dtype`, or as it is if it is not of floating-point numbers."""
-    if dtype is not None and tensor.is_floating_point():
-        return tensor.to(dtype)
-    return tensor
-
-
-class FileWriter:
-    """Writes a model's tensors to safetensors files of FILE_BYTES, each in a thread while the
-    tensors of the next one arrive. Rank 0 alone adds any.
-
-    A layer is not divided among files, as a conversion may need all of it.
-    """
-
-    def __init__(self, model: PreTrainedModel, directory: Path) -> None:
-        self.directory = directory
-        # Transformers looks its conversions up by class, and knows its own alone.
-        with torch.device("meta"):
-            self.model = library_class(type(model))(model.config)
-        self.model._weight_conversions = getattr(model, "_weight_conversions", None)
-        self.tensors: dict[str, Tensor] = {}  # of the next file
-        self.size = 0
-        self.layer = ""
-        self.files: list[Future] = []
-
-    def __enter__(self) -> "FileWriter":
-        self.thread = ThreadPoolExecutor(1)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.thread.shutdown()
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Take a whole tensor; the caller may change its values afterwards."""
-        layer = name[: match.end()] if (match := IN_LAYER.search(name)) else name
-        if self.tensors and self.size + tensor.nbytes > FILE_BYTES and layer != self.layer:
-            self._write()
-        self.layer = layer
-        self.tensors[name] = tensor.to("cpu", copy=True)
-        self.size += tensor.nbytes
-
-    def _write(self) -> None:
-        wait(self.files)
-        path = self.directory / f"{len(self.files):05d}"
-        self.files.append(self.thread.submit(self._save, self.tensors, path))
-        self.tensors, self.size = {}, 0
-
-    def _save(self, tensors: dict[str, Tensor], path: Path) -> dict[str, int]:
-        """Write a file; return the sizes of its tensors by key."""
-        stored = revert_weight_conversion(self.model, tensors)
-        stored = {key: tensor.contiguous() for key, tensor in stored.items()}
-        try:
-            save_file(stored, path, {"format": "pt"})
-        except SafetensorError as error:  # such as of a full disk
-            raise OSError(f"{path} cannot be written ({error})") from None
-        return {key: tensor.nbytes for key, tensor in stored.items()}
-
-    def finish(self) -> None:
-        """Write what is left and the index. Raises OSError if a file could not be written."""
-        self._write()
-        sizes, weight_map = 0, {}
-        for number, file in enumerate(self.files):
-            name = "model.safetensors"
-            if len(self.files) > 1:
-                name = f"model-{number + 1:05d}-of-{len(self.files):05d}.safetensors"
-            stored = file.result()
-            (self.directory / f"{number:05d}").rename(self.directory / name)
-            weight_map |= dict.fromkeys(stored, name)
-            sizes += sum(stored.values())
-        if len(self.files) > 1:
-            index = {"metadata": {"total_size": sizes}, "weight_map": weight_map}
-            path = self.directory / "model.safetensors.index.json"
-            path.write_text(json.dumps(index, indent=1))
-
-
-def save_settings(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path, args: Namespace
+def write_model(
+    model: PreTrainedModel,
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    args: Namespace,
 ) -> None:
-    """Write an exported model's configurations and its tokenizer; rank 0 alone."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [library_class(type(model)).__name__]
-    config.dtype = EXPORT_DTYPES[args.export_dtype]
-    config.save_pretrained(directory)
-    generation = model.generation_config.to_json_string()  # save_pretrained may refuse it
-    (directory / "generation_config.json").write_text(generation)
-    tokenizer.save_pretrained(directory)
+    """Write the tensors that rank 0 gets from `tensors`, by name, with configuration and tokenizer.
+
+    A thread writes each file while the tensors of the next one arrive. A layer is not divided among
+    files, as a conversion may need all of it.
+    """
+    thread = ThreadPoolExecutor(1)
+    files: list[Future] = []
+    held: dict[str, Tensor] = {}  # of the next file
+    size, layer = 0, ""
+
+    # Transformers looks its conversions up by class, and knows its own alone.
+    with torch.device("meta"):
+        like = library_class(type(model))(model.config)
+    like._weight_conversions = getattr(model, "_weight_conversions", None)
+
+    def write() -> None:
+        wait(files)
+        files.append(thread.submit(_save, like, held, directory / f"{len(files):05d}"))
+
+    for name, tensor in tensors:
+        if dist.get_rank() != 0:
+            continue
+        match = IN_LAYER.search(name)
+        is_new_layer = match is None or name[: match.end()] != layer
+        layer = name[: match.end()] if match else ""
+        if is_new_layer and held and size + tensor.nbytes > FILE_BYTES:
+            write()
+            held, size = {}, 0
+        held[name] = tensor.to("cpu", copy=True)
+        size += tensor.nbytes
+    if dist.get_rank() == 0:
+        write()
+    on_rank_zero(_finish, files, directory)
+    if dist.get_rank() == 0:
+        config = copy.deepcopy(model.config)
+        config.architectures = [library_class(type(model)).__name__]
+        config.dtype = EXPORT_DTYPES[args.export_dtype]
+        config.save_pretrained(directory)
+        generation = model.generation_config.to_json_string()  # save_pretrained may refuse it
+        (directory / "generation_config.json").write_text(generation)
+        tokenizer.save_pretrained(directory)
+
+
+def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, int]:
+    """Write tensors by name as `save_pretrained` does; return their sizes by key."""
+    stored = revert_weight_conversion(model, tensors)
+    stored = {key: tensor.contiguous() for key, tensor in stored.items()}
+    try:
+        save_file(stored, path, {"format": "pt"})
+    except SafetensorError as error:  # such as of a full disk
+        raise OSError(f"{path} cannot be written ({error}). Free some space.") from None
+    return {key: tensor.nbytes for key, tensor in stored.items()}
+
+
+def _finish(files: list[Future], directory: Path) -> None:
+    """Name the files that `_save` wrote and write their index; raise OSError if one failed."""
+    size, weight_map = 0, {}
+    for number, file in enumerate(files):
+        name = "model.safetensors"
+        if len(files) > 1:
+            name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        sizes = file.result()
+        (directory / f"{number:05d}").rename(directory / name)
+        weight_map |= dict.fromkeys(sizes, name)
+        size += sum(sizes.values())
+    if len(files) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
 def copy_export(source: Path, path: Path) -> None:
-    """Make `path` of an exported directory. Its weights are the same files, under a second name,
-    where the file system has hard links; all ranks."""
+    """Make `path` a copy of an exported directory, with hard links to its weights if possible."""
     with new_directory(path) as temporary:
         if dist.get_rank() == 0:
             shutil.copytree(source, temporary, copy_function=_link_weights, dirs_exist_ok=True)
@@ -201,8 +180,7 @@ def _link_weights(source: str, path: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a directory that replaces `path` on leaving; after an error nothing of it is left.
-    Rank 0 makes it; all ranks."""
+    """Yield a directory of rank 0's that replaces `path` on leaving, or goes after an error."""
     # No name is used twice: a node with NFS may for a minute take the new one for the old one.
     temporary = path.with_name(f"tmp-{path.name}-{time.time_ns()}")
     if dist.get_rank() == 0:
@@ -214,16 +192,10 @@ def new_directory(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if dist.get_rank() == 0:
-        _give_usual_modes(temporary)
+        mask = os.umask(0)
+        os.umask(mask)
+        for file in temporary.glob("*.safetensors"):  # safetensors makes them for one user
+            file.chmod(0o666 & ~mask)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
     dist.barrier(group=cpu_group())
-
-
-def _give_usual_modes(directory: Path) -> None:
-    """Give all files the mode that the umask asks for: safetensors makes its own for one user."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in directory.rglob("*"):
-        if path.is_file():
-            path.chmod(0o666 & ~mask)

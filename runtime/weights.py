@@ -8,51 +8,34 @@ import json
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .ranks import first_on_node, on_rank_zero
 from .screen import Progress
 
-SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # of a directory: all but the weights
+SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
 WEIGHTS = "model*.safetensors"
-TEXT_PART = "language_model."  # of a key in the files of a multimodal model
-LISTED = 10  # problems at most that an error lists
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-IN_LAYER = re.compile(r"\.\d+\.")  # in the key of a tensor of a numbered layer
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TEXT_PART = "language_model."  # starts the keys of a multimodal model's text part
+IN_LAYER = re.compile(r"\.\d+\.")  # in the name of a tensor of a numbered layer
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
 Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones under each name; elsewhere empty
-
-
-# --- Names and shapes, whatever wraps the model
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -78,20 +61,22 @@ def note_shapes(model: nn.Module) -> None:
     model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def attention_of(model: PreTrainedModel) -> str:
-    """Return the name of the attention that an unwrapped model computes, with the kernel's."""
-    return getattr(model, "attention_kernel", None) or model.config._attn_implementation
+def library_class(model: type[nn.Module]) -> type[PreTrainedModel]:
+    """Return the class of Transformers that a script's, or FSDP2's, extends. Transformers renames
+    and stacks the tensors of files for its own classes only."""
+    return next(kind for kind in model.__mro__ if kind.__module__.startswith("transformers."))
 
 
-def library_class(model_class: type) -> type[PreTrainedModel]:
-    """Return the class of Transformers that a script's, or FSDP2's, extends.
-
-    Transformers renames and stacks the tensors of files for its own classes only.
-    """
-    return next(kind for kind in model_class.__mro__ if kind.__module__.startswith("transformers."))
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of all parameters and buffers, tied ones under each name."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
-# --- A directory: configuration and tokenizer
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return for each name of a parameter or buffer the first name of the same tensor."""
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in named_tensors(model)}
 
 
 def open_model(
@@ -100,144 +85,99 @@ def open_model(
     """Return the directory of the model `name`, its configuration and its tokenizer.
 
     Only rank 0's node downloads weights. Raises ValueError if the model cannot be had, is not a
-    `model_class`, or has no tokenizer that fits.
+    `model_class`, is quantized, or has no tokenizer that fits.
     """
     patterns = SETTINGS
     if dist.get_rank() == 0:
         patterns = [*SETTINGS, WEIGHTS]
     directory = first_on_node(find_directory, name, patterns)
-    config = load_config(directory, model_class, name)
-    return directory, config, load_tokenizer(directory, config.vocab_size)
-
-
-def find_directory(name: str, patterns: Sequence[str]) -> Path:
-    """Return the directory `name`, or download those files of the hub's model of this name.
-
-    Raises ValueError if there is none. Any process may call it.
-    """
-    if Path(name).is_dir():
-        return Path(name)
-    what = f"--model-name {name}"
-    instead = "or pass a directory that contains the model"
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except GatedRepoError:
-        page = f"{constants.ENDPOINT}/{name}"
-        reason = f"{what} is gated. Accept its licence on {page} and set HF_TOKEN, {instead}."
-    except RepositoryNotFoundError:
-        reason = (
-            f"{what} is neither a directory nor a public model on the hub. Check the name, set "
-            f"HF_TOKEN for a private model, {instead}."
-        )
-    except HFValidationError:
-        reason = f"{what} is neither a directory nor a valid name on the hub. Check the path."
-    except LocalEntryNotFoundError:
-        reason = (
-            f"{what} is not a directory, not in the cache {constants.HF_HUB_CACHE}, and the hub "
-            f"cannot be reached. Unset HF_HUB_OFFLINE if it is set, set HF_HOME to another cache, "
-            f"{instead}."
-        )
-    except HfHubHTTPError as error:
-        reason = f"{what} could not be downloaded ({error}). Run the same command again, {instead}."
-    raise ValueError(reason)
-
-
-def load_config(directory: Path, model_class: type[PreTrainedModel], name: str) -> PretrainedConfig:
-    """Return a directory's configuration; of a multimodal model that of the text part.
-
-    Raises ValueError if it is not one of `model_class`, or the weights are quantized.
-    """
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
         raise ValueError(
             f"--model-name {name} contains adapters, not a model. Pass the model that they were "
-            "trained on, with the training's --output-dir and --lora-rank, or export a whole model "
-            "with --merge."
+            "trained on, with the training's --output-dir and --lora-rank, or export with --merge."
         )
-    config = _load_without_code(AutoConfig, directory)
-    check_type(config, model_class, name)
+    # Python code in a directory is never run.
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise ValueError(
             f"--model-name {name} is quantized ({quantization.get('quant_method')}). Pass a "
             "directory with its weights in 16 or 32 bits."
         )
-    return text_part(config, model_class)
+    config = text_config(config, model_class, name)
+    return directory, config, load_tokenizer(directory, config.vocab_size)
 
 
-def _load_without_code(kind: type, directory: Path) -> Any:
-    """Call `kind.from_pretrained` on a directory without running Python code in it."""
+def find_directory(name: str, patterns: list[str]) -> Path:
+    """Return the directory `name`, or that of the hub's model, with files of these `patterns`.
+
+    Raises ValueError if there is none. Any process may call it.
+    """
+    if Path(name).is_dir():
+        return Path(name)
     try:
-        return kind.from_pretrained(directory, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"{directory} needs its own Python code, which is never run here. Pass a model whose "
-            "type Transformers contains."
-        ) from None
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except GatedRepoError:
+        reason = f"is gated. Accept its licence on {constants.ENDPOINT}/{name} and set HF_TOKEN"
+    except (RepositoryNotFoundError, HFValidationError):
+        reason = (
+            "is neither a directory nor a public model on the hub. Check the name, set HF_TOKEN"
+        )
+    except OSError as error:  # no network and not in the cache, or a server's error
+        line = str(error).strip().splitlines()[0]
+        reason = (
+            f"is not a directory, and the hub cannot be asked ({type(error).__name__}: {line}). "
+        )
+        reason += "Unset HF_HUB_OFFLINE, set HF_HOME to a cache that contains the model"
+    raise ValueError(f"--model-name {name} {reason}, or pass a directory that contains the model.")
 
 
-def text_part(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> PretrainedConfig:
-    """Return the part of a multimodal model's configuration that is one of `model_class`, else
-    all of it."""
-    text = getattr(config, "text_config", None)
-    if text is not None and text.model_type == model_class.config_class.model_type:
-        return text
-    return config
+def text_config(
+    config: PretrainedConfig, model_class: type[PreTrainedModel], name: str
+) -> PretrainedConfig:
+    """Return the configuration of the model `name`, of a multimodal one that of its text part.
 
-
-def check_type(config: PretrainedConfig, model_class: type[PreTrainedModel], name: str) -> None:
-    """Raise ValueError unless the configuration of the model `name` is one of `model_class`, a
-    class of text models."""
+    Raises ValueError if it is not one of `model_class`.
+    """
     wanted = model_class.config_class.model_type
-    config = text_part(config, model_class)
-    if config.model_type != wanted:
+    if config.model_type == wanted:
+        return config
+    text = getattr(config, "text_config", config)
+    if text.model_type != wanted:
         raise ValueError(
             f"--model-name {name} is a {config.model_type}, not a {wanted}. Pass a {wanted}, or "
             "change MODEL and BLOCKS in the script."
         )
-    if not hasattr(config, "vocab_size"):
-        raise ValueError(
-            f"{model_class.__name__} consists of several models. Set MODEL to the class of its "
-            "text part, such as Gemma3ForCausalLM for Gemma3ForConditionalGeneration."
-        )
+    return text
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return a directory's tokenizer; raise ValueError if none fits a vocabulary of this size."""
+    advice = "Save the model's tokenizer there with save_pretrained."
     try:
-        tokenizer = _load_without_code(AutoTokenizer, directory)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        if "never run here" in str(error):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"{directory} has no tokenizer that Transformers can load ({reason}). Save one there "
-            "with save_pretrained."
-        ) from None
+        line = str(error).strip().splitlines()[0]
+        raise ValueError(f"{directory} has no tokenizer that loads ({line}). {advice}") from None
     # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
+        kind = type(tokenizer).__name__
         raise ValueError(
-            f"{directory} has no vocabulary for a {type(tokenizer).__name__}, such as "
-            "tokenizer.json. Save a tokenizer there with save_pretrained."
+            f"{directory} has no vocabulary of a {kind} ({', '.join(files)}). {advice}"
         )
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer in {directory} has {len(tokenizer)} tokens, the model only {vocab_size}"
-        )
+    count = len(tokenizer)
+    if count > vocab_size:
+        raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}")
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {directory} has no EOS token")
+        raise ValueError(f"{directory} has a tokenizer without an EOS token. Set its eos_token.")
     return tokenizer
 
 
-# --- The model on rank 0
-
-
 class _Unread:
-    """A tensor of a file whose values are not needed. Transformers turns it into a meta tensor.
+    """A tensor in a file whose values are not needed: it becomes a meta tensor.
 
-    It reads the values of `state_dict=` by these two calls, as it does a slice of a file.
+    Transformers reads each value of `state_dict=` by these two calls, as it does a slice of a file.
     """
 
     def __init__(self, stored: Any) -> None:
@@ -251,42 +191,32 @@ class _Unread:
         return torch.empty(self.stored.get_shape(), dtype=dtype, device="meta")
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """Return a directory's safetensors files; raise ValueError if there are none."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        return [directory / name for name in sorted(set(names))]
-    if (directory / "model.safetensors").is_file():
-        return [directory / "model.safetensors"]
-    raise ValueError(
-        f"{directory} has no model.safetensors. Convert weights of other formats once with "
-        "from_pretrained and save_pretrained."
-    )
-
-
 def _open_files(directory: Path, reads_layers: bool) -> tuple[dict[str, Any], torch.dtype]:
     """Map a directory's safetensors files; return the tensors by key and the widest dtype.
 
     If `reads_layers` is false, only tensors outside of numbered layers have values: those decide
     which weights are tied. Raises ValueError if a file cannot be read.
     """
+    names = {"model.safetensors"}
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
     tensors: dict[str, Any] = {}
     dtypes = set()
-    for path in _weight_files(directory):
+    for path in sorted(directory / name for name in names):
         try:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (it is not a dict)
                     stored = file.get_slice(key)
-                    dtypes.add(DTYPES.get(stored.get_dtype()))
-                    if reads_layers or not IN_LAYER.search(key):
-                        tensors[key] = file.get_tensor(key)
-                    else:
-                        tensors[key] = _Unread(stored)
+                    is_read = reads_layers or not IN_LAYER.search(key)
+                    tensors[key] = file.get_tensor(key) if is_read else _Unread(stored)
+                    dtypes.add(FLOATS.get(stored.get_dtype()))
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}). Download it again.") from None
-    floating = dtypes - {None} or {torch.float32}
-    return tensors, functools.reduce(torch.promote_types, floating)
+            raise ValueError(
+                f"{path} cannot be read ({error}). Download it again, or convert other formats "
+                "with from_pretrained and save_pretrained."
+            ) from None
+    return tensors, functools.reduce(torch.promote_types, dtypes - {None} or {torch.float32})
 
 
 def read_model(
@@ -301,37 +231,10 @@ def read_model(
     ValueError if the files cannot be read or do not contain this model.
     """
     tensors, dtype = _open_files(directory, reads_layers)
-    is_text_part = any(key.startswith(TEXT_PART) for key in tensors)
-    tensors = {key.removeprefix(TEXT_PART): tensor for key, tensor in tensors.items()}
-    model, report = _from_tensors(model_class, config, tensors, dtype)
-    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    for name, stored, shape in report["mismatched_keys"]:
-        problems.append(f"{name} has shape {list(stored)}, not {list(shape)}")
-    unexpected = sorted(report["unexpected_keys"])
-    if is_text_part:
-        print(f"{directory}: {len(unexpected)} tensors of other parts than text are left out")
-    else:
-        problems += [f"{name} is not the model's" for name in unexpected]
-    if problems:
-        listed = "; ".join(problems[:LISTED])
-        if len(problems) > LISTED:
-            listed += f"; and {len(problems) - LISTED} more"
-        raise ValueError(
-            f"{directory} does not contain this model: {listed}. Check config.json and the files."
-        )
-    print(f"{directory}: stored as {str(dtype).removeprefix('torch.')}", flush=True)
-    return model
-
-
-def _from_tensors(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    tensors: dict[str, Any],
-    dtype: torch.dtype,
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model that Transformers makes of tensors by key, and its report."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # the caller reports what is wrong
+    text = {key: tensor for key, tensor in tensors.items() if key.startswith(TEXT_PART)}
+    if text:
+        print(f"{directory}: {len(tensors) - len(text)} tensors are not of text, and left out")
+        tensors = {key.removeprefix(TEXT_PART): tensor for key, tensor in text.items()}
     transformers.logging.disable_progress_bar()
     try:
         model, report = library_class(model_class).from_pretrained(
@@ -343,12 +246,20 @@ def _from_tensors(
             output_loading_info=True,
         )
     except RuntimeError as error:
-        raise ValueError(f"Transformers cannot convert the weights: {error}") from None
-    finally:
-        transformers.logging.set_verbosity(level)
+        raise ValueError(f"{directory} cannot be converted: {error}") from None
+    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    for name, stored, shape in report["mismatched_keys"]:
+        problems.append(f"{name} has shape {list(stored)}, not {list(shape)}")
+    problems += [f"{name} is not the model's" for name in sorted(report["unexpected_keys"])]
+    if problems:
+        raise ValueError(
+            f"{directory} does not contain this model ({len(problems)} problems): "
+            f"{'; '.join(problems[:10])}. Check config.json and the files."
+        )
+    print(f"{directory}: stored as {str(dtype).removeprefix('torch.')}", flush=True)
     if dtype != torch.float32:
         _compute_buffers(model)
-    return model, report
+    return model
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
@@ -363,13 +274,6 @@ def _compute_buffers(model: PreTrainedModel) -> None:
             model._init_weights(module)  # does not touch what was loaded
 
 
-def first_names(model: nn.Module) -> dict[str, str]:
-    """Return for each name in a state dict the first name of the same tensor."""
-    first: dict[Tensor, str] = {}
-    tensors = model.state_dict(keep_vars=True)
-    return {name: first.setdefault(tensor, name) for name, tensor in tensors.items()}
-
-
 def new_model(
     model_class: type[PreTrainedModel],
     config: PretrainedConfig,
@@ -379,9 +283,8 @@ def new_model(
     """Return a model on meta and, on rank 0, its tensors: from `directory`, or random ones.
 
     Weights are tied as in Transformers' model: T5's head may be stored apart whatever its config
-    says. Without `needs_weights`, for a checkpoint that is loaded next, only buffers and the
-    tensors outside of layers have values. Raises ValueError on all ranks if the files do not
-    contain the model.
+    says. Without `needs_weights`, as a checkpoint is loaded next, only buffers have values. Raises
+    ValueError on all ranks if the files do not contain the model.
     """
     with torch.device("meta"):
         model = model_class(config)
@@ -389,83 +292,54 @@ def new_model(
     source: Source = {}
 
     def read() -> dict[str, str]:
-        if directory is not None:
-            loaded = read_model(model_class, config, directory, needs_weights)
-            model._weight_conversions = loaded._weight_conversions  # an export reverts them
-        elif needs_weights:
+        if directory is None:
             loaded = model_class(config)
         else:
-            firsts = {name for name, first in first_names(model).items() if name == first}
-            tensors = {name: model.state_dict()[name] for name in firsts}
-            loaded, _ = _from_tensors(model_class, config, tensors, torch.float32)
+            loaded = read_model(model_class, config, directory, needs_weights)
+            model._weight_conversions = loaded._weight_conversions  # an export reverts them
         for name, tensor in loaded.named_parameters(remove_duplicate=False):
             source[name] = tensor.detach() if needs_weights else tensor.to("meta")
         source.update(loaded.named_buffers(remove_duplicate=False))
         return first_names(loaded)
 
-    names = on_rank_zero(read)
-    if directory is not None and (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+    firsts = on_rank_zero(read)
     own = first_names(model)
-    added = own.keys() - names.keys()
-    if added:
-        raise ValueError(
-            f"{model_class.__name__} has parameters that {library_class(model_class).__name__} "
-            f"does not have: {', '.join(sorted(added))}. Add them after loading."
-        )
+    if own.keys() != firsts.keys():
+        added = ", ".join(sorted(own.keys() ^ firsts.keys()))
+        raise ValueError(f"{model_class.__name__} and its files differ in {added}")
     for name, first in own.items():
-        if first != name and names[name] == name:
+        if first != name and firsts[name] == name:
             module, _, key = name.rpartition(".")
             untied = nn.Parameter(torch.empty_like(model.get_parameter(name)))
             setattr(model.get_submodule(module), key, untied)
+    if directory is not None and (directory / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model, source
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of all parameters and buffers, tied ones under each name."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-# --- The weights on all ranks
-
-
-class Stored(NamedTuple):
-    """A tensor as rank 0 has it."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    has_values: bool
 
 
 class Loader:
     """Gives the modules of a meta model their tensors on `device`, in the meta tensors' dtypes.
 
-    FSDP1 takes `fill` as `param_init_fn`: it calls it for the modules of a unit and then shards the
-    unit, so no rank ever holds more than its shards and one unit. Under FSDP2 call it for every
-    module after sharding, under DDP before wrapping: `materialize` does so.
-
-    Rank 0 broadcasts each tensor in the dtype of its file; each rank casts it on the device and
-    keeps its shard, under --cpu-offload on the CPU. Tied parameters stay one tensor, frozen ones
-    stay frozen. Tensors of the source that are on meta are only allocated.
+    FSDP1 takes `fill` as `param_init_fn`, and shards one unit after the other. Under FSDP2 call
+    `materialize` after sharding, under DDP before wrapping. Rank 0 broadcasts each tensor in the
+    dtype of its file; each rank casts it on the device and keeps its shard, under --cpu-offload on
+    the CPU. Tied parameters stay one tensor. Tensors that the source has on meta are only
+    allocated.
     """
 
     def __init__(
         self, args: Namespace, model: nn.Module, source: Source, device: torch.device
     ) -> None:
         self.device = device
-        self.shard_device = device  # of what FSDP2 shards
-        if args.cpu_offload:
-            self.shard_device = torch.device("cpu")
+        self.shard_device = torch.device("cpu") if args.cpu_offload else device  # of DTensors
         self.source = source
-        stored = {name: Stored(x.shape, x.dtype, not x.is_meta) for name, x in source.items()}
-        self.stored: dict[str, Stored] = on_rank_zero(lambda: stored)
+        self.stored = on_rank_zero(lambda: {n: (x.shape, x.dtype) for n, x in source.items()})
+        self.unread = on_rank_zero(lambda: {name for name, x in source.items() if x.is_meta})
         self.modules = {module: name for name, module in model.named_modules()}
-        first: dict[Tensor, str] = {}
-        self.first = {plain_name(n): first.setdefault(x, n) for n, x in named_tensors(model)}
+        self.first = {plain_name(name): first for name, first in first_names(model).items()}
         self.places = Counter(self.first.values())  # that are not yet filled, by first name
         self.tied: dict[str, Tensor] = {}  # those that are not yet in all their places
-        self.progress = Progress("load", len(first), " tensors")
+        self.progress = Progress("load", len(self.places), " tensors")
 
     def fill(self, module: nn.Module) -> None:
         """Fill a module, without those inside it; all ranks, in the same order."""
@@ -474,25 +348,25 @@ class Loader:
                 if meta is None or not meta.is_meta:
                     continue
                 name = plain_name(f"{self.modules[module]}.{key}".removeprefix("."))
-                mine = self.source.pop(name, None)  # is freed when it has been sent
                 first = self.first[name]
                 tensor = self.tied.pop(first, None)
                 if tensor is None:
-                    tensor = self._receive(module, key, self.stored[name], mine)
+                    tensor = self._receive(module, key, name)
                     self.progress.update()
                 tensors[key] = tensor
+                self.source.pop(name, None)  # or the run would hold it
                 self.places[first] -= 1
                 if self.places[first]:
                     self.tied[first] = tensor
 
-    def _receive(self, module: nn.Module, key: str, stored: Stored, mine: Tensor | None) -> Tensor:
-        """Return the tensor that belongs in a module under a key; rank 0 has it as `mine`."""
+    def _receive(self, module: nn.Module, key: str, name: str) -> Tensor:
+        """Return this rank's part of rank 0's tensor `name`, for a module's tensor `key`."""
         meta = getattr(module, key)
-        if not stored.has_values:
+        if name in self.unread:
             device = self.shard_device if isinstance(meta, DTensor) else self.device
             tensor = torch.empty_like(meta, device=device)
         else:
-            tensor = self._broadcast(stored, mine)
+            tensor = self._broadcast(name)
             if key == "weight" and hasattr(module, "quantize"):
                 tensor = module.quantize(tensor.float())
             tensor = tensor.to(meta.dtype)
@@ -504,12 +378,13 @@ class Loader:
             return nn.Parameter(tensor, requires_grad=meta.requires_grad)
         return tensor
 
-    def _broadcast(self, stored: Stored, mine: Tensor | None) -> Tensor:
+    def _broadcast(self, name: str) -> Tensor:
         """Return rank 0's tensor, on this rank's device."""
-        if mine is None:
-            tensor = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
+        if dist.get_rank() == 0:
+            tensor = self.source[name].to(self.device, copy=True).contiguous()
         else:
-            tensor = mine.to(self.device, copy=True).contiguous()
+            shape, dtype = self.stored[name]
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(tensor, src=0)
         return tensor
 
