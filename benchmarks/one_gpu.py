@@ -30,7 +30,7 @@ from transformers import ByT5Tokenizer
 import llama_fsdp
 import memory_estimator
 from runtime import ranks, weights
-from runtime.metrics import flops_per_token, peak_tflops
+from runtime.metrics import attention_of, flops_per_token, peak_tflops
 
 
 def matmul_tflops(size: int) -> float:
@@ -65,7 +65,7 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     without_files()
     driven = Driven(llama_fsdp, args, device, sets=NO_DATA)
     model = weights.unwrapped(driven.model)
-    kernel, flops = weights.attention_of(model), flops_per_token(model, options.length)
+    kernel, flops = attention_of(model), flops_per_token(model, options.length)
     for _ in range(options.steps + 2):
         start = time.perf_counter()
         batch = random_batch(llama_fsdp, args)  # the Trainer's loader counts too

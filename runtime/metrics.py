@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from . import ranks
 from .screen import Progress
 from .state import TrainState
-from .weights import attention_of, unwrapped
+from .weights import unwrapped
 
 # Peak of a GPU whose name contains the key, in dense bf16: half of what NVIDIA's data sheets give
 # with sparsity. For Blackwell: HGX B200 and B300, 36 PFLOPS of 8 GPUs; GB200 and GB300 NVL72,
@@ -108,6 +108,11 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 def peak_tflops(device_name: str) -> int | None:
     """Return the peak TFLOP/s in bf16 of the GPU of this name; None if unknown."""
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+
+
+def attention_of(model: transformers.PreTrainedModel) -> str:
+    """Return the name of the attention that an unwrapped model computes, with the kernel's."""
+    return getattr(model, "attention_kernel", None) or model.config._attn_implementation
 
 
 def flops_per_token(model: nn.Module, length: float) -> float | None:

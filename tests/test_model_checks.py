@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import transformers
 from conftest import launch, metrics
 from copied import copied, llama_as, llama_changes
-from runtime.models import note_shapes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -34,6 +33,7 @@ from runtime.attention import per_document, register, set_attention
 from runtime.metrics import Metrics, flops_per_token, peak_tflops
 from runtime.model_checks import check_logits, fit_config
 from runtime.optimization import parameter_groups
+from runtime.weights import note_shapes
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HEADS = {"head_dim": 32, "pad_token_id": 0}
