@@ -245,7 +245,7 @@ def test_evaluation_by_one_process(
     words += ["--model-name", str(run / "final")]
     for more, said in (
         ([], "--resume none evaluates it"),
-        (["--resume", "none"], "final holds adapters, not a model"),
+        (["--resume", "none"], "final contains adapters, not a model"),
     ):
         with pytest.raises(SystemExit):
             llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, *more]))
@@ -377,7 +377,6 @@ def test_routers_and_experts() -> None:
     adapted = [name for name, module in router.named_modules() if hasattr(module, "lora_A")]
     assert "model.layers.1.self_attn.q_proj" in adapted
     assert not any(name.endswith("router") for name in adapted)
-    assert router(torch.arange(9)[None]).logits.isfinite().all()
     experts = small_model(DeepseekV3ForCausalLM)
     with pytest.raises(ValueError, match="mlp.experts adapters, too, .* of attention alone"):
         adapters.add(args, experts, {}, tuple(blocks_of(experts)), *held)
