@@ -42,10 +42,9 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset as data
-from runtime import arguments, batches, hf_load, models, optimization, ranks, rouge, screen
+from runtime import arguments, batches, optimization, ranks, rouge, screen, weights
 from runtime.batches import Batch
 from runtime.model_checks import check_decoder, check_sum, fit_config
-from runtime.models import note_shapes
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; tools/memory_estimator.py reads these, too.
@@ -77,7 +76,7 @@ def fsdp_main(args: Namespace) -> int:
                 return 0
             train_set, val_sets = load_data(args, tokenizer)
             model = wrap_model(args, device, model, init)
-            collate = data.collator(models.unwrapped(model))
+            collate = data.collator(weights.unwrapped(model))
             val_loaders = {}
             for name, samples in val_sets.items():
                 val_loaders[name] = batches.val_loader(args, samples, collate)
@@ -134,8 +133,8 @@ def cleanup() -> None:
 
 def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
-) -> tuple[nn.Module, Tokenizer, hf_load.Init | None]:
-    """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
+) -> tuple[nn.Module, Tokenizer, weights.Init]:
+    """Return the model on meta, its tokenizer, and the function that gives a module its weights.
 
     Given a `checkpoint` these are only allocated, for it to fill. Raises ValueError if the model
     cannot be had, is of another type, or too short.
@@ -143,13 +142,12 @@ def load_model(
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
+        directory = None
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
+        directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
     fit_config(args, MODEL, config, "source_length", "target_length")
-    if args.model_name == "tiny":
-        return MODEL(config), tokenizer, None  # the seed is the same on all ranks
-    model = hf_load.meta_model(MODEL, config, directory)
-    return model, tokenizer, hf_load.WeightLoader(args, model, directory, device, checkpoint).fill
+    model, source = weights.new_model(MODEL, config, directory, checkpoint is None)
+    return model, tokenizer, weights.Loader(args, model, source, device).fill
 
 
 def units(model: nn.Module) -> policies.Classes:
@@ -158,25 +156,25 @@ def units(model: nn.Module) -> policies.Classes:
 
 
 def wrap_model(
-    args: Namespace, device: torch.device, model: nn.Module, init: hf_load.Init | None
+    args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    note_shapes(model)  # which FSDP1 flattens
+    weights.note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
-        hf_load.materialize(model, init)
-        model = DDP(model.to(device), gradient_as_bucket_view=True)  # one copy of the gradients
+        weights.materialize(model, init)
+        model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
         for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
             fully_shard(module, **options)
         policies.plan_gathers(model)
         register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
-        hf_load.materialize(model, init)  # each rank its rows
+        weights.materialize(model, init)  # each rank keeps its rows
     else:
         model = FSDP(
             model,
@@ -214,7 +212,7 @@ def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the decoder inputs are the model's own, and the loss is a sum over
     tokens; all ranks."""
     rows = data.examples()
-    collate = data.collator(models.unwrapped(model))
+    collate = data.collator(weights.unwrapped(model))
     batch = collate(rows)
     alone = [collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
@@ -247,7 +245,7 @@ def train(
     loader = DataLoader(
         train_set,
         batch_sampler=sampler,
-        collate_fn=data.collator(models.unwrapped(model)),
+        collate_fn=data.collator(weights.unwrapped(model)),
         pin_memory=device.type != "cpu",
     )
     groups = optimization.parameter_groups(model, args.weight_decay)

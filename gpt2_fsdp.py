@@ -45,10 +45,9 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import block_dataset as data
 import policies
-from runtime import arguments, batches, hf_load, optimization, ranks
+from runtime import arguments, batches, optimization, ranks, weights
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, check_sum, fit_config, logit_scale_and_cap
-from runtime.models import note_shapes
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; tools/memory_estimator.py reads these, too.
@@ -186,8 +185,8 @@ LossModel.__name__ = MODEL.__name__  # which is written into config.json
 
 def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
-) -> tuple[nn.Module, Tokenizer, hf_load.Init | None]:
-    """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
+) -> tuple[nn.Module, Tokenizer, weights.Init]:
+    """Return the model on meta, its tokenizer, and the function that gives a module its weights.
 
     Given a `checkpoint` these are only allocated, for it to fill. Raises ValueError if the model
     cannot be had, is of another type, or too short.
@@ -195,13 +194,14 @@ def load_model(
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
+        directory = None
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
+        directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
     fit_config(args, LossModel, config, "block_size")
-    if args.model_name == "tiny" or args.from_scratch:
-        return LossModel(config), tokenizer, None  # the seed is the same on all ranks
-    model = hf_load.meta_model(LossModel, config, directory)
-    return model, tokenizer, hf_load.WeightLoader(args, model, directory, device, checkpoint).fill
+    if args.from_scratch:
+        directory = None
+    model, source = weights.new_model(LossModel, config, directory, checkpoint is None)
+    return model, tokenizer, weights.Loader(args, model, source, device).fill
 
 
 def units(model: nn.Module) -> policies.Classes:
@@ -210,27 +210,27 @@ def units(model: nn.Module) -> policies.Classes:
 
 
 def wrap_model(
-    args: Namespace, device: torch.device, model: nn.Module, init: hf_load.Init | None
+    args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    note_shapes(model)  # which FSDP1 flattens
+    weights.note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.wrap == "size":
         policy = policies.size_policy(model, args.min_num_params)
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
-        hf_load.materialize(model, init)
-        model = DDP(model.to(device), gradient_as_bucket_view=True)  # one copy of the gradients
+        weights.materialize(model, init)
+        model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
         for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
             fully_shard(module, **options)
         policies.plan_gathers(model)
         register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
-        hf_load.materialize(model, init)  # each rank its rows
+        weights.materialize(model, init)  # each rank keeps its rows
     else:
         model = FSDP(
             model,

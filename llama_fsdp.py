@@ -44,10 +44,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import chat_dataset as data
 import policies
-from runtime import adapters, arguments, attention, batches, hf_load, optimization, paged, ranks
+from runtime import adapters, arguments, attention, batches, optimization, paged, ranks, weights
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, check_sum, fit_config, logit_scale_and_cap
-from runtime.models import note_shapes
 from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
@@ -228,8 +227,8 @@ LossModel.__name__ = MODEL.__name__  # which is written into config.json
 
 def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
-) -> tuple[nn.Module, Tokenizer, hf_load.Init | None]:
-    """The model, its tokenizer, and if it is on meta the function that gives FSDP its weights.
+) -> tuple[nn.Module, Tokenizer, weights.Init]:
+    """Return the model on meta, its tokenizer, and the function that gives a module its weights.
 
     Given a `checkpoint` these are only allocated, for it to fill. Raises ValueError if the model
     cannot be had, is of another type, or too short.
@@ -237,21 +236,19 @@ def load_model(
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
+        directory = None
     else:
-        directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
+        directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
     fit_config(args, LossModel, config, "max_seq_length")
     chat_templates.give(tokenizer, args.chat_template)  # final/ has it too
     kernel = attention.set_attention(args, config, MODEL)
-    if args.model_name == "tiny":
-        model = LossModel(config)  # the seed is the same on all ranks
-    else:
-        model = hf_load.meta_model(LossModel, config, directory)
+    needs_weights = checkpoint is None or args.lora_rank > 0  # it has nothing but the adapters
+    model, source = weights.new_model(LossModel, config, directory, needs_weights)
     model.attention_kernel = kernel  # for the run's record
     if args.lora_rank:
-        adapters.add(args, model, BLOCKS, policies.PRECISIONS[args.precision].param_dtype, device)
-    if args.model_name == "tiny":
-        return model, tokenizer, None
-    return model, tokenizer, hf_load.WeightLoader(args, model, directory, device, checkpoint).fill
+        dtype = policies.PRECISIONS[args.precision].param_dtype
+        adapters.add(args, model, source, BLOCKS, dtype, device)
+    return model, tokenizer, weights.Loader(args, model, source, device).fill
 
 
 def units(model: nn.Module) -> policies.Classes:
@@ -262,25 +259,25 @@ def units(model: nn.Module) -> policies.Classes:
 
 
 def wrap_model(
-    args: Namespace, device: torch.device, model: nn.Module, init: hf_load.Init | None
+    args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    note_shapes(model)  # which FSDP1 flattens
+    weights.note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
-        hf_load.materialize(model, init)
-        model = DDP(model.to(device), gradient_as_bucket_view=True)  # one copy of the gradients
+        weights.materialize(model, init)
+        model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
         for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
             fully_shard(module, **options)
         policies.plan_gathers(model)
         register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
-        hf_load.materialize(model, init)  # each rank its rows
+        weights.materialize(model, init)  # each rank keeps its rows
     else:
         model = FSDP(
             model,

@@ -43,7 +43,7 @@ from torch.utils.checkpoint import (
 )
 from transformers.activations import NewGELUActivation
 
-from runtime import models, ranks
+from runtime import ranks, weights
 from runtime.batches import Batch
 from runtime.steps import Step
 
@@ -472,7 +472,7 @@ def generation(
         root = FSDP.summon_full_params(model, recurse=False, writeback=False)
     half = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     with evaluation(model), root, half:
-        generate = models.unwrapped(model).generate
+        generate = weights.unwrapped(model).generate
         options = {"do_sample": False, "synced_gpus": dist.get_world_size() > 1}
         if num_beams is not None:
             options["num_beams"] = num_beams

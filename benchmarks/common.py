@@ -31,7 +31,7 @@ import block_dataset
 import chat_dataset
 import policies
 import summarization_dataset
-from runtime import hf_load, ranks
+from runtime import ranks, weights
 
 Loop = Callable[[Callable[[], None]], None]  # a training loop; calls its argument after each step
 GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and small ones
@@ -73,35 +73,32 @@ def write_llama(name: str, directory: Path, dtype: torch.dtype = torch.float32) 
     ByT5Tokenizer().save_pretrained(directory)
 
 
-class RandomWeights(hf_load.WeightLoader):
-    """Fills a model whose directory has only a config."""
+class RandomWeights(weights.Loader):
+    """Fills a model whose directory has only a config: each rank draws the same numbers on its
+    device."""
 
     def __init__(
-        self, args: Namespace, model: PreTrainedModel, _: Path, device: torch.device, *__: None
+        self, args: Namespace, model: PreTrainedModel, source: dict, device: torch.device
     ) -> None:
-        super().__init__(args, model, None, device)
-        self.directory = Path()  # not None: parameters not in `found`, as adapters, are initialised
-        for (module, key), name in self.names.items():
-            tensor = getattr(module, key)
-            if isinstance(tensor, torch.nn.Parameter) and ".lora_" not in name:
-                shape = getattr(tensor, "whole_shape", tensor.shape)  # the former in 4 bits
-                self.found[name] = Namespace(shape=shape)
+        super().__init__(args, model, source, device)
+        for name, tensor in weights.named_tensors(model):
+            shape = weights.whole_shape(tensor)  # in 4 bits that of the weights
+            dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
+            self.stored[weights.plain_name(name)] = shape, dtype
 
-    def _load(self, tensor: torch.Tensor, _: Namespace) -> None:
-        with torch.no_grad():
-            tensor.normal_(std=0.02)
+    def _broadcast(self, name: str) -> torch.Tensor:
+        shape, dtype = self.stored[name]
+        return torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
 
 
 def without_files() -> None:
     """Have the scripts give random weights to a model whose directory has only a config."""
 
-    def meta_model(model_class: type, config: PretrainedConfig, _: Path) -> PreTrainedModel:
+    def new_model(model_class: type, config: PretrainedConfig, *_: object) -> tuple:
         with torch.device("meta"):
-            model = model_class(config)
-        model.stored_tensors = {}
-        return model
+            return model_class(config), {}
 
-    hf_load.meta_model, hf_load.WeightLoader = meta_model, RandomWeights
+    weights.new_model, weights.Loader = new_model, RandomWeights
 
 
 def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from runtime import batches, checkpoints, models
+from runtime import batches, checkpoints, weights
 from runtime.batches import Batch
 from runtime.metrics import Metrics
 from runtime.run import Run
@@ -224,5 +224,5 @@ def _kept(guard: Callable, found: list[tuple]) -> Callable:
 def collate_of(script: ModuleType, model: torch.nn.Module) -> Callable:
     """Return what makes a batch of samples in a script; T5's depends on the model."""
     if hasattr(script.data, "collator"):
-        return script.data.collator(models.unwrapped(model))
+        return script.data.collator(weights.unwrapped(model))
     return script.data.collate

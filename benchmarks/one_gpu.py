@@ -28,8 +28,8 @@ from driven import Driven
 from transformers import ByT5Tokenizer
 
 import llama_fsdp
-from runtime import models, ranks
-from runtime.metrics import flops_per_token, peak_tflops
+from runtime import ranks, weights
+from runtime.metrics import attention_of, flops_per_token, peak_tflops
 from tools import memory_estimator
 
 
@@ -64,8 +64,8 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     found = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
     without_files()
     driven = Driven(llama_fsdp, args, device, sets=NO_DATA)
-    model = models.unwrapped(driven.model)
-    kernel, flops = models.attention_of(model), flops_per_token(model, options.length)
+    model = weights.unwrapped(driven.model)
+    kernel, flops = attention_of(model), flops_per_token(model, options.length)
     for _ in range(options.steps + 2):
         start = time.perf_counter()
         batch = random_batch(llama_fsdp, args)  # the Trainer's loader counts too

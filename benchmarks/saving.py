@@ -52,7 +52,7 @@ from driven import Driven
 from transformers import ByT5Tokenizer
 
 import llama_fsdp
-from runtime import hf_export, ranks
+from runtime import export, ranks
 
 OURS = {
     "ours-fsdp1": ["--fsdp", "1"],
@@ -111,7 +111,7 @@ class Ours:
 
     def export(self, path: Path) -> None:
         """Write a directory for `from_pretrained`."""
-        hf_export.export_model(self.model, ByT5Tokenizer(), path, self.args)
+        export.export_model(self.model, ByT5Tokenizer(), path, self.args)
 
 
 class Transformers:

@@ -8,7 +8,10 @@ import argparse
 import copy
 import importlib.util
 import logging
+import math
+import zlib
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from . import hf_export, models, ranks, stored_tensors, trained
+from . import export, ranks, weights
 from .arguments import ANY, INSTALL, LEAST, OFF, out_of_range
 
 DEFAULTS = {
@@ -75,15 +77,16 @@ def check_arguments(args: Namespace) -> list[str]:
 def add(
     args: Namespace,
     model: PreTrainedModel,
+    source: weights.Source,
     blocks: tuple[type[nn.Module], ...],
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Freeze a model, and add adapters in fp32 to the projections in its `blocks`; in place.
+    """Freeze a model on meta, and add adapters in fp32 to the projections in its `blocks`.
 
     The frozen weights are held in `dtype`, in which the model computes, or with --load-in-4bit the
-    blocks' projections in NF4, on `device`. What is on meta stays there. Raises ValueError if a
-    target is not there, or cannot be held in 4 bits.
+    blocks' projections in NF4. Rank 0's `source` gains the adapters' first values. Raises
+    ValueError if a target does not exist, or cannot be held in 4 bits.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels for CPUs
     import peft
@@ -110,8 +113,7 @@ def add(
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
         base_model_name_or_path=args.model_name,
     )
-    on_meta = model.get_input_embeddings().weight.is_meta
-    peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
+    peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     for name, module in model.named_modules():
         if not hasattr(module, "lora_A") or name in projections:
             continue
@@ -130,7 +132,9 @@ def add(
             if parameter not in frozen:
                 frozen[parameter] = nn.Parameter(parameter.to(dtype), requires_grad=False)
             setattr(module, key, frozen[parameter])
-    model.trained = Lora()
+    model.adapters = Lora(_checksum(source))
+    if source:  # rank 0
+        source |= _first_values(model)
 
 
 def _say_experts(model: nn.Module, targets: list[str], dtype: torch.dtype) -> None:
@@ -164,8 +168,6 @@ def _hold_in_4bit(
                 f"computes wrongly there, as it is no multiple of {nf4.BLOCK}"
             )
         quantized = nf4.Linear4bit(module, dtype)
-        if not module.weight.is_meta:
-            quantized.set_packed(quantized.quantize(module.weight.detach().to(device)))
         model.set_submodule(name, quantized)
 
 
@@ -174,113 +176,102 @@ def fits_4bit(model: PreTrainedModel, name: str) -> bool:
     return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
 
 
-class Lora(trained.Whole):
-    """The adapters alone are trained, saved and exported."""
+def _checksum(source: weights.Source) -> str:
+    """Return a CRC-32 of names, shapes and a row of each tensor, on rank 0, in the files' dtype."""
+    checksum = 0
+    for name, tensor in sorted(source.items()):
+        row = tensor[len(tensor) // 2] if tensor.dim() else tensor
+        checksum = zlib.crc32(f"{name} {list(tensor.shape)}".encode(), checksum)
+        checksum = zlib.crc32(row.contiguous().reshape(-1).view(torch.uint8).numpy(), checksum)
+    return f"{checksum:08x}"
 
-    is_part = True
+
+def _first_values(model: nn.Module) -> weights.Source:
+    """Return what the adapters are at first, by name: one projection as peft initializes it, the
+    other zeros."""
+    values = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            values[name] = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5))
+        elif ".lora_B." in name:
+            values[name] = torch.zeros(parameter.shape)
+    return values
+
+
+class Lora:
+    """The adapters of a model, which alone are trained, saved and exported."""
+
+    def __init__(self, checksum: str) -> None:
+        self.checksum = checksum  # of the weights below, on rank 0
 
     def identity(self, args: Namespace, model: nn.Module) -> dict[str, Any]:
-        """Return what the adapters are, and a checksum of what they stand beside."""
+        """Return what a run with adapters and its continuation must share."""
         (config,) = model.peft_config.values()
-        base = f"tiny of --seed {args.seed}"
-        if args.model_name != "tiny":
-            base = ranks.on_rank_zero(lambda: stored_tensors.sum_of_files(model.stored_tensors))
         targets = " ".join(sorted(config.target_modules))
         return {
             "adapters": f"rank {config.r}, alpha {config.lora_alpha:g}, on {targets}",
-            "base": base,
+            "base": ranks.on_rank_zero(lambda: self.checksum),
             "in 4 bits": args.load_in_4bit,
         }
 
     def is_saved(self, name: str) -> bool:
-        """Return whether the tensor is an adapter's."""
+        """Return whether a checkpoint contains the tensor called `name`."""
         return ".lora_" in name
-
-    def is_in_files(self, name: str) -> bool:
-        """Return whether the tensor is no adapter's."""
-        return ".lora_" not in name
-
-    def initialize(self, model: PreTrainedModel, module: nn.Module, name: str) -> None:
-        """Initialise an adapter as peft does: one projection as any nn.Linear, the other as 0."""
-        if ".lora_A." in name:
-            module.reset_parameters()
-        elif ".lora_B." in name:
-            nn.init.zeros_(module.weight)
-        else:
-            super().initialize(model, module, name)
-
-    def exported_bytes(self, args: Namespace, trained: int, whole: int) -> int:
-        """Return the size of the adapters in fp32, or with --merge of the whole model."""
-        if args.merge:
-            return super().exported_bytes(args, trained, whole)
-        return 4 * trained
 
     def export(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
     ) -> None:
-        """Write the adapters as a directory that `PeftModel.from_pretrained` loads.
+        """Write the adapters, in fp32, as a directory that `PeftModel.from_pretrained` loads.
 
-        They stay fp32. With --merge it is a whole model, in --export-dtype: rank 0 reads the files
-        of the base again, a tensor at a time, and adds the adapters' product in fp32. That replaces
-        the directory before when it is complete.
+        With --merge it is a whole model in --export-dtype: rank 0 maps the files of the base again
+        and adds the adapters' product in fp32.
         """
-        found = {}
+        adapters = {}
         for name, parameter in model.named_parameters():
-            if ".lora_" in name:
-                tensor = _gather(parameter.detach())  # all ranks do
-                if dist.get_rank() == 0:
-                    found[models.WRAPPERS.sub("", name)] = tensor.cpu()
-        with hf_export.new_directory(path) as temporary:
-            if args.merge:
-                ranks.on_rank_zero(_write_merged, model, found, temporary, args)
-            else:
-                ranks.on_rank_zero(_write_adapters, model, found, temporary)
+            if self.is_saved(name):
+                tensor = export.gather(parameter.detach(), torch.float32)
+                adapters[weights.WRAPPERS.sub("", name)] = tensor.cpu()
+        with export.new_directory(path) as temporary:
+            if not args.merge:
+                ranks.on_rank_zero(_write_adapters, model, tokenizer, adapters, temporary)
+                return
+            merged = iter(())
             if dist.get_rank() == 0:
-                tokenizer.save_pretrained(temporary)
+                merged = _merged(model, adapters, args)
+            export.write_model(model, merged, tokenizer, temporary, args)
 
 
-def _gather(tensor: Tensor) -> Tensor:
-    """Return all of a DTensor, gathered on the device though it is offloaded, or the tensor."""
-    if isinstance(tensor, DTensor):
-        return tensor.to(tensor.device_mesh.device_type).full_tensor()
-    return tensor
-
-
-def _write_adapters(model: nn.Module, adapters: dict[str, Tensor], directory: Path) -> None:
-    named = {
-        f"base_model.model.{name.replace('.default.', '.')}": tensor.contiguous()
-        for name, tensor in adapters.items()
-    }
+def _write_adapters(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, adapters: dict[str, Tensor],
+    directory: Path,
+) -> None:  # fmt: skip
+    named = {}
+    for name, tensor in adapters.items():
+        named[f"base_model.model.{name.replace('.default.', '.')}"] = tensor.contiguous()
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (config,) = model.peft_config.values()
     config = copy.deepcopy(config)
     config.inference_mode = True  # as peft writes it
     config.target_modules = sorted(config.target_modules)
     config.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
 
 
-def _write_merged(
-    model: nn.Module, adapters: dict[str, Tensor], directory: Path, args: Namespace
-) -> None:
+def _merged(
+    model: nn.Module, adapters: dict[str, Tensor], args: Namespace
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the base, from its files, with the adapters' products added in fp32."""
     layers = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
-            layers[models.plain_name(f"{name}.weight")] = module
-    parts = {}  # experts are written one by one, as they stand
-    for stored in model.stored_tensors.values():
-        parts |= {models.text_key(part.key): part for part in stored.parts()}
-    tensors = {key: part.read().to("meta") for key, part in parts.items()}
-    places = hf_export.create_files(directory, tensors, args)
-    for name, stored in model.stored_tensors.items():
+            layers[weights.plain_name(f"{name}.weight")] = module
+    directory = weights.find_directory(args.model_name, weights.SETTINGS)
+    base = weights.read_model(type(model), model.config, directory)
+    for name, tensor in export.whole_tensors(base, torch.float32):
         if name in layers:
-            key = models.text_key(stored.key)
-            merged = stored.read().float() + _product(layers.pop(name), name, adapters)
-            places[key].write(0, merged.flatten())
-            del parts[key]
+            tensor = tensor + _product(layers.pop(name), name, adapters)
+        yield name, export.gather(tensor, export.EXPORT_DTYPES[args.export_dtype])
     assert not layers, f"not in the files: {', '.join(layers)}"
-    for key, part in parts.items():
-        places[key].write(0, part.read().flatten())
-    hf_export.save_settings(model, directory, args)
 
 
 def _product(layer: nn.Module, name: str, adapters: dict[str, Tensor]) -> Tensor:

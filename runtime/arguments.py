@@ -156,7 +156,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--async-save", **OFF, help="save while training goes on, from a copy in host memory")
     add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
     add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
-    add("--max-shard-size", type=float, default=5.0, help="largest exported file, in GB")
     add("--ignore-free-space", **OFF, help="begin though the disk is too full for what it saves")
     add(
         "--track",
@@ -288,7 +287,7 @@ LIMITS = {
     "global_batch_size": (0, ANY),
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
     **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (LEAST, 1_000_000)),
-    **dict.fromkeys(("max_shard_size", "timeout_minutes"), (LEAST, 1_000_000)),
+    "timeout_minutes": (LEAST, 1_000_000),
     "stall_minutes": (0, ANY),
     "warmup_ratio": (0, 1),
 }

@@ -43,7 +43,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-from . import identities, models, ranks, trained
+from . import identities, ranks, weights
 from .checkpoint_reader import SafeReader
 from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
 from .state import TrainState
@@ -482,19 +482,18 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     FSDP1 copies what it puts into one. The copies go to the host one by one: on the GPU they would
     take as much again as the model and its optimizer. FSDP2 and DDP copy nothing.
     """
-    return dcp_state.StateDictOptions(
-        cpu_offload=isinstance(model, FSDP), strict=not trained.of(model).is_part
-    )
+    is_whole = not hasattr(weights.unwrapped(model), "adapters")
+    return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP), strict=is_whole)
 
 
 def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint holds of a model's state dict; tied weights are there once."""
     tied = _tied_names(model)
-    part = trained.of(model)
+    adapters = getattr(weights.unwrapped(model), "adapters", None)
     return {
         name: tensor
         for name, tensor in state_dict.items()
-        if name not in tied and part.is_saved(name)
+        if name not in tied and (adapters is None or adapters.is_saved(name))
     }
 
 
@@ -502,8 +501,8 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
     """Return the further names of tied weights, each with the first one."""
     first: dict[nn.Parameter, str] = {}
     further = {}
-    for name, parameter in models.unwrapped(model).named_parameters(remove_duplicate=False):
-        name = models.plain_name(name)
+    for name, parameter in weights.unwrapped(model).named_parameters(remove_duplicate=False):
+        name = weights.plain_name(name)
         if parameter in first:
             further[name] = first[parameter]
         else:

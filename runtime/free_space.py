@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 
-from . import ranks, trained
+from . import ranks, weights
+from .export import EXPORT_DTYPES
 from .state import TrainState
 
 
@@ -26,7 +27,9 @@ def require(state: TrainState, args: Namespace) -> None:
     checkpoints = args.keep_checkpoints + 1
     if args.checkpoint_type == "full":
         checkpoints += 1
-    exported = trained.of(state.model).exported_bytes(args, trainable, whole)
+    exported = EXPORT_DTYPES[args.export_dtype].itemsize * whole
+    if hasattr(weights.unwrapped(state.model), "adapters") and not args.merge:
+        exported = 4 * trainable
     needed = 12 * trainable * checkpoints + 2 * 4 * trainable + 2 * exported
     ranks.on_rank_zero(_compare, needed, Path(args.output_dir), checkpoints)
 

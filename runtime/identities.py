@@ -19,7 +19,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import arguments, metrics, models, ranks, trained
+from . import arguments, metrics, ranks, weights
 from .rows import readers
 
 IRRELEVANT = {  # to model and data
@@ -59,14 +59,15 @@ def of_model(args: Namespace, script: str, model: nn.Module) -> dict[str, Any]:
     """
     named = []
     for name, parameter in model.named_parameters():
-        named.append((name, list(models.whole_shape(parameter))))
+        named.append((name, list(weights.whole_shape(parameter))))
     config = described(model)
     if any(other != config for _, other in _on_all_nodes(config)):
         raise ValueError(f"--model-name {args.model_name}: the nodes have another config.json each")
     identity = {"script": script, "model": checksum([*named, config])}
     if hasattr(args, "chat_template"):  # of the tokenizer, which is exported with the model
         identity["--chat-template"] = content_of(args.chat_template)
-    return identity | trained.of(model).identity(args, model)
+    adapters = getattr(model, "adapters", None)
+    return identity | (adapters.identity(args, model) if adapters else {})
 
 
 def content_of(flag: str | None) -> str | None:

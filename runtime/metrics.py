@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
-from . import ranks, trained
-from .models import attention_of, unwrapped
+from . import ranks
 from .screen import Progress
 from .state import TrainState
+from .weights import unwrapped
 
 # Peak of a GPU whose name contains the key, in dense bf16: half of what NVIDIA's data sheets give
 # with sparsity. For Blackwell: HGX B200 and B300, 36 PFLOPS of 8 GPUs; GB200 and GB300 NVL72,
@@ -110,6 +110,11 @@ def peak_tflops(device_name: str) -> int | None:
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
 
 
+def attention_of(model: transformers.PreTrainedModel) -> str:
+    """Return the name of the attention that an unwrapped model computes, with the kernel's."""
+    return getattr(model, "attention_kernel", None) or model.config._attn_implementation
+
+
 def flops_per_token(model: nn.Module, length: float) -> float | None:
     """Return the FLOP of a token's forward and backward pass, in a document of `length` tokens.
 
@@ -140,7 +145,7 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     quadratic = (long - 2 * short) / (2 * 8**2)
     linear = (short - quadratic * 8**2) / 8
     passes = 3
-    if trained.of(model).is_part:
+    if hasattr(unwrapped(model), "adapters"):
         passes = 2
     return passes * linear + 3 * quadratic * length
 

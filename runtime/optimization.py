@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .models import WRAPPERS
+from .weights import WRAPPERS
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return groups of the trained parameters for an optimizer, with and without weight decay.
 
     None is there for norms, for biases, and for what is one-dimensional, though FSDP1 has flattened
-    all: `models.note_shapes` knows their shapes.
+    all: `weights.note_shapes` knows their shapes.
     """
     inner = next(module for module in model.modules() if hasattr(module, "shapes"))
     norms = set()  # what the names of their parameters begin with

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from . import arguments, checkpoints, hf_export, identities, models, output, ranks, screen, trained
+from . import arguments, checkpoints, export, identities, output, ranks, screen, weights
 from .batches import Batch
 from .checkpoints import Saver
 from .life import Life, launch
@@ -41,7 +41,7 @@ class Run(Life):
 
         Raises ValueError if the nodes have different ones.
         """
-        sizes = [models.whole_shape(parameter).numel() for parameter in model.parameters()]
+        sizes = [weights.whole_shape(parameter).numel() for parameter in model.parameters()]
         trainable = [x.numel() for x in model.parameters() if x.requires_grad]
         ranks.say(f"{self.args.model_name}: {sum(sizes):,} parameters, {sum(trainable):,} trained")
         self._identity = identities.of_model(self.args, self.script, model)
@@ -201,7 +201,7 @@ class Run(Life):
         # 0: no validation followed on a checkpoint taken from elsewhere.
         if state.best_step in (0, state.step):
             with checkpoints.told(best):
-                hf_export.copy_export(final, best)
+                export.copy_export(final, best)
         else:
             checkpoints.load_weights(checkpoints.best_path(self.directory, state), model)
             self._export(model, tokenizer, best)
@@ -212,7 +212,9 @@ class Run(Life):
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Any) -> None:
         self._lock.check()
         with checkpoints.told(path):
-            trained.of(model).export(model, tokenizer, path, self.args)
+            adapters = getattr(weights.unwrapped(model), "adapters", None)
+            write = adapters.export if adapters else export.export_model
+            write(model, tokenizer, path, self.args)
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Write final/ from the newest checkpoint, at any world size."""

@@ -1,8 +1,13 @@
-"""Run under torchrun by test_hf_files.py: persistent buffers and frozen parameters on ranks.
+"""Run under torchrun by test_hf_files.py: loads and exports of models of several families.
 
-files_worker.py MODEL_DIRECTORY OUTPUT
+    files_worker.py MODELS RESULT.json
+
+MODELS is a folder of directories. Each is loaded under FSDP1, FSDP2 and DDP, compared with what
+Transformers loads in fp32, exported and compared with what Transformers saves. Rank 0 writes a list
+of what differs for each name and way.
 """
 
+import json
 import os
 import sys
 from argparse import Namespace
@@ -12,67 +17,36 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+import transformers
+from conftest import weights as stored
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
-from transformers import ByT5Tokenizer, PegasusConfig, PegasusForConditionalGeneration
-from transformers import initialization as init
-from transformers.models.pegasus.modeling_pegasus import PegasusDecoderLayer, PegasusEncoderLayer
+from transformers import AutoConfig, ByT5Tokenizer, PretrainedConfig, PreTrainedModel
 
-import policies
-from runtime import checkpoints, hf_export, hf_load, models
-from runtime.state import TrainState
+from runtime import export, weights
 
 CPU = torch.device("cpu")
-EXPORT = Namespace(export_dtype="fp32", max_shard_size=2e-4)  # several files
+WAYS = ("fsdp1", "fsdp2", "ddp")
+IDS = torch.arange(5, 37)[None]
 
 
-class Counter(torch.nn.Module):
-    """Persistent buffers that are no floating-point numbers, beside one that is in no file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.tensor(0))
-        self.register_buffer("known", torch.zeros(384, dtype=torch.bool))
-        self.register_buffer("scale", torch.ones(3), persistent=False)
-
-
-class CountingPegasus(PegasusForConditionalGeneration):
-    """Has persistent buffers of three dtypes, and positions that are frozen parameters."""
-
-    def __init__(self, config: PegasusConfig) -> None:
-        super().__init__(config)
-        self.counter = Counter()
-
-    def _init_weights(self, module: torch.nn.Module) -> None:
-        super()._init_weights(module)
-        if isinstance(module, Counter):
-            init.zeros_(module.seen)
-            init.zeros_(module.known)
-            init.ones_(module.scale)
-
-
-def wrap(directory: Path, strategy: str, checkpoint: Path | None = None) -> torch.nn.Module:
-    """Return the model in `directory` under a strategy, allocated only if a checkpoint fills it."""
-    config = PegasusConfig.from_pretrained(directory)
-    model = hf_load.meta_model(CountingPegasus, config, directory)
-    models.note_shapes(model)
-    args = Namespace(
-        fsdp=1, cpu_offload=False, precision="fp32", strategy=strategy, prepare_only=False
-    )
-    if strategy == "fsdp2":
-        args.fsdp, args.strategy = 2, "full_shard"
-    fill = hf_load.WeightLoader(args, model, directory, CPU, checkpoint).fill
-    blocks = (PegasusEncoderLayer, PegasusDecoderLayer)
-    if strategy == "ddp":
-        hf_load.materialize(model, fill)
+def wrap(model: nn.Module, fill: weights.Init, way: str) -> nn.Module:
+    """Return the model with its weights, a unit for each layer."""
+    blocks = {type(layer) for layers in model.modules() if isinstance(layers, nn.ModuleList)
+              for layer in layers if type(layer).__name__.endswith(("Block", "Layer"))}  # fmt: skip
+    if way == "ddp":
+        weights.materialize(model, fill)
         return DDP(model)
-    if strategy == "fsdp2":
-        for module in policies.fsdp2_units(model, policies.wrap_policy(blocks)):
-            fully_shard(module, **policies.fsdp2_options(args, CPU))
-        hf_load.materialize(model, fill)
+    if way == "fsdp2":
+        for module in model.modules():
+            if type(module) in blocks:
+                fully_shard(module)
+        fully_shard(model)
+        weights.materialize(model, fill)
         return model
     return FSDP(
         model,
@@ -84,48 +58,95 @@ def wrap(directory: Path, strategy: str, checkpoint: Path | None = None) -> torc
     )
 
 
-def train_state(model: torch.nn.Module) -> TrainState:
-    """A new optimizer and schedule for the model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    return TrainState(model, optimizer, schedule, scaler, CPU, 2, {})
+def load(
+    kind: type, config: PretrainedConfig, directory: Path, way: str, needs_weights: bool = True
+) -> nn.Module:
+    """Return the model in a directory, of a class like those of the scripts."""
+    own = type("LossModel", (kind,), {"__module__": __name__})
+    model, source = weights.new_model(own, config, directory, needs_weights)
+    fill = weights.Loader(Namespace(cpu_offload=False), model, source, CPU).fill
+    wrapped = wrap(model, fill, way).eval()
+    assert not source, "a run would hold what rank 0 has read"
+    return wrapped
 
 
-def train(state: TrainState) -> None:
-    """One step, which the model counts."""
-    tokens = torch.arange(2, 34).view(2, 16)
-    state.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    state.optimizer.step()
-    state.optimizer.zero_grad()
-    state.scheduler.step()
-    models.unwrapped(state.model).counter.seen += 1
-    state.step += 1
+def logits(model: nn.Module) -> torch.Tensor:
+    """Return what a model computes of IDS."""
+    inputs = {"input_ids": IDS, "use_cache": False}
+    if weights.unwrapped(model).config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = IDS
+    return model(**inputs).logits
+
+
+def plain(kind: type, config: PretrainedConfig, directory: Path) -> PreTrainedModel:
+    """Return what Transformers loads in fp32; of a multimodal model the text part."""
+    whole = AutoConfig.from_pretrained(directory)
+    if type(whole) is type(config):
+        return kind.from_pretrained(directory, dtype=torch.float32).eval()
+    mapping = {r"^language_model\.": ""}
+    return kind.from_pretrained(directory, config=config, dtype=torch.float32, key_mapping=mapping)
+
+
+def differing(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
+    """Return the keys of tensors that are not the same, in dtype and to the last bit."""
+    problems = sorted(ones.keys() ^ others.keys())
+    for key in ones.keys() & others.keys():
+        if ones[key].dtype != others[key].dtype or not torch.equal(ones[key], others[key]):
+            problems.append(key)
+    return problems
+
+
+def check(directory: Path, way: str, output: Path) -> list[str]:
+    """Return on rank 0 what is wrong with a load and its exports."""
+    kind = getattr(transformers, json.loads((directory / "class.json").read_text()))
+    config = weights.text_config(AutoConfig.from_pretrained(directory), kind, "made")
+    expected = plain(kind, config, directory)
+    model = load(kind, config, directory, way)
+    problems = []
+    if not torch.equal(logits(model), logits(expected)):
+        problems.append("logits")
+    inner = weights.unwrapped(model)
+    problems += differing(dict(inner.named_buffers()), dict(expected.named_buffers()))
+    frozen = {name for name, x in kind(config).named_parameters() if not x.requires_grad}
+    names = {
+        weights.plain_name(name) for name, x in inner.named_parameters() if not x.requires_grad
+    }
+    problems += sorted(frozen ^ names)
+    for dtype in ("fp32", "bf16"):
+        ours, theirs = output / f"ours-{dtype}", output / f"theirs-{dtype}"
+        args = Namespace(export_dtype=dtype)
+        export.export_model(model, ByT5Tokenizer(), ours, args)
+        if dist.get_rank() == 0:
+            expected.to(export.EXPORT_DTYPES[dtype]).save_pretrained(theirs)
+            whole = stored(theirs)  # a text part is saved with its prefix again
+            whole = {key.removeprefix("language_model."): tensor for key, tensor in whole.items()}
+            problems += differing(stored(ours), whole)
+            _, report = kind.from_pretrained(ours, output_loading_info=True)
+            problems += [str(part) for part in report.values() if part]
+            assert len(list(ours.glob("*.safetensors"))) > 1
+    resumed = load(kind, config, directory, way, needs_weights=False)
+    empty = weights.unwrapped(resumed)
+    problems += differing(dict(empty.named_buffers()), dict(inner.named_buffers()))
+    export.export_model(
+        resumed, ByT5Tokenizer(), output / "resumed", Namespace(export_dtype="bf16")
+    )
+    if dist.get_rank() == 0:
+        problems += sorted(stored(output / "resumed").keys() ^ whole.keys())
+    return problems
 
 
 def main() -> None:
-    """Load, train and save under each strategy, and go on under the other one."""
-    directory, output = map(Path, sys.argv[1:])
+    """Check all models in one process group."""
+    models, result = map(Path, sys.argv[1:])
     dist.init_process_group("gloo")
-    for first, second in (("full_shard", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "full_shard")):
-        path = output / first
-        state = train_state(wrap(directory, first))
-        hf_export.export_model(state.model, ByT5Tokenizer(), path / "loaded", EXPORT)
-        train(state)
-        checkpoints.Saver(path, state, keep=1, full=False).save()
-        hf_export.export_model(state.model, ByT5Tokenizer(), path / "saved", EXPORT)
-        train(state)
-        hf_export.export_model(state.model, ByT5Tokenizer(), path / "trained", EXPORT)
-        checkpoint = path / "checkpoints/step-00000001"
-        state = train_state(wrap(directory, second, checkpoint))
-        checkpoints.load_checkpoint(
-            checkpoint,
-            state,
-            Namespace(seed=0, output_dir=path, model_name="made"),
-        )
-        hf_export.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
-        train(state)
-        hf_export.export_model(state.model, ByT5Tokenizer(), path / "continued", EXPORT)
+    export.FILE_BYTES = 20e3
+    found = {}
+    for directory in sorted(models.iterdir()):
+        for way in WAYS:
+            output = result.parent / f"{result.stem} {directory.name} {way}"
+            found[f"{directory.name} {way}"] = check(directory, way, output)
+    if dist.get_rank() == 0:
+        result.write_text(json.dumps(found))
     dist.destroy_process_group()
 
 

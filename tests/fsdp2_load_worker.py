@@ -2,8 +2,8 @@
 
     fsdp2_load_worker.py RESULT.json OUTPUT_DIR MODELS.json
 
-MODELS.json has a directory by script. Each is loaded in every way of WAYS, from files that every
-rank sees, and from files that rank 0 alone sees, and exported. Rank 0 writes what each rank had.
+MODELS.json has a directory by script. Each is loaded in every way of WAYS from weights that only
+rank 0 sees, and exported. Rank 0 writes what each rank had.
 """
 
 import importlib
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ten_steps import local
 from torch.distributed.tensor import DTensor
 
-from runtime import hf_export, hf_load, models, ranks
+from runtime import export, ranks, weights
 
 WAYS = {
     "1-D mesh": ["--fsdp", "2"],
@@ -50,23 +50,20 @@ def main() -> None:
             own = ["--model-name", directory, *LENGTHS[name], "--export-dtype", "fp32"]
             args = script.parse_args([*own, *flags])
             device = device or script.setup(args)
-            for seen_by in ("all", "rank 0"):
-                place = Path(directory)
-                if seen_by == "rank 0" and rank != 0:
-                    place = without_weights(place, Path(output) / f"{name} {rank}")
-                hf_load.model_directory = lambda *_, place=place: place
-                model, tokenizer, init = script.load_model(args, device)
-                model = script.wrap_model(args, device, model, init)
-                path = Path(output) / name / way / seen_by
-                hf_export.export_model(model, tokenizer, path, args)
-                tied = models.unwrapped(model).get_output_embeddings().weight
-                mine = {
-                    "bytes": sum(local(p).nbytes for p in model.parameters()),
-                    "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
-                    "tied": tied is models.unwrapped(model).get_input_embeddings().weight,
-                }
-                key = f"{name}, {way}, {seen_by}"
-                found[key] = ranks.on_every_rank(lambda mine=mine: mine)
+            place = Path(directory)
+            if rank != 0:
+                place = without_weights(place, Path(output) / f"{name} {rank}")
+            weights.find_directory = lambda *_, place=place: place
+            model, tokenizer, init = script.load_model(args, device)
+            model = script.wrap_model(args, device, model, init)
+            export.export_model(model, tokenizer, Path(output) / name / way, args)
+            tied = weights.unwrapped(model).get_output_embeddings().weight
+            mine = {
+                "bytes": sum(local(p).nbytes for p in model.parameters()),
+                "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
+                "tied": tied is weights.unwrapped(model).get_input_embeddings().weight,
+            }
+            found[f"{name}, {way}"] = ranks.on_every_rank(lambda mine=mine: mine)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     script.cleanup()

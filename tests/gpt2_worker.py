@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 from benchmarks.driven import Driven
-from runtime import free_space, models, ranks
+from runtime import free_space, ranks, weights
 from runtime.output import open_output
 
 
@@ -145,7 +145,7 @@ def main() -> None:
         results[name]["units"] = sum(isinstance(m, unit) for m in resumed.model.modules())
         results[name]["tied"] = all(
             inner.lm_head.weight is inner.transformer.wte.weight
-            for inner in (models.unwrapped(trained.model), models.unwrapped(resumed.model))
+            for inner in (weights.unwrapped(trained.model), weights.unwrapped(resumed.model))
         )
         results[name]["texts"] = continued(resumed)
         groups = dist.distributed_c10d._world.pg_map

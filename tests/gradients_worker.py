@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt2_fsdp
 import policies
-from runtime import models, ranks
+from runtime import ranks, weights
 
 CLIPPED = {
     "full_shard": [],
@@ -101,7 +101,7 @@ class Operations(TorchDispatchMode):
 def backward(args: Namespace, model: nn.Module, step: int) -> float:
     """Add the gradients of the micro-batches of a step; returns the sum of their losses."""
     total = 0.0
-    device = models.unwrapped(model).device
+    device = weights.unwrapped(model).device
     for number in range(args.gradient_accumulation_steps):
         seed = 100 * step + 10 * number + dist.get_rank()
         ids = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))

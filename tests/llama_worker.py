@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
-from runtime import models
+from runtime import weights
 from runtime.output import open_output
 
 
@@ -69,7 +69,7 @@ def main() -> None:
         made = wrap_model(*arguments)
         begun.append(
             {
-                models.WRAPPERS.sub("", name): whole(parameter).clone()
+                weights.WRAPPERS.sub("", name): whole(parameter).clone()
                 for name, parameter in made.named_parameters()
                 if ".lora_" in name
             }

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import policies
-from runtime import checkpoints, hf_export, run
+from runtime import checkpoints, export, run
 from runtime.rows import readers
 from runtime.steps import Step
 
@@ -35,7 +35,7 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
         "validation": (script, "validation", later),
         "save": (checkpoints, "_write", None),
         "generation": (policies, "generation", None),
-        "export": (hf_export, "export_model", None),
+        "export": (export, "export_model", None),
     }
 
 

@@ -20,7 +20,7 @@ from copied import copied
 
 import llama_fsdp
 import policies
-from runtime import models
+from runtime import weights
 
 clip_gradients = policies.clip_gradients
 
@@ -32,7 +32,7 @@ def save_first(path: Path) -> None:
         found = {}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                found[models.plain_name(name)] = parameter.grad.full_tensor().clone()
+                found[weights.plain_name(name)] = parameter.grad.full_tensor().clone()
         if dist.get_rank() == 0:
             torch.save(found, path)
         policies.clip_gradients = clip_gradients

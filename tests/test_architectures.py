@@ -20,8 +20,8 @@ from transformers.models.auto import modeling_auto
 
 import llama_fsdp
 from benchmarks.driven import Driven
-from runtime import hf_export
-from runtime.models import plain_name
+from runtime import export
+from runtime.weights import plain_name
 
 CAUSAL = sorted(set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 SEQ2SEQ = sorted(set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()))
@@ -183,7 +183,7 @@ def train_copy(
     args.batch_size = len(sets[0])
     driven = Driven(script, args, device, sets=sets)
     losses = [loss.item() for loss, _ in driven.all()]
-    hf_export.export_model(driven.model, tokenizer, final, args)
+    export.export_model(driven.model, tokenizer, final, args)
     samples = [sets[0][i] for i in range(len(sets[0]))]
     weights = {}
     for name, parameter in driven.model.named_parameters():

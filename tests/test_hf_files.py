@@ -1,38 +1,30 @@
-"""Pretrained weights as they come: several files, other names, other dtypes, and broken ones."""
+"""Pretrained weights as they come: loaded and saved as Transformers does it, and broken files."""
 
 import json
-import os
 import re
 import time
-from argparse import Namespace
-from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx2
+import huggingface_hub
 import pytest
 import torch
 import transformers
 from conftest import errors_said, launch, weights
-from files_worker import CountingPegasus
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from test_templates import byte_tokenizer
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import (
-    AutoConfig,
     ByT5Tokenizer,
     Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
     GPT2LMHeadModel,
-    GPTNeoXForCausalLM,
-    PretrainedConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     T5ForConditionalGeneration,
 )
 
-from runtime import hf_export, hf_load
-
-CPU = torch.device("cpu")
-EXPORT = Namespace(export_dtype="fp32", max_shard_size=1)
+from runtime import weights as hf_weights
 
 # Small shapes, as the configs of these families call them.
 DECODER = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -43,391 +35,285 @@ BART = {"vocab_size": 384, "d_model": 32, "encoder_layers": 2, "decoder_layers":
         "decoder_ffn_dim": 64, "max_position_embeddings": 64, "dropout": 0.0}  # fmt: skip
 T5 = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 GPT2 = {"vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-OPT = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-       "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}  # fmt: skip
-FAMILIES = {
-    "T5ForConditionalGeneration": T5,
-    "MT5ForConditionalGeneration": T5,
-    "GPT2LMHeadModel": GPT2,
-    "LlamaForCausalLM": GROUPED,
-    "MistralForCausalLM": GROUPED,
-    "Qwen2ForCausalLM": GROUPED,
-    "Qwen3ForCausalLM": GROUPED,
-    "Qwen3_5ForCausalLM": GROUPED | {"layer_types": ["full_attention"] * 2},
-    "OPTForCausalLM": OPT,
-    "GPTNeoXForCausalLM": DECODER,
-    "BartForConditionalGeneration": BART,
-    "PegasusForConditionalGeneration": BART,
-    "MarianMTModel": BART | {"decoder_vocab_size": 384, "pad_token_id": 0},
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "intermediate_size": 32, "image_size": 28, "patch_size": 14}  # fmt: skip
+MODELS = {  # class to load, shape; twelve experts have another order by number than by key
+    "t5": ("T5ForConditionalGeneration", T5),
+    "t5 untied": ("T5ForConditionalGeneration", T5),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaForCausalLM", GROUPED),
+    "llama config": ("LlamaForCausalLM", GROUPED),
+    "llama mixed": ("LlamaForCausalLM", GROUPED),
+    "mixtral": ("MixtralForCausalLM", GROUPED | {"num_local_experts": 12}),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", GROUPED | EXPERTS | {"num_experts": 12}),
+    "qwen3 stacked": ("Qwen3MoeForCausalLM", GROUPED | EXPERTS | {"num_experts": 12}),
+    "diffllama": ("DiffLlamaForCausalLM", GROUPED),
+    "gemma3": ("Gemma3ForCausalLM", GROUPED),
+    "gemma3 text part": ("Gemma3ForCausalLM", GROUPED),
+    "pegasus": ("PegasusForConditionalGeneration", BART),
+    "neox": ("GPTNeoXForCausalLM", DECODER),
 }
+IN_BF16 = {"gpt2", "gemma3", "pegasus"}
 
 
-def new_model(model_class: type[PreTrainedModel], **shape: object) -> PreTrainedModel:
-    """A random model, its persistent buffers too."""
+def new_model(name: str) -> PreTrainedModel:
+    """Return a random model, none of whose weights is constant."""
+    kind, shape = MODELS[name]
+    if name == "gemma3 text part":
+        kind = "Gemma3ForConditionalGeneration"
+        shape = {"text_config": shape, "vision_config": VISION, "mm_tokens_per_image": 4}
     torch.manual_seed(0)
+    model_class = getattr(transformers, kind)
     model = model_class(model_class.config_class(**shape))
-    for _, buffer in hf_export._persistent_buffers(model):
-        if buffer.is_floating_point():
-            buffer.normal_()
+    if name == "t5 untied":
+        model.lm_head.weight = nn.Parameter(torch.randn(384, 32))
+    for tensor in model.state_dict().values():
+        tensor.add_(torch.randn_like(tensor), alpha=0.1)
     return model
 
 
-def counting_model() -> CountingPegasus:
-    """One that has counted."""
-    model = new_model(CountingPegasus, **BART)
-    model.counter.seen.fill_(7)
-    model.counter.known[::3] = True
-    return model
+def save(name: str, directory: Path) -> None:
+    """Write a model of MODELS as it may be found on the hub."""
+    model = new_model(name)
+    if name in IN_BF16:
+        model = model.to(torch.bfloat16)
+    model.save_pretrained(
+        directory, max_shard_size="60KB", save_original_format=name != "qwen3 stacked"
+    )
+    if name == "llama mixed":  # the first file in fp16, one of the others in bf16
+        for path, dtype in zip(
+            sorted(directory.glob("*.safetensors")), (torch.float16, torch.bfloat16), strict=False
+        ):
+            tensors = {key: tensor.to(dtype) for key, tensor in load_file(path).items()}
+            save_file(tensors, path, {"format": "pt"})
+    if name == "llama config":
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    (directory / "class.json").write_text(json.dumps(MODELS[name][0]))
 
 
-def streamed(
-    model_class: type[PreTrainedModel], directory: Path, config: PretrainedConfig | None = None
-) -> DDP:
-    """The model in `directory` as the scripts load it; needs a process group."""
-    config = config or model_class.config_class.from_pretrained(directory)
-    model = hf_load.meta_model(model_class, config, directory)
-    args = Namespace(fsdp=1, cpu_offload=False, strategy="ddp", prepare_only=False)
-    hf_load.materialize(model, hf_load.WeightLoader(args, model, directory, CPU).fill)
-    return DDP(model)
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a directory for each of MODELS."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        save(name, folder / name)
+    return folder
 
 
-def check_equal(
-    ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor], least: int = 1
+@pytest.fixture(scope="module")
+def differences(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What files_worker.py found, by number of ranks."""
+    folder = tmp_path_factory.mktemp("results")
+    found = {}
+    for ranks in (1, 2):
+        launch(ranks, "tests/files_worker.py", models, folder / f"{ranks}.json")
+        found[ranks] = json.loads((folder / f"{ranks}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("way", ["fsdp1", "fsdp2", "ddp"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loads_and_exports_equal_those_of_transformers(
+    name: str, way: str, ranks: int, differences: dict
 ) -> None:
-    """The same names and dtypes, at least so many, and the same values to the last bit."""
-    assert ones.keys() == others.keys() and len(ones) >= least
-    for name, one in ones.items():
-        assert one.dtype == others[name].dtype, name
-        assert torch.equal(one, others[name]), name
+    """Logits and buffers in fp32; keys, dtypes and values of exported files: to the last bit."""
+    assert differences[ranks][f"{name} {way}"] == []
 
 
-@pytest.fixture
-def meta_model(t5_directory: Path) -> T5ForConditionalGeneration:
-    """The model of `t5_directory` without storage."""
-    with torch.device("meta"):
-        return T5ForConditionalGeneration(AutoConfig.from_pretrained(t5_directory))
+def test_models_are_stored_as_on_the_hub(models: Path) -> None:
+    """Otherwise the test above would show less."""
+    assert "model.layers.1.block_sparse_moe.experts.10.w1.weight" in weights(models / "mixtral")
+    assert "model.layers.1.mlp.experts.gate_up_proj" in weights(models / "qwen3 stacked")
+    assert "language_model.model.norm.weight" in weights(models / "gemma3 text part")
+    assert "embed_out.weight" in weights(models / "neox")
+    assert weights(models / "pegasus")["final_logits_bias"].any()
+    mixed = {tensor.dtype for tensor in weights(models / "llama mixed").values()}
+    assert mixed == {torch.float16, torch.bfloat16, torch.float32}
+    untied = weights(models / "t5 untied")
+    assert not torch.equal(untied["lm_head.weight"], untied["shared.weight"])
 
 
-@pytest.fixture
-def tensors(t5_directory: Path) -> dict[str, torch.Tensor]:
-    """Its weights."""
-    return load_file(t5_directory / "model.safetensors")
-
-
-def test_names_that_are_known_to_be_superfluous_or_tied(
-    meta_model: T5ForConditionalGeneration, tensors: dict[str, torch.Tensor], tmp_path: Path
+def test_older_keys_and_superfluous_ones_are_accepted(
+    alone: None, t5_directory: Path, gpt2_directory: Path, tmp_path: Path
 ) -> None:
-    """t5-base carries one bias too many; other files hold the tied embedding under each name."""
+    """t5-base carries one bias too many and the embedding twice; GPT-2's keys lack the prefix."""
+    tensors = weights(t5_directory)
     embedding = tensors.pop("shared.weight")
+    for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
+        tensors[name] = embedding.clone()
     bias = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    names = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-    copies = {name: embedding.clone() for name in names}
-    save_file(tensors | copies | {bias: torch.zeros(1)}, tmp_path / "model.safetensors")
-    found = hf_load._find_weights(meta_model, tmp_path)
-    assert found.keys() == {name for name, _ in meta_model.named_parameters()}
-    assert found["shared.weight"][1] in names
+    save_file(tensors | {bias: torch.zeros(1)}, tmp_path / "model.safetensors")
+    config = T5ForConditionalGeneration.config_class.from_pretrained(t5_directory)
+    model, source = hf_weights.new_model(T5ForConditionalGeneration, config, tmp_path)
+    assert model.encoder.embed_tokens.weight is model.shared.weight is model.lm_head.weight
+    assert torch.equal(source["shared.weight"], embedding)
+    tensors = {k.removeprefix("transformer."): x for k, x in weights(gpt2_directory).items()}
+    save_file(tensors | {"h.0.attn.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
+    config = GPT2LMHeadModel.config_class.from_pretrained(gpt2_directory)
+    _, source = hf_weights.new_model(GPT2LMHeadModel, config, tmp_path)
+    assert torch.equal(source["transformer.wte.weight"], tensors["wte.weight"])
 
 
-def test_all_that_is_wrong_is_named_at_once(
-    meta_model: T5ForConditionalGeneration, tensors: dict[str, torch.Tensor], tmp_path: Path
+def test_all_problems_of_files_are_one_error(
+    t5_directory: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    """A missing, an unknown and a wrongly shaped tensor."""
+    """Rank 0 reads, both ranks end, one error is printed, and nothing is left behind."""
+    for path in t5_directory.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    tensors = weights(t5_directory)
     tensors["extra.weight"] = torch.zeros(1)
     tensors["shared.weight"] = tensors["shared.weight"][:-1].clone()
     del tensors["decoder.final_layer_norm.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError) as error:
-        hf_load._find_weights(meta_model, tmp_path)
-    said = str(error.value)
-    assert "extra.weight is not the model's" in said
-    assert "shared.weight has shape [383, 32], not [384, 32]" in said
-    assert "decoder.final_layer_norm.weight is missing" in said
-    assert said.count(";") == 2
-
-
-def test_broken_files(
-    meta_model: T5ForConditionalGeneration, t5_directory: Path, tmp_path: Path
-) -> None:
-    """Nothing, .bin alone, half a file, and an index that names a file which is not there."""
-    file = tmp_path / "model.safetensors"
-    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        hf_load._find_weights(meta_model, tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match="save_pretrained"):
-        hf_load._find_weights(meta_model, tmp_path)
-    whole = (t5_directory / "model.safetensors").read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
-        hf_load._find_weights(meta_model, tmp_path)
-    index = {"weight_map": {"shared.weight": "model-00001-of-00002.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors cannot be read"):
-        hf_load._find_weights(meta_model, tmp_path)
-
-
-def test_half_precision_files_train_in_fp32(
-    meta_model: T5ForConditionalGeneration,
-    tensors: dict[str, torch.Tensor],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    """A line says so; the meta model's parameters, which the values are copied to, are fp32."""
-    halves = {name: tensor.half() for name, tensor in tensors.items()}
-    save_file(halves, tmp_path / "model.safetensors")
-    hf_load._find_weights(meta_model, tmp_path)
-    assert "stored as F16, trained as fp32" in capsys.readouterr().out
-    config = meta_model.config
-    config.dtype = torch.float16
-    with torch.device("meta"):
-        assert T5ForConditionalGeneration(config).dtype == torch.float32
-
-
-def test_two_ranks_refuse_a_wrong_checkpoint_once_and_quickly(
-    t5_directory: Path, tensors: dict[str, torch.Tensor], pairs: Path, tmp_path: Path
-) -> None:
-    """Rank 0 looks, both ranks end, one sentence is printed, and nothing is left behind."""
-    for path in t5_directory.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    del tensors["shared.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     start, output = time.monotonic(), tmp_path / "output"
     flags = ["--model-name", tmp_path, "--dataset", pairs, "--output-dir", output]
     result = launch(2, "T5_training.py", *flags, check=False)
     assert result.returncode != 0
-    assert len(errors_said(result.stderr)) == 1
-    assert "shared.weight is missing" in result.stderr
+    (error,) = errors_said(result.stderr)
+    assert "extra.weight is not the model's" in error
+    assert "shared.weight has shape [383, 32], not [384, 32]" in error
+    assert "decoder.final_layer_norm.weight is missing" in error
     assert time.monotonic() - start < 60
     assert not list((output / "checkpoints").iterdir())
 
 
-def test_names_without_the_base_model_prefix(gpt2_directory: Path, tmp_path: Path) -> None:
-    """The published GPT-2 files say wte.weight, and carry the causal masks of old."""
-    tensors = load_file(gpt2_directory / "model.safetensors")
-    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    save_file(bare | {"h.0.attn.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with torch.device("meta"):
-        model = GPT2LMHeadModel(AutoConfig.from_pretrained(gpt2_directory))
-    found = hf_load._find_weights(model, tmp_path)
-    assert found.keys() == {name for name, _ in model.named_parameters()}
-    assert found["transformer.wte.weight"][1] == "wte.weight"
+def test_broken_files_are_named(alone: None, t5_directory: Path, tmp_path: Path) -> None:
+    """No file, half a file, and an index that names a file which does not exist."""
+    config = T5ForConditionalGeneration.config_class.from_pretrained(t5_directory)
+    file = tmp_path / "model.safetensors"
+
+    def refused(pattern: str) -> None:
+        with pytest.raises(ValueError, match=pattern):
+            hf_weights.new_model(T5ForConditionalGeneration, config, tmp_path)
+
+    refused("model.safetensors cannot be read .*save_pretrained")
+    whole = (t5_directory / "model.safetensors").read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    refused("model.safetensors cannot be read")
+    index = {"weight_map": {"shared.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused("model-00001-of-00002.safetensors cannot be read")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_families_are_loaded_and_exported_as_by_transformers(
-    name: str, alone: None, tmp_path: Path
-) -> None:
-    """Every tensor of `from_pretrained`, and every key and value of `save_pretrained`."""
-    model_class = getattr(transformers, name)
-    made = new_model(model_class, **FAMILIES[name])
-    made.save_pretrained(tmp_path / "made", max_shard_size="60KB")
-    plain = model_class.from_pretrained(tmp_path / "made", dtype=torch.float32)
-    plain.save_pretrained(tmp_path / "plain")
-    loaded = streamed(model_class, tmp_path / "made")
-    check_equal(loaded.module.state_dict(), plain.state_dict(), least=20)
-    computed = dict(plain.named_buffers())
-    check_equal(dict(loaded.module.named_buffers()), computed, least=len(computed))
-    frozen = {key for key, parameter in made.named_parameters() if not parameter.requires_grad}
-    still = loaded.module.named_parameters()
-    assert {key for key, parameter in still if not parameter.requires_grad} == frozen
-    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
-    check_equal(weights(tmp_path / "exported"), weights(tmp_path / "plain"), least=20)
-    # A model that was in no file, such as `tiny`.
-    hf_export.export_model(DDP(made), ByT5Tokenizer(), tmp_path / "new", EXPORT)
-    check_equal(weights(tmp_path / "new"), weights(tmp_path / "made"), least=20)
-
-
-def test_buffers_in_the_files_are_there() -> None:
-    """What the test above is about: without them it would show less."""
-    model = new_model(transformers.BartForConditionalGeneration, **BART)
-    (buffer,) = hf_export._persistent_buffers(model)
-    assert buffer[0] == "final_logits_bias" and buffer[1].any()
-
-
-def test_a_buffer_that_the_model_can_do_without(
-    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """BART's files may lack final_logits_bias, which is zero then; another buffer may not."""
-    model = new_model(transformers.BartForConditionalGeneration, **BART)
-    model.save_pretrained(tmp_path)
-    tensors = weights(tmp_path)
-    del tensors["final_logits_bias"]
+@pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
+def test_missing_expert_is_an_error(part: str, alone: None, models: Path, tmp_path: Path) -> None:
+    """A matrix of one expert: Transformers cannot stack the others."""
+    tensors = weights(models / "qwen3 moe")
+    del tensors[f"model.layers.1.mlp.experts.10.{part}.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    loaded = streamed(type(model), tmp_path).module
-    assert "does not hold final_logits_bias" in capsys.readouterr().out
-    assert loaded.final_logits_bias.shape == (1, 384) and not loaded.final_logits_bias.any()
-    counting_model().save_pretrained(tmp_path)
-    tensors = weights(tmp_path)
-    del tensors["counter.seen"]
+    kind = transformers.Qwen3MoeForCausalLM
+    config = kind.config_class.from_pretrained(models / "qwen3 moe")
+    with pytest.raises(ValueError, match="cannot be converted|has shape"):
+        hf_weights.new_model(kind, config, tmp_path)
+
+
+def test_resume_converts_no_experts(alone: None, models: Path) -> None:
+    """Without weights only what may be tied is read, and buffers."""
+    kind = transformers.MixtralForCausalLM
+    config = kind.config_class.from_pretrained(models / "mixtral")
+    model = hf_weights.read_model(kind, config, models / "mixtral", reads_layers=False)
+    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    assert "model.layers.1.mlp.experts.gate_up_proj" in on_meta
+    assert not any(".layers." not in name for name in on_meta)
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def change(directory: Path, **settings: object) -> None:
+    """Change settings in a directory's config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def with_large_tokenizer(directory: Path) -> None:
+    """Save a tokenizer with more tokens than the model has."""
+    tokenizer = ByT5Tokenizer()
+    tokenizer.add_tokens([f"<{i}>" for i in range(99)])
+    tokenizer.save_pretrained(directory)
+
+
+def with_empty_tokenizer(directory: Path) -> None:
+    """Save the settings of a tokenizer without its vocabulary."""
+    for path in directory.glob("*token*"):
+        path.unlink()
+    settings = {"tokenizer_class": "LlamaTokenizer"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def with_adapters(directory: Path) -> None:
+    """Leave adapters in place of a model."""
+    (directory / "config.json").unlink()
+    (directory / "adapter_config.json").touch()
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (lambda directory: change(directory, model_type="mistral"), "is a mistral, not a llama"),
+    (lambda directory: change(directory, quantization_config={"quant_method": "fp8"}),
+     "is quantized (fp8). Pass a directory with its weights in 16 or 32 bits"),
+    (with_adapters, "contains adapters, not a model"),
+    (with_large_tokenizer, "has a tokenizer of 483 tokens, the model 384"),
+    (with_empty_tokenizer, "has no vocabulary of a LlamaTokenizer"),
+])  # fmt: skip
+def test_unfit_directory_is_refused(
+    damage: Callable, said: str, alone: None, llama_directory: Path, tmp_path: Path
+) -> None:
+    """One message says what is wrong and what to do; without the damage the directory is fine."""
+    for path in llama_directory.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
+
+
+def test_text_part_of_multimodal_model_is_complete(
+    alone: None, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Tensors of other parts are left out, and counted; none of the text part is."""
+    tensors = weights(models / "gemma3 text part")
+    kind = Gemma3ForCausalLM
+    config = transformers.AutoConfig.from_pretrained(models / "gemma3 text part").text_config
+    hf_weights.new_model(kind, config, models / "gemma3 text part")
+    others = sum(not key.startswith("language_model.") for key in tensors)
+    assert f"{others} tensors are not of text, and left out" in capsys.readouterr().out
+    tensors["language_model.model.layers.2.mlp.up_proj.weight"] = torch.zeros(64, 32)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="counter.seen is missing"):
-        streamed(CountingPegasus, tmp_path)
+    with pytest.raises(ValueError, match=r"layers.2.mlp.up_proj.weight is not the model's"):
+        hf_weights.new_model(kind, config, tmp_path)
 
 
-def test_keys_of_older_files_are_renamed(alone: None, tmp_path: Path) -> None:
-    """Pythia's embed_out is the head, also without the base model's prefix, and stays its key."""
-    made = new_model(GPTNeoXForCausalLM, **DECODER)
-    made.save_pretrained(tmp_path)
-    tensors = weights(tmp_path)
-    assert "embed_out.weight" in tensors and "lm_head.weight" not in tensors
-    bare = {key.removeprefix("gpt_neox."): tensor for key, tensor in tensors.items()}
-    assert "embed_in.weight" in bare
-    save_file(bare, tmp_path / "model.safetensors")
-    loaded = streamed(GPTNeoXForCausalLM, tmp_path)
-    check_equal(loaded.module.state_dict(), made.state_dict())
-    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
-    check_equal(weights(tmp_path / "exported"), tensors)
-    # Files that have the model's own names keep them.
-    made.save_pretrained(tmp_path / "own", save_original_format=False)
-    loaded = streamed(GPTNeoXForCausalLM, tmp_path / "own")
-    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "again", EXPORT)
-    assert "lm_head.weight" in weights(tmp_path / "again")
-    check_equal(weights(tmp_path / "again"), weights(tmp_path / "own"))
+ANSWERS = {  # status and X-Error-Code of the hub
+    "meta/gated": (403, "GatedRepo", "is gated. Accept its licence on"),
+    "me/private": (401, "RepoNotFound", "is neither a directory nor a public model"),
+    "gtp2": (404, "RepoNotFound", "is neither a directory nor a public model"),
+    "a/b/c": (200, "", "is neither a directory nor a public model"),
+    "busy": (500, "", "the hub cannot be asked"),
+    "offline": (None, "", "the hub cannot be asked"),
+}
 
 
-def test_a_renamed_head_that_stands_apart_is_untied(alone: None, tmp_path: Path) -> None:
-    """Though the config ties it; one with the same values stays tied."""
-    made = new_model(GPTNeoXForCausalLM, **DECODER)
-    made.config.tie_word_embeddings = True
-    made.save_pretrained(tmp_path)
-    loaded = streamed(GPTNeoXForCausalLM, tmp_path).module
-    check_equal(loaded.state_dict(), made.state_dict())
-    made.lm_head.weight = nn.Parameter(made.gpt_neox.embed_in.weight.detach().clone())
-    made.save_pretrained(tmp_path)
-    assert "embed_out.weight" in weights(tmp_path)
-    loaded = streamed(GPTNeoXForCausalLM, tmp_path).module
-    assert loaded.lm_head.weight is loaded.gpt_neox.embed_in.weight
-
-
-def test_the_text_part_of_a_multimodal_model(
-    alone: None, tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("name", ANSWERS)
+def test_unavailable_model_is_one_message(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes what the whole does of a text; what is left out is named and counted."""
-    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-              "intermediate_size": 32, "image_size": 28, "patch_size": 14}  # fmt: skip
-    sizes = {"text_config": GROUPED, "vision_config": vision, "mm_tokens_per_image": 4}
-    whole = new_model(Gemma3ForConditionalGeneration, **sizes).eval()
-    whole.save_pretrained(tmp_path)
-    stored = weights(tmp_path)
-    config = hf_load.load_config(tmp_path, Gemma3ForCausalLM, "theirs")
-    loaded = streamed(Gemma3ForCausalLM, tmp_path, config)
-    parts = Counter(key.split(".")[0] for key in stored)
-    said = f"left out are {parts['multi_modal_projector']} tensors of multi_modal_projector, "
-    assert f"{said}{parts['vision_tower']} tensors of vision_tower" in capsys.readouterr().out
-    ids = torch.arange(2, 42)[None]
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, whole(ids).logits)
-    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
-    again, report = Gemma3ForCausalLM.from_pretrained(
-        tmp_path / "exported", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    check_equal(again.state_dict(), loaded.module.state_dict(), least=20)
-    # Of the text part nothing may be left out.
-    stored["language_model.model.layers.2.mlp.up_proj.weight"] = torch.zeros(64, 32)
-    save_file(stored, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="layers.2.mlp.up_proj.weight is not the model's$"):
-        streamed(Gemma3ForCausalLM, tmp_path, config)
+    """What the hub's library raises becomes a message that says what to do."""
+    status, code, said = ANSWERS[name]
 
+    def answer(_: httpx2.Request) -> httpx2.Response:
+        if status is None:
+            raise httpx2.ConnectError("no network")
+        return httpx2.Response(status, headers={"X-Error-Code": code})
 
-def test_a_model_of_several() -> None:
-    """Its class is no text model's, and another is named."""
-    config = Gemma3ForConditionalGeneration.config_class()
-    with pytest.raises(ValueError, match="made of several models: .* such as Gemma3ForCausalLM"):
-        hf_load.check_type(config, Gemma3ForConditionalGeneration, "gemma")
-
-
-@pytest.mark.slow
-def test_adapters_on_a_text_part(chats: Path, tmp_path: Path) -> None:
-    """Merged, they make a model of text alone, which Transformers loads."""
-    pytest.importorskip("peft")
-    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1,
-              "num_attention_heads": 2, "intermediate_size": 32, "image_size": 28,
-              "patch_size": 14}  # fmt: skip
-    ids = {"bos_token_id": None, "eos_token_id": 1}
-    text = GROUPED | ids | {"model_type": "llama"}
-    sizes = {"text_config": text, "vision_config": vision, "image_token_index": 300}
-    whole = new_model(transformers.LlavaForConditionalGeneration, **sizes)
-    whole.save_pretrained(tmp_path / "model")
-    byte_tokenizer("qwen3").save_pretrained(tmp_path / "model")
-    flags = ["--model-name", tmp_path / "model", "--dataset", chats, "--max-seq-length", 64]
-    flags += ["--max-steps", 2, "--lora-rank", 2, "--lora-targets", "q_proj", "--merge"]
-    output = tmp_path / "output"
-    launch(0, "llama_fsdp.py", *flags, "--export-dtype", "fp32", "--output-dir", output)
-    final, report = transformers.AutoModelForCausalLM.from_pretrained(
-        output / "final", output_loading_info=True
-    )
-    assert type(final) is transformers.LlamaForCausalLM and not any(report.values()), report
-    merged = final.model.state_dict()
-    base = whole.model.language_model.state_dict()
-    changed = {key for key in base if not torch.equal(base[key], merged[key])}
-    assert changed == {f"layers.{i}.self_attn.q_proj.weight" for i in range(2)}
-
-
-@pytest.mark.parametrize(
-    "tokenizer", ["PreTrainedTokenizerFast", "LlamaTokenizer", "T5Tokenizer", "GemmaTokenizer"]
-)
-def test_a_tokenizer_without_its_vocabulary(tokenizer: str, tmp_path: Path) -> None:
-    """One sentence, whatever Transformers makes of it: some classes take every text for unknown."""
-    transformers.LlamaConfig().save_pretrained(tmp_path)
-    settings = {"tokenizer_class": tokenizer}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError) as error:
-        hf_load.load_tokenizer(tmp_path, 1000)
-    said = f"the tokenizer in {tmp_path} makes no tokens of a text"
-    if tokenizer == "PreTrainedTokenizerFast":
-        said = f"{tmp_path} has no tokenizer.json"
-    assert str(error.value).startswith(said) and "\n" not in str(error.value)
-
-
-def test_buffers_of_other_dtypes(alone: None, tmp_path: Path) -> None:
-    """Integers and truth values are not cast; floating-point buffers are, as parameters."""
-    made = counting_model()
-    made.save_pretrained(tmp_path)
-    loaded = streamed(CountingPegasus, tmp_path)
-    check_equal(dict(loaded.module.named_buffers()), dict(made.named_buffers()), least=4)
-    args = Namespace(export_dtype="bf16", max_shard_size=1)
-    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", args)
-    exported = weights(tmp_path / "exported")
-    assert exported["counter.seen"].dtype == torch.int64 and exported["counter.seen"] == 7
-    assert torch.equal(exported["counter.known"], made.counter.known)
-    assert exported["final_logits_bias"].dtype == torch.bfloat16
-
-
-def test_what_the_file_system_lost_is_seen(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where a bucket is mounted: the directory before stays, and nothing else."""
-    (tmp_path / "final").mkdir()
-    (tmp_path / "final/before").touch()
-    write = hf_export.Place.write
-
-    def lost(place: hf_export.Place, first: int, values: torch.Tensor) -> hf_export.Tail:
-        tail = write(place, first, values)
-        size = place.path.stat().st_size
-        os.truncate(place.path, place.offset)
-        os.truncate(place.path, size)
-        return tail
-
-    monkeypatch.setattr(hf_export.Place, "write", lost)
-    model = DDP(new_model(transformers.BartForConditionalGeneration, **BART))
-    with pytest.raises(OSError, match="model.safetensors lacks what rank 0 wrote to it: give an"):
-        hf_export.export_model(model, ByT5Tokenizer(), tmp_path / "final", EXPORT)
-    assert [path.name for path in tmp_path.rglob("*")] == ["final", "before"]
-
-
-def test_buffers_on_two_ranks(tmp_path: Path) -> None:
-    """Loaded, saved and resumed, under FSDP and DDP, and from one to the other; a frozen parameter
-    stays what it is."""
-    counting_model().save_pretrained(tmp_path / "made")
-    made = weights(tmp_path / "made")
-    launch(2, "tests/files_worker.py", tmp_path / "made", tmp_path)
-    for strategy in ("full_shard", "fsdp2", "ddp"):
-        states = {path.name: weights(path) for path in (tmp_path / strategy).glob("*ed")}
-        assert len(states) == 5
-        check_equal(states["loaded"], made, least=90)
-        check_equal(states["resumed"], states["saved"])
-        assert states["saved"]["counter.seen"] == 8 and states["continued"]["counter.seen"] == 9
-        for name, tensor in states["continued"].items():
-            torch.testing.assert_close(tensor, states["trained"][name])
-            fixed = re.search(r"embed_positions|final_logits_bias|counter.known", name) is not None
-            assert torch.equal(tensor, made[name]) == fixed, name
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    transport = httpx2.MockTransport(answer)
+    huggingface_hub.set_client_factory(lambda: httpx2.Client(transport=transport))
+    try:
+        with pytest.raises(ValueError) as error:
+            hf_weights.find_directory(name, hf_weights.SETTINGS)
+    finally:
+        huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
+    assert str(error.value).startswith(f"--model-name {name} ") and said in str(error.value)
+    assert "or pass a directory" in str(error.value) and "\n" not in str(error.value)

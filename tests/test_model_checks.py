@@ -31,8 +31,8 @@ import T5_training
 from runtime.attention import per_document, register, set_attention
 from runtime.metrics import Metrics, flops_per_token, peak_tflops
 from runtime.model_checks import check_logits, fit_config
-from runtime.models import note_shapes
 from runtime.optimization import parameter_groups
+from runtime.weights import note_shapes
 from tools import memory_estimator
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}

@@ -1,8 +1,5 @@
-"""Mixtures of experts as the hub has them: stored one by one, and stacked while they are read."""
+"""Mixtures of experts in copies of llama_fsdp.py: trained, resumed and exported on two ranks."""
 
-import importlib
-import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -11,44 +8,24 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, metrics, status, weights
-from test_hf_files import EXPORT, GROUPED, check_equal, new_model, streamed
+from test_hf_files import GROUPED
 from test_templates import byte_tokenizer, copy_script, plain_loss
-from torch.nn.parallel import DistributedDataParallel as DDP
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers import AutoTokenizer, PreTrainedModel
 
 import chat_dataset
 import llama_fsdp
-from runtime import hf_export, hf_load, models, stored_tensors
 from runtime.rows.chat_templates import LLAMA_2
 
-# Twelve experts, so that their order by number is not that of their keys.
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "max_position_embeddings": 128}
+LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+          "qk_rope_head_dim": 8, "v_head_dim": 16}  # fmt: skip
+GROUPS = {"n_routed_experts": 12, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 SHAPES = {
     "Qwen3Moe": GROUPED | EXPERTS | {"num_experts": 12},
     "Mixtral": GROUPED | EXPERTS | {"num_local_experts": 12},
-    "DeepseekV3": GROUPED
-    | EXPERTS
-    | {
-        "num_key_value_heads": 4,
-        "n_routed_experts": 12,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 16,
-    },
-}
-KEYS = {  # of an expert's first matrix in the hub's files
-    "Qwen3Moe": "model.layers.1.mlp.experts.10.gate_proj.weight",
-    "Mixtral": "model.layers.1.block_sparse_moe.experts.10.w1.weight",
-    "DeepseekV3": "model.layers.1.mlp.experts.10.gate_proj.weight",
+    "DeepseekV3": GROUPED | EXPERTS | LATENT | GROUPS,
 }
 MODULES = {"Qwen3Moe": "qwen3_moe", "Mixtral": "mixtral", "DeepseekV3": "deepseek_v3"}
-STACKED = "model.layers.1.mlp.experts.gate_up_proj"
 
 
 def class_of(name: str) -> type[PreTrainedModel]:
@@ -57,174 +34,17 @@ def class_of(name: str) -> type[PreTrainedModel]:
 
 
 @pytest.fixture
-def made(name: str) -> PreTrainedModel:
-    """A random model none of whose tensors is constant."""
+def directory(name: str, tmp_path: Path) -> Path:
+    """A random model none of whose tensors is constant, as the hub has it, and a byte tokenizer."""
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    model = new_model(class_of(name), **SHAPES[name], **ids)
-    with torch.no_grad():
-        for tensor in model.state_dict(keep_vars=True).values():
-            tensor.add_(torch.randn_like(tensor), alpha=0.1)
-    return model
-
-
-@pytest.fixture
-def directory(name: str, made: PreTrainedModel, tmp_path: Path) -> Path:
-    """Its files, as the hub has them, and a byte tokenizer."""
+    torch.manual_seed(0)
+    model = class_of(name)(class_of(name).config_class(**SHAPES[name], **ids))
+    for tensor in model.state_dict().values():
+        tensor.add_(torch.randn_like(tensor), alpha=0.1)
     path = tmp_path / "model"
-    made.save_pretrained(path, max_shard_size="60KB")
+    model.save_pretrained(path, max_shard_size="60KB")
     byte_tokenizer("qwen3").save_pretrained(path)
-    assert KEYS[name] in weights(path) and len(list(path.glob("*.safetensors"))) > 2
     return path
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_experts_are_loaded_and_exported_as_by_transformers(
-    name: str,
-    made: PreTrainedModel,
-    directory: Path,
-    alone: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every tensor of `from_pretrained`, and every key and value of `save_pretrained`."""
-    model_class = class_of(name)
-    with monkeypatch.context() as patch:  # rank 0 reads for all
-        patch.setattr(hf_load, "_everyone_sees", lambda *_: False)
-        check_equal(streamed(model_class, directory).module.state_dict(), made.state_dict())
-    loaded = streamed(model_class, directory)
-    check_equal(loaded.module.state_dict(), made.state_dict(), least=20)
-    for model in (loaded, DDP(made), DDP(made)):  # new ones too, such as `tiny`, and once more
-        hf_export.export_model(model, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
-        check_equal(weights(tmp_path / "exported"), weights(directory), least=40)
-    again = model_class.from_pretrained(tmp_path / "exported")
-    check_equal(again.state_dict(), made.state_dict(), least=20)
-    # Files that hold them stacked keep them so.
-    made.save_pretrained(tmp_path / "stacked", save_original_format=False)
-    assert STACKED in weights(tmp_path / "stacked")
-    loaded = streamed(model_class, tmp_path / "stacked")
-    check_equal(loaded.module.state_dict(), made.state_dict(), least=20)
-    hf_export.export_model(loaded, ByT5Tokenizer(), tmp_path / "exported", EXPORT)
-    check_equal(weights(tmp_path / "exported"), weights(tmp_path / "stacked"), least=20)
-
-
-@pytest.mark.parametrize("name", ["Mixtral"])
-def test_rows_are_read_alone(
-    name: str, made: PreTrainedModel, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank reads the experts of its shard, one at a time, and no others."""
-    with torch.device("meta"):
-        model = class_of(name)(made.config)
-    stored = hf_load._find_weights(model, directory)[STACKED]
-    keys = []
-    read = stored_tensors.read
-
-    def noted(path: Path, key: str) -> torch.Tensor:
-        keys.append(key)
-        return read(path, key)
-
-    monkeypatch.setattr(stored_tensors, "read", noted)
-    rows = stored.under(directory).read_rows(9, 11)
-    assert torch.equal(rows, made.get_parameter(STACKED)[9:11])
-    stem = KEYS[name].removesuffix("10.w1.weight")
-    assert keys == [f"{stem}{i}.{part}.weight" for i in (9, 10) for part in ("w1", "w3")]
-
-
-def test_memory_of_a_stacked_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it some rows are held, not as much again, as if it were stacked whole."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    memory = importlib.import_module("common").AnonymousMemory
-    shape = GROUPED | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 1}
-    model = new_model(class_of("Mixtral"), **shape, num_local_experts=32)
-    model.save_pretrained(tmp_path)
-    with torch.device("meta"):
-        empty = class_of("Mixtral")(model.config)
-    stored = hf_load._find_weights(empty, tmp_path)["model.layers.0.mlp.experts.gate_up_proj"]
-    size = 4e-6 * math.prod(stored.shape)
-    assert size > 130
-    stored.read_rows(0, 1)
-    with memory() as anonymous:
-        tensor = stored.read()
-    assert tensor.shape == (32, 2048, 512)
-    assert 0.9 * size < anonymous.peak - anonymous.first < 1.5 * size
-
-
-@pytest.mark.parametrize("name", ["Qwen3Moe"])
-@pytest.mark.parametrize("others", ["gate_proj", "down_proj"])
-def test_experts_that_are_missing(
-    name: str, others: str, made: PreTrainedModel, directory: Path, alone: None
-) -> None:
-    """One matrix of one expert: the sentence names what should have been made of it."""
-    key = KEYS[name].replace("gate_proj", others)
-    tensors = weights(directory)
-    del tensors[key]
-    shutil.rmtree(directory)
-    made.save_pretrained(directory, state_dict=tensors)
-    said = f"{STACKED} cannot be made of 11 of mlp.experts.*.gate_proj.weight, 12 of"
-    if others == "down_proj":
-        said = "experts.0.down_proj.weight has shape [11, 32, 16], not [12, 32, 16]"
-    with pytest.raises(ValueError, match=re.escape(said)):
-        streamed(class_of(name), directory)
-
-
-@pytest.mark.parametrize("name", ["Qwen3Moe"])
-@pytest.mark.parametrize(
-    "operations",
-    [
-        [MergeModulelist(dim=1), Concatenate(dim=1)],
-        [MergeModulelist(dim=0), Concatenate(dim=0)],
-        [Concatenate(dim=0)],
-    ],
-)
-def test_another_conversion_is_refused_before_anything_is_read(
-    name: str,
-    operations: list,
-    made: PreTrainedModel,
-    directory: Path,
-    alone: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What another version of Transformers may do; the sentence says how to convert the files."""
-    sources = ["mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"]
-    other = WeightConverter(sources, "mlp.experts.gate_up_proj", operations)
-    mapping = models.get_model_conversion_mapping
-
-    def with_other(model: PreTrainedModel, add_legacy: bool) -> list:
-        return [other, *mapping(model, add_legacy=add_legacy)[1:]]
-
-    monkeypatch.setattr(models, "get_model_conversion_mapping", with_other)
-    with monkeypatch.context() as patch, pytest.raises(ValueError) as error:
-        patch.setattr(stored_tensors, "read", None)
-        streamed(class_of(name), directory)
-    assert "experts.0.gate_proj.weight, and to make model.layers.0" in str(error.value)
-    assert "save_pretrained(..., save_original_format=False)" in str(error.value)
-    # A new model is written under its own names, which from_pretrained knows as well.
-    hf_export.export_model(DDP(made), ByT5Tokenizer(), tmp_path / "new", EXPORT)
-    assert STACKED in weights(tmp_path / "new")
-    again = class_of(name).from_pretrained(tmp_path / "new")
-    check_equal(again.state_dict(), made.state_dict())
-
-
-@pytest.mark.parametrize("name", ["Mixtral"])
-@pytest.mark.parametrize(
-    ("setting", "value", "said"),
-    [
-        ("output_router_logits", True, "auxiliary loss is not added here"),
-        ("quantization_config", {"quant_method": "fp8"}, r"stored quantized \(fp8\)"),
-    ],
-)
-def test_what_the_config_asks_for_in_vain(
-    name: str, setting: str, value: object, said: str, directory: Path
-) -> None:
-    """Refused before any file of weights is opened; without it the same config is taken."""
-    model_class = class_of(name)
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {setting: value}))
-    with pytest.raises(ValueError, match=said):
-        hf_load.load_config(directory, model_class, str(directory))
-    path.write_text(json.dumps(config))
-    assert hf_load.load_config(directory, model_class, str(directory)).num_local_experts == 12
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from conftest import check_equal_weights, errors_said, losses, metrics, status
 
 import gpt2_fsdp
-from runtime import checkpoints, hf_export, lock
+from runtime import checkpoints, export, lock
 from runtime.metrics import read_events
 
 
@@ -225,7 +225,7 @@ def test_nothing_is_left_of_an_export_that_failed(
     finished: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """The one before stays."""
-    monkeypatch.setattr(hf_export.Place, "write", lambda *_: 1 / 0)
+    monkeypatch.setattr(export, "save_file", lambda *_: 1 / 0)
     before = everything(finished / "final")
     with pytest.raises(ZeroDivisionError):
         start(finished, flags, "--export-only")

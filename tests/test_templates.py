@@ -28,10 +28,10 @@ from transformers import (
 import block_dataset
 import chat_dataset
 import summarization_dataset
-from runtime import hf_load
-from runtime.models import note_shapes
+from runtime import weights
 from runtime.optimization import parameter_groups
 from runtime.rows.chat_templates import LLAMA_2
+from runtime.weights import note_shapes
 
 Changes = list[tuple[str, str]]  # what stands in the script, and what takes its place
 
@@ -331,7 +331,7 @@ def test_load(name: str, directory: Path, alone: None, tmp_path: Path) -> None:
     copy = import_copy(copy_script(script, changes, name, tmp_path / "copy"))
     flags = ["--dataset", "docstrings", "--model-name", str(directory), *SHORT[script]]
     model, tokenizer, init = copy.load_model(copy.parse_args(flags), torch.device("cpu"))
-    hf_load.materialize(model, init)
+    weights.materialize(model, init)
     own = model_class.from_pretrained(directory).state_dict()
     assert model.state_dict().keys() == own.keys()
     for key, tensor in model.state_dict().items():
@@ -360,8 +360,8 @@ def test_a_tokenizer_of_another_class(name: str, directory: Path, tmp_path: Path
     path = tmp_path / "other"
     ByT5Tokenizer().save_pretrained(path)
     shutil.copy(directory / "config.json", path)
-    with pytest.raises(ValueError, match="makes no tokens of a text"):
-        hf_load.load_tokenizer(path, vocab_size=384)
+    with pytest.raises(ValueError, match="has no vocabulary of a Qwen2Tokenizer"):
+        weights.load_tokenizer(path, vocab_size=384)
 
 
 def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpt2_fsdp
-from runtime import checkpoints, hf_load
+from runtime import checkpoints, weights
 from runtime.rows import readers
 
 
@@ -57,8 +57,8 @@ def test_weights_in_a_bin(alone: None, llama_directory: Path, mark: Path, tmp_pa
     shutil.copy(llama_directory / "config.json", directory)
     torch.save({"lm_head.weight": Hostile(mark)}, directory / "pytorch_model.bin")
     config = LlamaConfig.from_pretrained(directory)
-    with pytest.raises(ValueError, match="has only .bin weights"):
-        hf_load.meta_model(LlamaForCausalLM, config, directory)
+    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
+        weights.new_model(LlamaForCausalLM, config, directory)
     assert not mark.exists()
 
 
@@ -78,15 +78,17 @@ def test_data(name: str, mark: Path, code: str, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_code_of_a_model(llama_directory: Path, mark: Path, code: str, tmp_path: Path) -> None:
+def test_code_of_a_model(
+    alone: None, llama_directory: Path, mark: Path, code: str, tmp_path: Path
+) -> None:
     """A type that Transformers does not know brings its own: refused, without a question."""
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     config = json.loads((directory / "config.json").read_text())
     config |= {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
     (directory / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="its own code, which is never run"):
-        hf_load.load_config(directory, LlamaForCausalLM, "theirs")
+    with pytest.raises(ValueError, match="custom code"):
+        weights.open_model(str(directory), LlamaForCausalLM)
     assert not mark.exists()
 
 
@@ -96,8 +98,8 @@ def test_code_of_a_tokenizer(llama_directory: Path, mark: Path, code: str, tmp_p
     (directory / "theirs.py").write_text(code)
     settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="its own code, which is never run"):
-        hf_load.load_tokenizer(directory, 1000)
+    with pytest.raises(ValueError, match="custom code"):
+        weights.load_tokenizer(directory, 1000)
     assert not mark.exists()
 
 

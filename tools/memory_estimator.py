@@ -48,7 +48,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import policies
-from runtime import adapters, arguments, hf_load, model_checks, ranks
+from runtime import adapters, arguments, model_checks, ranks, weights
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
@@ -200,7 +200,7 @@ def load_config(name: str) -> transformers.PretrainedConfig:
         _, config_class, keys, values = BUILT_IN[size]
         return config_class(**dict(zip(keys, values, strict=True)))
     if not path.exists():
-        path = hf_load.model_directory(name, BUILT_IN, ["config.json"])
+        path = weights.find_directory(name, ["config.json"])
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -237,7 +237,7 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    hf_load.check_type(config, script.MODEL, args.model_name)
+    weights.text_config(config, script.MODEL, args.model_name)
     return script
 
 
@@ -356,7 +356,7 @@ def read_model(args: Namespace) -> Model:
         if getattr(args, name) != default and name not in flags:
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag}: the script of {args.model_name} has no such flag. Drop it.")
-    config = hf_load.text_part(config, script.MODEL)
+    config = weights.text_config(config, script.MODEL, args.model_name)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
     model_checks.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
@@ -422,7 +422,7 @@ def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: t
     """Add adapters of --lora-rank to a model on meta. Weights stay in `dtype`; `Weight.in_4bit`
     marks those that --load-in-4bit quantizes."""
     without_4bit = Namespace(**vars(args) | {"load_in_4bit": False})
-    adapters.add(without_4bit, model, script.BLOCKS, dtype, torch.device("meta"))
+    adapters.add(without_4bit, model, {}, script.BLOCKS, dtype, torch.device("meta"))
 
 
 def storages(weights: set[int], *tensors: Any) -> dict[int, torch.UntypedStorage]:
@@ -556,12 +556,12 @@ def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list
     if strategy != "hybrid_shard":
         shards *= args.nodes
     if args.fsdp == 2:
-        units = [sharded_by_rows(weights, shards, itemsize) for weights in model.units]
+        units = [sharded_by_rows(unit, shards, itemsize) for unit in model.units]
         return shards, sum(unit.trained for unit in units) // shards, units
     units = []
     mine = 0
-    for weights in model.units:
-        sizes = tuple(weight.shape.numel() for weight in weights)
+    for unit in model.units:
+        sizes = tuple(weight.shape.numel() for weight in unit)
         whole, rank_0 = flat_parameter(sizes, shards, aligned=16 // itemsize)
         units.append(Unit(gathered=itemsize * whole, held=4 * whole // shards, trained=whole))
         mine += rank_0

@@ -34,7 +34,6 @@ from datasets import Dataset, Features, Value
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from .. import arguments, hub
 from ..screen import Lines
 from . import json_rows
 
@@ -249,7 +248,7 @@ def check_name(flag: str, name: str) -> list[str]:
         return [f"{flag} {name} is of no known kind: {', '.join(KINDS)}"]
     is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
     if not path.is_file() and (path.suffix.lower() in KINDS or not is_hub_id):
-        hint = arguments.did_you_mean(name, hub.beside("dataset", name))
+        hint = ""
         return [f"{flag} {name}{hint} is missing: there is no such file"]
     return []
 
@@ -303,22 +302,14 @@ def key_by_content(parts: Dataset | datasets.DatasetDict) -> None:
 
 def read_hub(name: str, args: Namespace) -> datasets.DatasetDict:
     """Load the hub data set `name`; raises ValueError, with a sentence, if it cannot be had."""
-    refusal = hub.refusal("dataset", name)
-    is_offline = datasets.config.HF_HUB_OFFLINE
-    datasets.config.HF_HUB_OFFLINE = is_offline or refusal is not None
     try:
         return datasets.load_dataset(name, args.dataset_config)
     except Exception as error:  # network, access, configuration: each has types of its own
-        is_there = Path(name).exists() or isinstance(error, ValueError)  # but not as it should be
-        if refusal is not None and not is_there:
-            raise ValueError(hub.explain(name, "dataset", name, refusal, ["docstrings"])) from error
         reason = shortened(str(error) or type(error).__name__)
         raise ValueError(
             f"{name} did not load ({reason}): choose one of several configurations with "
-            f"--dataset-config, or give {hub.INSTEAD['dataset']}"
+            "--dataset-config, or give a CSV, TSV, JSONL or Parquet file, or docstrings"
         ) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = is_offline
 
 
 def token_rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -1,0 +1,395 @@
+"""Hugging Face files in: rank 0 reads them, and every rank receives each tensor once.
+
+Names no model. All ranks call a function together unless it says otherwise.
+"""
+
+import functools
+import json
+import re
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .ranks import first_on_node, on_rank_zero
+from .screen import Progress
+
+SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
+WEIGHTS = "model*.safetensors"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TEXT_PART = "language_model."  # starts the keys of a multimodal model's text part
+IN_LAYER = re.compile(r"\.\d+\.")  # in the name of a tensor of a numbered layer
+WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+
+Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
+Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones under each name; elsewhere empty
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside FSDP1 or DDP; FSDP2 does not wrap it."""
+    if isinstance(model, FSDP | DDP):
+        return model.module
+    return model
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name before wrapping, and without the adapter beside it."""
+    return WRAPPERS.sub("", name).replace(".base_layer.", ".")
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Return a parameter's shape before wrapping, of packed 4 bits that of the weights in them."""
+    return torch.Size(getattr(parameter, "whole_shape", parameter.shape))
+
+
+def note_shapes(model: nn.Module) -> None:
+    """Set `model.shapes`, of each parameter by name. Call it before wrapping: FSDP1's shards are
+    flat."""
+    model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def library_class(model: type[nn.Module]) -> type[PreTrainedModel]:
+    """Return the class of Transformers that a script's, or FSDP2's, extends. Transformers renames
+    and stacks the tensors of files for its own classes only."""
+    return next(kind for kind in model.__mro__ if kind.__module__.startswith("transformers."))
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of all parameters and buffers, tied ones under each name."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return for each name of a parameter or buffer the first name of the same tensor."""
+    first: dict[Tensor, str] = {}
+    return {name: first.setdefault(tensor, name) for name, tensor in named_tensors(model)}
+
+
+def open_model(
+    name: str, model_class: type[PreTrainedModel]
+) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
+    """Return the directory of the model `name`, its configuration and its tokenizer.
+
+    Only rank 0's node downloads weights. Raises ValueError if the model cannot be had, is not a
+    `model_class`, is quantized, or has no tokenizer that fits.
+    """
+    patterns = SETTINGS
+    if dist.get_rank() == 0:
+        patterns = [*SETTINGS, WEIGHTS]
+    directory = first_on_node(find_directory, name, patterns)
+    if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
+        raise ValueError(
+            f"--model-name {name} contains adapters, not a model. Pass the model that they were "
+            "trained on, with the training's --output-dir and --lora-rank, or export with --merge."
+        )
+    # Python code in a directory is never run.
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise ValueError(
+            f"--model-name {name} is quantized ({quantization.get('quant_method')}). Pass a "
+            "directory with its weights in 16 or 32 bits."
+        )
+    config = text_config(config, model_class, name)
+    return directory, config, load_tokenizer(directory, config.vocab_size)
+
+
+def find_directory(name: str, patterns: list[str]) -> Path:
+    """Return the directory `name`, or that of the hub's model, with files of these `patterns`.
+
+    Raises ValueError if there is none. Any process may call it.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except GatedRepoError:
+        reason = f"is gated. Accept its licence on {constants.ENDPOINT}/{name} and set HF_TOKEN"
+    except (RepositoryNotFoundError, HFValidationError):
+        reason = (
+            "is neither a directory nor a public model on the hub. Check the name, set HF_TOKEN"
+        )
+    except OSError as error:  # no network and not in the cache, or a server's error
+        line = str(error).strip().splitlines()[0]
+        reason = (
+            f"is not a directory, and the hub cannot be asked ({type(error).__name__}: {line}). "
+        )
+        reason += "Unset HF_HUB_OFFLINE, set HF_HOME to a cache that contains the model"
+    raise ValueError(f"--model-name {name} {reason}, or pass a directory that contains the model.")
+
+
+def text_config(
+    config: PretrainedConfig, model_class: type[PreTrainedModel], name: str
+) -> PretrainedConfig:
+    """Return the configuration of the model `name`, of a multimodal one that of its text part.
+
+    Raises ValueError if it is not one of `model_class`.
+    """
+    wanted = model_class.config_class.model_type
+    if config.model_type == wanted:
+        return config
+    text = getattr(config, "text_config", config)
+    if text.model_type != wanted:
+        raise ValueError(
+            f"--model-name {name} is a {config.model_type}, not a {wanted}. Pass a {wanted}, or "
+            "change MODEL and BLOCKS in the script."
+        )
+    return text
+
+
+def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Return a directory's tokenizer; raise ValueError if none fits a vocabulary of this size."""
+    advice = "Save the model's tokenizer there with save_pretrained."
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, KeyError, ValueError) as error:
+        line = str(error).strip().splitlines()[0]
+        raise ValueError(f"{directory} has no tokenizer that loads ({line}). {advice}") from None
+    # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
+    files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
+    if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
+        kind = type(tokenizer).__name__
+        raise ValueError(
+            f"{directory} has no vocabulary of a {kind} ({', '.join(files)}). {advice}"
+        )
+    count = len(tokenizer)
+    if count > vocab_size:
+        raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{directory} has a tokenizer without an EOS token. Set its eos_token.")
+    return tokenizer
+
+
+class _Unread:
+    """A tensor in a file whose values are not needed: it becomes a meta tensor.
+
+    Transformers reads each value of `state_dict=` by these two calls, as it does a slice of a file.
+    """
+
+    def __init__(self, stored: Any) -> None:
+        self.stored = stored
+
+    def __getitem__(self, _: Any) -> "_Unread":
+        return self
+
+    def to(self, dtype: torch.dtype, **_: Any) -> Tensor:
+        """Return the tensor on meta."""
+        return torch.empty(self.stored.get_shape(), dtype=dtype, device="meta")
+
+
+def _open_files(directory: Path, reads_layers: bool) -> tuple[dict[str, Any], torch.dtype]:
+    """Map a directory's safetensors files; return the tensors by key and the widest dtype.
+
+    If `reads_layers` is false, only tensors outside of numbered layers have values: those decide
+    which weights are tied. Raises ValueError if a file cannot be read.
+    """
+    names = {"model.safetensors"}
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    tensors: dict[str, Any] = {}
+    dtypes = set()
+    for path in sorted(directory / name for name in names):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (it is not a dict)
+                    stored = file.get_slice(key)
+                    is_read = reads_layers or not IN_LAYER.search(key)
+                    tensors[key] = file.get_tensor(key) if is_read else _Unread(stored)
+                    dtypes.add(FLOATS.get(stored.get_dtype()))
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error}). Download it again, or convert other formats "
+                "with from_pretrained and save_pretrained."
+            ) from None
+    return tensors, functools.reduce(torch.promote_types, dtypes - {None} or {torch.float32})
+
+
+def read_model(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    directory: Path,
+    reads_layers: bool = True,
+) -> PreTrainedModel:
+    """Return the model in a directory as Transformers loads it, in the dtype of its files.
+
+    Weights that need no conversion are views of the mapped files. Rank 0 alone calls it. Raises
+    ValueError if the files cannot be read or do not contain this model.
+    """
+    tensors, dtype = _open_files(directory, reads_layers)
+    text = {key: tensor for key, tensor in tensors.items() if key.startswith(TEXT_PART)}
+    if text:
+        print(f"{directory}: {len(tensors) - len(text)} tensors are not of text, and left out")
+        tensors = {key.removeprefix(TEXT_PART): tensor for key, tensor in text.items()}
+    transformers.logging.disable_progress_bar()
+    try:
+        model, report = library_class(model_class).from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            dtype=dtype,
+            ignore_mismatched_sizes=True,  # they are in the report
+            output_loading_info=True,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"{directory} cannot be converted: {error}") from None
+    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    for name, stored, shape in report["mismatched_keys"]:
+        problems.append(f"{name} has shape {list(stored)}, not {list(shape)}")
+    problems += [f"{name} is not the model's" for name in sorted(report["unexpected_keys"])]
+    if problems:
+        raise ValueError(
+            f"{directory} does not contain this model ({len(problems)} problems): "
+            f"{'; '.join(problems[:10])}. Check config.json and the files."
+        )
+    print(f"{directory}: stored as {str(dtype).removeprefix('torch.')}", flush=True)
+    if dtype != torch.float32:
+        _compute_buffers(model)
+    return model
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no file contains in fp32: Transformers makes some of them, such as
+    Gemma's scale of embeddings, in the dtype of the files."""
+    for module in model.modules():
+        for key in module._non_persistent_buffers_set:
+            buffer = module._buffers[key]
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[key] = torch.empty_like(buffer, dtype=torch.float32)
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)  # does not touch what was loaded
+
+
+def new_model(
+    model_class: type[PreTrainedModel],
+    config: PretrainedConfig,
+    directory: Path | None,
+    needs_weights: bool = True,
+) -> tuple[PreTrainedModel, Source]:
+    """Return a model on meta and, on rank 0, its tensors: from `directory`, or random ones.
+
+    Weights are tied as in Transformers' model: T5's head may be stored apart whatever its config
+    says. Without `needs_weights`, as a checkpoint is loaded next, only buffers have values. Raises
+    ValueError on all ranks if the files do not contain the model.
+    """
+    with torch.device("meta"):
+        model = model_class(config)
+    model.to("meta")  # DiffLlama makes some parameters on the CPU
+    source: Source = {}
+
+    def read() -> dict[str, str]:
+        if directory is None:
+            loaded = model_class(config)
+        else:
+            loaded = read_model(model_class, config, directory, needs_weights)
+            model._weight_conversions = loaded._weight_conversions  # an export reverts them
+        for name, tensor in loaded.named_parameters(remove_duplicate=False):
+            source[name] = tensor.detach() if needs_weights else tensor.to("meta")
+        source.update(loaded.named_buffers(remove_duplicate=False))
+        return first_names(loaded)
+
+    firsts = on_rank_zero(read)
+    own = first_names(model)
+    if own.keys() != firsts.keys():
+        added = ", ".join(sorted(own.keys() ^ firsts.keys()))
+        raise ValueError(f"{model_class.__name__} and its files differ in {added}")
+    for name, first in own.items():
+        if first != name and firsts[name] == name:
+            module, _, key = name.rpartition(".")
+            untied = nn.Parameter(torch.empty_like(model.get_parameter(name)))
+            setattr(model.get_submodule(module), key, untied)
+    if directory is not None and (directory / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    return model, source
+
+
+class Loader:
+    """Gives the modules of a meta model their tensors on `device`, in the meta tensors' dtypes.
+
+    FSDP1 takes `fill` as `param_init_fn`, and shards one unit after the other. Under FSDP2 call
+    `materialize` after sharding, under DDP before wrapping. Rank 0 broadcasts each tensor in the
+    dtype of its file; each rank casts it on the device and keeps its shard, under --cpu-offload on
+    the CPU. Tied parameters stay one tensor. Tensors that the source has on meta are only
+    allocated.
+    """
+
+    def __init__(
+        self, args: Namespace, model: nn.Module, source: Source, device: torch.device
+    ) -> None:
+        self.device = device
+        self.shard_device = torch.device("cpu") if args.cpu_offload else device  # of DTensors
+        self.source = source
+        self.stored = on_rank_zero(lambda: {n: (x.shape, x.dtype) for n, x in source.items()})
+        self.unread = on_rank_zero(lambda: {name for name, x in source.items() if x.is_meta})
+        self.modules = {module: name for name, module in model.named_modules()}
+        self.first = {plain_name(name): first for name, first in first_names(model).items()}
+        self.places = Counter(self.first.values())  # that are not yet filled, by first name
+        self.tied: dict[str, Tensor] = {}  # those that are not yet in all their places
+        self.progress = Progress("load", len(self.places), " tensors")
+
+    def fill(self, module: nn.Module) -> None:
+        """Fill a module, without those inside it; all ranks, in the same order."""
+        for tensors in (module._parameters, module._buffers):
+            for key, meta in tensors.items():
+                if meta is None or not meta.is_meta:
+                    continue
+                name = plain_name(f"{self.modules[module]}.{key}".removeprefix("."))
+                first = self.first[name]
+                tensor = self.tied.pop(first, None)
+                if tensor is None:
+                    tensor = self._receive(module, key, name)
+                    self.progress.update()
+                tensors[key] = tensor
+                self.source.pop(name, None)  # or the run would hold it
+                self.places[first] -= 1
+                if self.places[first]:
+                    self.tied[first] = tensor
+
+    def _receive(self, module: nn.Module, key: str, name: str) -> Tensor:
+        """Return this rank's part of rank 0's tensor `name`, for a module's tensor `key`."""
+        meta = getattr(module, key)
+        if name in self.unread:
+            device = self.shard_device if isinstance(meta, DTensor) else self.device
+            tensor = torch.empty_like(meta, device=device)
+        else:
+            tensor = self._broadcast(name)
+            if key == "weight" and hasattr(module, "quantize"):
+                tensor = module.quantize(tensor.float())
+            tensor = tensor.to(meta.dtype)
+            if isinstance(meta, DTensor):
+                mesh, placements = meta.device_mesh, meta.placements
+                tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+                tensor = tensor.to(self.shard_device)
+        if isinstance(meta, nn.Parameter):
+            return nn.Parameter(tensor, requires_grad=meta.requires_grad)
+        return tensor
+
+    def _broadcast(self, name: str) -> Tensor:
+        """Return rank 0's tensor, on this rank's device."""
+        if dist.get_rank() == 0:
+            tensor = self.source[name].to(self.device, copy=True).contiguous()
+        else:
+            shape, dtype = self.stored[name]
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+
+def materialize(model: nn.Module, init: Init) -> None:
+    """Fill all modules of a model on meta, outer ones first."""
+    for module in list(model.modules()):
+        init(module)
