@@ -53,10 +53,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 
 import policies
-from runtime import adapters, arguments, hf_load, model_checks, ranks
+from runtime import adapters, arguments, chunked_loss, hf_load, model_checks, ranks
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
-READ = ("MODEL", "BLOCKS", "RECIPE", "CHUNK", "units")  # of a script
+READ = ("MODEL", "BLOCKS", "RECIPE", "units")  # of a script
 LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
 OTHER_LENGTH = 1024
 LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
@@ -423,10 +423,10 @@ def read_model(args: Namespace) -> Model:
     units = weights_by_unit(args, model, wrapped)
     in_4bit = [w.shape.numel() for unit in units for w in unit if w.in_4bit]
     head = model.get_output_embeddings().weight
-    chunked = script.CHUNK is not None
+    chunked = isinstance(model.get_output_embeddings(), chunked_loss.LossHead)
     tokens = args.batch_size * args.target_length
     if chunked:
-        tokens = min(args.batch_size * args.seq_length, script.CHUNK)
+        tokens = min(args.batch_size * args.seq_length, chunked_loss.CHUNK)
     return Model(
         units=units,
         parameters=sum(p.numel() for p in model.parameters()),
