@@ -100,16 +100,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = arguments.Parser(__doc__)
     add = arguments.add_model(parser)
     add("--from-scratch", **arguments.OFF, help="use only its config")
-    add("--wrap", choices=["block", "size"], default="block", help="what becomes an FSDP unit")
-    add("--min-num-params", type=int, default=0, help="smallest unit under --wrap size")
+    add("--wrap", default="block", help="FSDP units: block, or size:NUMBER (of parameters) or more")
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
     args, problems = arguments.resolved(parser.parse_args(argv), data, policies)
-    if (args.wrap == "size") != (args.min_num_params > 0):
-        problems.append("--wrap size and --min-num-params, a number above 0, need each other")
-    if args.wrap == "size" and args.fsdp == 2:
-        problems.append("--wrap size needs --fsdp 1: with --fsdp 2 the blocks are the units")
     return arguments.checked(args, problems)
 
 
@@ -204,8 +199,8 @@ def wrap_model(
     policies.fuse_gelu(model)
     note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
-    if args.wrap == "size":
-        policy = policies.size_policy(model, args.min_num_params)
+    if args.wrap != "block":
+        policy = policies.size_policy(model, args.wrap)
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":

@@ -123,8 +123,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, paged, policies)
-    return arguments.checked(args, problems + attention.check_arguments(args))
+    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, policies)
+    for module in (attention, paged):
+        problems += module.check_arguments(args)
+    return arguments.checked(args, problems)
 
 
 def setup(args: Namespace) -> torch.device:
@@ -301,16 +303,6 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**model_inputs(batch), targets=batch["labels"])
 
 
-def new_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; with --optimizer paged_adamw_32bit its moments make way for activations."""
-    groups = optimization.parameter_groups(model, args.weight_decay)
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=args.lr, fused=True)
-    from runtime.paged_adamw import PagedAdamW  # needs bitsandbytes
-
-    return PagedAdamW(groups, lr=args.lr)
-
-
 def train(
     args: Namespace,
     device: torch.device,
@@ -330,7 +322,11 @@ def train(
         collate_fn=data.collate,
         pin_memory=device.type != "cpu",
     )
-    optimizer = new_optimizer(args, model)
+    groups = optimization.parameter_groups(model, args.weight_decay)
+    if args.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    else:
+        optimizer = paged.make_optimizer(groups, args.lr)
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
     factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
     scheduler = LambdaLR(optimizer, factor)
