@@ -90,7 +90,6 @@ def check_arguments(args: Namespace) -> list[str]:
     no_sync = args.accumulate_no_sync
     accumulates = fsdp1 and args.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
     whole = fsdp1 and (processes == 1 or strategy == "no_shard")
-    trains = not (args.export_only or args.evaluate_only)
     offloads = args.cpu_offload and ranks.device_count() > 0 and strategy != "ddp"
     with_sync = "accumulates gradients only with --fsdp 2, or with --accumulate-no-sync on two"
     rules = {
@@ -105,7 +104,7 @@ def check_arguments(args: Namespace) -> list[str]:
         ),
         # CUDA trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
         "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards": (
-            offloads and whole and trains
+            offloads and whole and not (args.export_only or args.evaluate_only)
         ),
         f"--cpu-offload {with_sync} processes or more": offloads and accumulates,
         # FSDP1's gradient has another shape or dtype than the parameter in the next forward pass.
