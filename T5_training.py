@@ -9,14 +9,13 @@ One optimizer step trains on --batch-size x --gradient-accumulation-steps x proc
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
 Face model. To make a script of your own, copy this one with policies.py, summarization_dataset.py
 and the folder runtime/, and change, in this order: the import of T5Block, BLOCKS, MODEL and TINY,
-which is all for another model of its kind, such as BART; `load_model`, `load_data`, `summed_loss`;
+which is all for another model of its kind, such as BART; `load_model`, `load_data`, `token_loss`;
 in `train` the optimizer, the schedule and the step.
 """
 
 import sys
 from argparse import Namespace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +52,6 @@ BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}  # of its config
 BYTES = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # tiny's tokens
 RECIPE = {"model_name": "google-t5/t5-base"}  # defaults that differ from the other scripts'
-CHUNK = None  # the logits of a whole micro-batch are held
 SCRIPT = Path(__file__).stem
 
 
@@ -219,13 +217,22 @@ def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     with policies.evaluation(model), policies.autocast(args, device):
         inputs = model_inputs(batch), model_inputs(alone[2])
         check_decoder(model, *inputs, batch["labels"], device, dtype)
-        check_sum(partial(summed_loss, model), batch, alone, device)
+        check_sum(summed_loss, model, batch, alone, device)
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy in nats, summed over the targets; a target of -100 does not count.
+
+    `logits` are fp32 [positions, vocabulary], `targets` int64 [positions]. To train on more terms,
+    or log more sums, return `torch.stack([cross_entropy, other])`.
+    """
+    return F.cross_entropy(logits, targets, reduction="sum")
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
+    """Return `token_loss` of the batch."""
     logits = model(**model_inputs(batch), use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="sum")
+    return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
 def train(
@@ -264,7 +271,7 @@ def train(
     for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
         lr = scheduler.get_last_lr()[0]
         with step:
-            loss = torch.zeros((), device=device)
+            loss = 0.0
             for batch in policies.micro_batches(args, model, step):
                 with policies.autocast(args, device):
                     # The mean over the target tokens of all ranks and micro-batches.
@@ -281,7 +288,7 @@ def train(
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
-            run.log_step(loss=loss.item(), lr=lr, grad_norm=grad_norm.item())
+            run.log_step(loss=loss, lr=lr, grad_norm=grad_norm)
         if step.due(args.eval_every):
             run.log_validation(validation(args, model, val_loaders, run))
         if step.due(args.save_every):

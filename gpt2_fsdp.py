@@ -10,7 +10,7 @@ One optimizer step trains on --batch-size x --gradient-accumulation-steps x proc
 Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
 Face model. To make a script of your own, copy this one with policies.py, block_dataset.py and the
 folder runtime/, and change, in this order: the import of GPT2Block, BLOCKS, MODEL and TINY, which
-is all for another model of its kind, such as OPT; `load_model`, `load_data`, `chunked_loss`; in
+is all for another model of its kind, such as OPT; `load_model`, `load_data`, `token_loss`; in
 `train` the optimizer, the schedule and the step.
 
 Left out on purpose: attention that stops at document boundaries (see llama_fsdp.py).
@@ -19,7 +19,6 @@ Left out on purpose: attention that stops at document boundaries (see llama_fsdp
 import sys
 from argparse import Namespace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,8 @@ import block_dataset as data
 import policies
 from runtime import arguments, batches, optimization, ranks, weights
 from runtime.batches import Batch
-from runtime.model_checks import check_logits, check_sum, fit_config, logit_scale_and_cap
+from runtime.chunked_loss import LossHead
+from runtime.model_checks import check_logits, check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; tools/memory_estimator.py reads these, too.
@@ -56,7 +56,6 @@ BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}  # names of its config
 BYTES = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": None}  # tiny's tokens
 RECIPE = {"model_name": "openai-community/gpt2"}  # defaults that differ from the other scripts'
-CHUNK = 1024  # tokens whose logits are held at a time
 SCRIPT = Path(__file__).stem
 
 
@@ -100,16 +99,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = arguments.Parser(__doc__)
     add = arguments.add_model(parser)
     add("--from-scratch", **arguments.OFF, help="use only its config")
-    add("--wrap", choices=["block", "size"], default="block", help="what becomes an FSDP unit")
-    add("--min-num-params", type=int, default=0, help="smallest unit under --wrap size")
+    add("--wrap", default="block", help="FSDP units: block, or size:NUMBER (of parameters) or more")
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
     args, problems = arguments.resolved(parser.parse_args(argv), data, policies)
-    if (args.wrap == "size") != (args.min_num_params > 0):
-        problems.append("--wrap size and --min-num-params, a number above 0, need each other")
-    if args.wrap == "size" and args.fsdp == 2:
-        problems.append("--wrap size needs --fsdp 1: with --fsdp 2 the blocks are the units")
     return arguments.checked(args, problems)
 
 
@@ -136,39 +130,28 @@ def cleanup() -> None:
         dist.destroy_process_group()
 
 
-def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, config: Any) -> Tensor:
-    """Sum the cross-entropy, in nats, of logits of which only a chunk is held.
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy in nats, summed over the targets; a target of -100 does not count.
 
-    `hidden` is [positions, width], `targets` int64 [positions], -100 where nothing is predicted.
-    `config` says whether the logits that `head` makes are scaled or capped. Call it in the forward
-    of the FSDP unit that owns the head, for FSDP gathers its weight only inside that.
-
-    Empty `targets` give the logits [positions, vocabulary], for `check_logits`.
+    `logits` are fp32 [positions, vocabulary], `targets` int64 [positions]. To train on more terms,
+    or log more sums, return `torch.stack([cross_entropy, other])`.
     """
-    weight, bias = head.weight, head.bias
-    scale, cap = logit_scale_and_cap(config)
-
-    def logits(part: Tensor) -> Tensor:
-        found = F.linear(part, weight, bias).float()
-        if scale != 1:
-            found = found * scale
-        return found if cap is None else cap * torch.tanh(found / cap)
-
-    def summed(part: Tensor, part_targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits(part), part_targets, reduction="sum")
-
-    if targets.numel() == 0:
-        return logits(hidden)
-    return policies.recomputed_sum(summed, CHUNK, hidden, targets)
+    return F.cross_entropy(logits, targets, reduction="sum")
 
 
 class LossModel(MODEL):
-    """Hugging Face's model, with a forward that may end in the loss."""
+    """Hugging Face's model, whose forward returns the loss if it is given targets."""
+
+    def __init__(self, config: transformers.PretrainedConfig) -> None:
+        super().__init__(config)
+        head = LossHead(self.get_output_embeddings(), config, token_loss)
+        self.set_output_embeddings(head)
+        self.post_init()  # ties the weights of the new head, or initialises them
 
     def forward(
         self, input_ids: Tensor | None = None, targets: Tensor | None = None, **options: Any
     ) -> Any:
-        """Hugging Face's forward; given `targets`, returns their summed cross-entropy in nats.
+        """Hugging Face's forward; given `targets`, returns the sum of `token_loss`.
 
         `input_ids` and `targets` are int64 [batch, length]: a target follows its input, and is -100
         where nothing is learned.
@@ -176,8 +159,7 @@ class LossModel(MODEL):
         if targets is None:
             return super().forward(input_ids, **options)
         hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
-        head = self.get_output_embeddings()
-        return chunked_loss(hidden.flatten(0, 1), head, targets.flatten(), self.config)
+        return self.get_output_embeddings()(hidden.flatten(0, 1), targets.flatten())
 
 
 LossModel.__name__ = MODEL.__name__  # which is written into config.json
@@ -217,8 +199,8 @@ def wrap_model(
     policies.fuse_gelu(model)
     weights.note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
-    if args.wrap == "size":
-        policy = policies.size_policy(model, args.min_num_params)
+    if args.wrap != "block":
+        policy = policies.size_policy(model, args.wrap)
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
@@ -271,12 +253,12 @@ def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     alone = [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        check_logits(model, model_inputs(batch), device, dtype)
-        check_sum(partial(summed_loss, model), batch, alone, device)
+        check_logits(summed_loss, model_inputs, model, batch, device, dtype)
+        check_sum(summed_loss, model, batch, alone, device)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
+    """Return `token_loss` of the batch."""
     return model(**model_inputs(batch), targets=batch["labels"])
 
 
@@ -315,7 +297,7 @@ def train(
     for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
         lr = scheduler.get_last_lr()[0]
         with step:
-            loss = torch.zeros((), device=device)
+            loss = 0.0
             for batch in policies.micro_batches(args, model, step):
                 with policies.autocast(args, device):
                     # The mean over the target tokens of all ranks and micro-batches.
@@ -332,7 +314,7 @@ def train(
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
-            run.log_step(loss=loss.item(), lr=lr, grad_norm=grad_norm.item())
+            run.log_step(loss=loss, lr=lr, grad_norm=grad_norm)
         if step.due(args.eval_every):
             run.log_validation(validation(args, model, val_loaders, run))
         if step.due(args.save_every):

@@ -11,14 +11,13 @@ One optimizer step trains on --batch-size x --gradient-accumulation-steps x proc
 again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging Face model. To make a
 script of your own, copy this one with policies.py, chat_dataset.py and the folder runtime/, and
 change, in this order: the import of LlamaDecoderLayer, BLOCKS, MODEL and TINY, which is all for
-another model of its kind, such as Qwen 3; `load_model`, `load_data`, `chunked_loss`; in `train`
+another model of its kind, such as Qwen 3; `load_model`, `load_data`, `token_loss`; in `train`
 the optimizer, the schedule and the step.
 """
 
 import sys
 from argparse import Namespace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,8 @@ import chat_dataset as data
 import policies
 from runtime import adapters, arguments, attention, batches, optimization, paged, ranks, weights
 from runtime.batches import Batch
-from runtime.model_checks import check_logits, check_sum, fit_config, logit_scale_and_cap
+from runtime.chunked_loss import LossHead
+from runtime.model_checks import check_logits, check_sum, fit_config
 from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
@@ -75,7 +75,6 @@ RECIPE = {  # of Llama-2 70B: defaults that differ from the other scripts'
     "activation_checkpointing": "blocks",
     "export_dtype": "bf16",
 }
-CHUNK = 1024  # tokens whose logits are held at a time
 SCRIPT = Path(__file__).stem
 
 
@@ -123,8 +122,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, paged, policies)
-    return arguments.checked(args, problems + attention.check_arguments(args))
+    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, policies)
+    for module in (attention, paged):
+        problems += module.check_arguments(args)
+    return arguments.checked(args, problems)
 
 
 def setup(args: Namespace) -> torch.device:
@@ -150,53 +151,23 @@ def cleanup() -> None:
         dist.destroy_process_group()
 
 
-def chunked_loss(hidden: Tensor, head: nn.Module, targets: Tensor, config: Any) -> Tensor:
-    """Sum the cross-entropy, in nats, of logits of which only a chunk is held.
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy in nats, summed over the targets; a target of -100 does not count.
 
-    `hidden` is [positions, width], `targets` int64 [positions], -100 where nothing is predicted.
-    `config` says whether the logits that `head` makes are scaled or capped. Call it in the forward
-    of the FSDP unit that owns the head, for FSDP gathers its weight only inside that.
-
-    Empty `targets` give the logits [positions, vocabulary], for `check_logits`.
+    `logits` are fp32 [positions, vocabulary], `targets` int64 [positions]. To train on more terms,
+    or log more sums, return `torch.stack([cross_entropy, other])`.
     """
-    weight, bias = head.weight, head.bias
-    scale, cap = logit_scale_and_cap(config)
-
-    def logits(part: Tensor) -> Tensor:
-        found = F.linear(part, weight, bias).float()
-        if scale != 1:
-            found = found * scale
-        return found if cap is None else cap * torch.tanh(found / cap)
-
-    def summed(part: Tensor, part_targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits(part), part_targets, reduction="sum")
-
-    if targets.numel() == 0:
-        return logits(hidden)
-    return policies.recomputed_sum(summed, CHUNK, hidden, targets)
-
-
-class LossHead(nn.Linear):
-    """An output head that returns the summed loss where it is given targets, else the logits."""
-
-    def __init__(self, head: nn.Linear, config: transformers.PretrainedConfig):
-        super().__init__(head.in_features, head.out_features, bias=head.bias is not None)
-        self.config = config
-
-    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The logits; given `targets`, `chunked_loss`, as FSDP gathers an untied head only here."""
-        if targets is None:
-            return super().forward(hidden)
-        return chunked_loss(hidden, self, targets, self.config)
+    return F.cross_entropy(logits, targets, reduction="sum")
 
 
 class LossModel(MODEL):
-    """Hugging Face's model, with a forward that may end in the loss."""
+    """Hugging Face's model, whose forward returns the loss if it is given targets."""
 
-    def __init__(self, config: transformers.PretrainedConfig):
+    def __init__(self, config: transformers.PretrainedConfig) -> None:
         super().__init__(config)
-        self.lm_head = LossHead(self.lm_head, config)
-        self.post_init()  # ties the new head, or initialises it
+        head = LossHead(self.get_output_embeddings(), config, token_loss)
+        self.set_output_embeddings(head)
+        self.post_init()  # ties the weights of the new head, or initialises them
 
     def forward(
         self,
@@ -205,7 +176,7 @@ class LossModel(MODEL):
         target_positions: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Hugging Face's forward; given `targets`, returns their summed cross-entropy in nats.
+        """Hugging Face's forward; given `targets`, returns the sum of `token_loss`.
 
         `input_ids` and `targets` are int64 [batch, length]: a target follows its input, and is -100
         where nothing is learned.
@@ -217,9 +188,9 @@ class LossModel(MODEL):
             options["attention_mask"] = torch.ones_like(input_ids)
         hidden = self.model(input_ids, use_cache=False, **options).last_hidden_state
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if target_positions is not None and targets.numel() > 0:  # most of a chat is prompt
+        if target_positions is not None:  # most of a chat is prompt
             hidden, targets = hidden[target_positions], targets[target_positions]
-        return self.lm_head(hidden, targets)
+        return self.get_output_embeddings()(hidden, targets)
 
 
 LossModel.__name__ = MODEL.__name__  # which is written into config.json
@@ -319,23 +290,14 @@ def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     alone = [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        check_logits(model, model_inputs(batch), device, dtype, args.packing)
-        check_sum(partial(summed_loss, model), batch, alone, device)
+        all_positions = batch | {"target_positions": None}
+        check_logits(summed_loss, model_inputs, model, all_positions, device, dtype, args.packing)
+        check_sum(summed_loss, model, batch, alone, device)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross-entropy in nats, summed over the batch's target tokens (labels that are not -100)."""
+    """Return `token_loss` of the batch."""
     return model(**model_inputs(batch), targets=batch["labels"])
-
-
-def new_optimizer(args: Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW; with --optimizer paged_adamw_32bit its moments make way for activations."""
-    groups = optimization.parameter_groups(model, args.weight_decay)
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=args.lr, fused=True)
-    from runtime.paged_adamw import PagedAdamW  # needs bitsandbytes
-
-    return PagedAdamW(groups, lr=args.lr)
 
 
 def train(
@@ -357,7 +319,11 @@ def train(
         collate_fn=data.collate,
         pin_memory=device.type != "cpu",
     )
-    optimizer = new_optimizer(args, model)
+    groups = optimization.parameter_groups(model, args.weight_decay)
+    if args.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
+    else:
+        optimizer = paged.make_optimizer(groups, args.lr)
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
     factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
     scheduler = LambdaLR(optimizer, factor)
@@ -372,7 +338,7 @@ def train(
     for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
         lr = scheduler.get_last_lr()[0]
         with step:
-            loss = torch.zeros((), device=device)
+            loss = 0.0
             for batch in policies.micro_batches(args, model, step):
                 with policies.autocast(args, device):
                     # The mean over the target tokens of all ranks and micro-batches.
@@ -389,7 +355,7 @@ def train(
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
-            run.log_step(loss=loss.item(), lr=lr, grad_norm=grad_norm.item())
+            run.log_step(loss=loss, lr=lr, grad_norm=grad_norm)
         if step.due(args.eval_every):
             run.log_validation(validation(args, model, val_loaders, run))
         if step.due(args.save_every):

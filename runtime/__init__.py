@@ -30,7 +30,7 @@ The model
 The data
     rows/         readers of files and hub data sets, tokens made beforehand, JSON, bad rows, chats
 Optional: a copy that has no use for them leaves them out
-    adapters, nf4 (LoRA, 4 bits)   paged, paged_adamw (--optimizer)   attention (packed documents)
+    adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)                attention (packed documents)
     rouge   trackers   profiling   rows/chat_formats, rows/chat_templates (Llama's)
     rows/tokens (--prepare-only)   generate, torchrun (programs: prompts; exit codes for launchers)
 """

@@ -1,41 +1,71 @@
-"""The flag --optimizer, for a script that offers paged_adamw.py beside PyTorch's AdamW."""
+"""The flag --optimizer: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU (CUDA's
+unified memory, as in QLoRA)."""
 
-import argparse
 import importlib.util
-from argparse import Namespace
-from pathlib import Path
+from argparse import ArgumentParser, Namespace
+from typing import Any
 
-from . import ranks
+import torch
+from torch import Tensor, nn
+
 from .arguments import INSTALL
 
 PAGED = "paged_adamw_32bit"
+NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and PyTorch's, in fp32
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Declare the flag."""
-    parser.add_argument_group("optimizer").add_argument(
-        "--optimizer",
-        choices=["adamw", PAGED],
-        default="adamw",
-        help="paged: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU; --fsdp 1",
-    )
-
-
-def resolve_arguments(args: Namespace) -> dict[str, str]:
-    """Leave nothing open; print what a paged optimizer does on a CPU."""
-    if args.optimizer == PAGED and (ranks.accelerator() is None or args.cpu_offload):
-        ranks.say(f"--optimizer {PAGED} pages nothing on a CPU")
-    return {}
+    add = parser.add_argument_group("optimizer").add_argument
+    text = "paged: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU; --fsdp 1"
+    add("--optimizer", choices=["adamw", PAGED], default="adamw", help=text)
 
 
 def check_arguments(args: Namespace) -> list[str]:
-    """List what is wrong with the flag, a sentence each."""
-    if args.optimizer != PAGED:
-        return []
-    has_file = Path(__file__).with_name("paged_adamw.py").is_file()
-    rules = [
-        (not has_file, "needs runtime/paged_adamw.py, which is not here"),
-        (args.fsdp == 2, "needs --fsdp 1: bitsandbytes takes no DTensors"),
-        (not importlib.util.find_spec("bitsandbytes"), f"needs bitsandbytes: {INSTALL}"),
-    ]
-    return [f"--optimizer {PAGED} {sentence}" for is_wrong, sentence in rules if is_wrong]
+    """Return an error message for the reason why the optimizer cannot run."""
+    if args.optimizer == PAGED and args.fsdp == 2:
+        return [f"--optimizer {PAGED} requires --fsdp 1: bitsandbytes takes no DTensors"]
+    if args.optimizer == PAGED and not importlib.util.find_spec("bitsandbytes"):
+        return [f"--optimizer {PAGED} needs bitsandbytes: {INSTALL}"]
+    return []
+
+
+def make_optimizer(groups: list[dict], lr: float) -> torch.optim.Optimizer:
+    """Return bitsandbytes' optimizer with the state dicts of PyTorch's AdamW, which FSDP can shard:
+    a checkpoint of one resumes with the other."""
+    from bitsandbytes.optim import PagedAdamW32bit
+
+    class PagedAdamW(PagedAdamW32bit):
+        def update_step(self, group: dict, parameter: Tensor, *indices: int) -> None:
+            if parameter.numel():  # a CUDA kernel for an empty shard would end the process
+                super().update_step(group, parameter, *indices)
+
+        def state_dict(self) -> dict[str, Any]:
+            own = torch.optim.Optimizer.state_dict(self)
+            state = {}
+            for key, values in own["state"].items():
+                state[key] = {theirs: values[ours] for ours, theirs in NAMES.items()}
+                state[key]["step"] = torch.tensor(float(values["step"]))
+            defaults = torch.optim.AdamW([nn.Parameter(torch.empty(0))], fused=True).defaults
+            for group in own["param_groups"]:
+                for name in group.keys() - defaults.keys() - {"params", "initial_lr"}:
+                    del group[name]
+                group |= {name: x for name, x in defaults.items() if name not in group}
+            return own | {"state": state}
+
+        @torch.no_grad()
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            for group_number, group in enumerate(self.param_groups):
+                keys = state_dict["param_groups"][group_number]["params"]  # names or numbers
+                for number, parameter in enumerate(group["params"]):
+                    values = state_dict["state"].get(keys[number])
+                    if values is None:
+                        continue  # this rank has nothing of the parameter
+                    if parameter not in self.state:  # unified memory is never freed
+                        self.init_state(group, parameter, group_number, number)
+                    state = self.state[parameter]
+                    state["step"] = int(values["step"])
+                    for ours, theirs in NAMES.items():
+                        state[ours].copy_(values[theirs])
+
+    return PagedAdamW(groups, lr=lr)

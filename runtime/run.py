@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -161,10 +161,11 @@ class Run(Life):
             yield batch
             self.stop.end_step()
 
-    def log_step(self, **values: float) -> None:
+    def log_step(self, **values: Tensor | float) -> None:
         """Log the step that is done, with the speed since the last call."""
         self._lock.check()
-        self.metrics.log("train", **values, **self.metrics.speed())
+        numbers = {name: float(value) for name, value in values.items()}
+        self.metrics.log("train", **numbers, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
         """Log a validation, and save the weights if its `loss` is the lowest so far, unless nothing

@@ -1,36 +1,40 @@
-"""The diffs of docs/change-a-script.md, all in one copy of the script, train and go on."""
+"""The diffs of docs/change-a-script.md, applied to copies of the scripts."""
 
+import math
 import re
 import shutil
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 from conftest import ROOT, launch, losses, metrics
 from test_copies import OPTIONAL
 
 PAGE = (ROOT / "docs/change-a-script.md").read_text()
+EDITS = re.search("<!-- z-loss -->(.*)<!-- accuracy -->(.*)<!-- end -->", PAGE, re.S)
+Z_LOSS, ACCURACY = EDITS.groups()
+OTHERS = PAGE.replace(Z_LOSS, "").replace(ACCURACY, "")
 
 
-def changed(source: str, diff: str) -> str:
-    """Return the text with a diff applied, whose lines must stand in it once, in this order."""
-    lines = diff.splitlines()
-    old = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
-    new = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
-    assert source.count(old) == 1, diff
-    return source.replace(old, new)
+def apply_diffs(script: str, text: str) -> str:
+    """Return the script with all diffs of a text applied. The old lines of each must be there."""
+    source = (ROOT / f"{script}.py").read_text()
+    for diff in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
+        lines = diff.splitlines()
+        old = "".join(f"{line[1:]}\n" for line in lines if line[0] != "+")
+        new = "".join(f"{line[1:]}\n" for line in lines if line[0] != "-")
+        assert source.count(old) == 1, diff
+        source = source.replace(old, new)
+    return source
 
 
-def test_all_diffs_together(tmp_path: Path) -> None:
+def test_all_other_diffs_in_one_copy(tmp_path: Path) -> None:
     """BART learns sums by Lion, with smoothed labels, a cosine and an average of its weights, and
-    goes on; without the rooms that such a copy may leave out."""
-    diffs = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
-    assert len(diffs) == 12
-    source = (ROOT / "T5_training.py").read_text()
-    for diff in diffs:
-        source = changed(source, diff)
-    (tmp_path / "my_script.py").write_text(source)
+    resumes, without the files that such a copy can leave out."""
+    (tmp_path / "my_script.py").write_text(apply_diffs("T5_training", OTHERS))
     for name in ("policies", "summarization_dataset", "tests/lion", "tests/ema"):
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    left_out = shutil.ignore_patterns("__pycache__", *OPTIONAL)
+    left_out = shutil.ignore_patterns("__pycache__", *OPTIONAL, "chunked_loss.py")
     shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=left_out)
 
     output = tmp_path / "output"
@@ -38,8 +42,57 @@ def test_all_diffs_together(tmp_path: Path) -> None:
              "--rouge-samples", 4, "--target-length", 8, "--output-dir", output]  # fmt: skip
     for steps in (20, 22):
         launch(0, tmp_path / "my_script.py", *flags, "--max-steps", steps, cwd=tmp_path)
-    found = losses(output)
-    assert list(found) == list(range(1, 23)) and found[22] < 0.8 * found[1]
+    logged = losses(output)
+    assert list(logged) == list(range(1, 23)) and logged[22] < 0.8 * logged[1]
     assert [line["updates"] for line in metrics(output, "train")] == list(range(1, 23))
     assert [line["step"] for line in metrics(output, "start")] == [0, 20]
     assert '"BartForConditionalGeneration"' in (output / "final/config.json").read_text()
+
+
+SCRIPTS = {  # the fixtures that a script reads, by flag, and other flags
+    "T5_training": ({"--model-name": "t5_directory", "--dataset": "pairs"}, ["--rouge-samples=0"]),
+    "gpt2_fsdp": ({"--model-name": "gpt2_directory"}, ["--dataset=docstrings", "--block-size=32"]),
+    "llama_fsdp": (
+        {"--model-name": "llama_directory", "--dataset": "chats"}, ["--max-seq-length=64"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_second_term_and_own_number_in_the_log(
+    script: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """At most six changed lines each; loss, perplexity and best/ follow the cross-entropy."""
+    fixtures, flags = SCRIPTS[script]
+    for flag, fixture in fixtures.items():
+        flags = [*flags, flag, str(request.getfixturevalue(fixture))]
+    flags += ["--max-steps=10", "--log-every=1", "--eval-every=5", "--num-train-samples=40",
+              "--num-val-samples=4", "--precision=fp32", "--lr=1e-2", "--batch-size=2",
+              "--gradient-accumulation-steps=2"]  # fmt: skip
+    runs = {}
+    for edit, text in {"plain": "", "z_loss": Z_LOSS, "accuracy": ACCURACY}.items():
+        assert text.count("\n+") <= 6
+        module = ModuleType(script)
+        module.__file__ = str(ROOT / f"{script}.py")
+        exec(compile(apply_diffs(script, text), module.__file__, "exec"), vars(module))
+        output = tmp_path / edit
+        assert module.fsdp_main(module.parse_args([*flags, f"--output-dir={output}"])) == 0
+        runs[edit] = metrics(output, "train")
+        values = metrics(output, "val")
+        assert all(line["perplexity"] == math.exp(line["loss"]) for line in values[1:])
+        (done,) = metrics(output, "done")
+        assert done["best_loss"] == min(line["loss"] for line in values[1:])
+        runs[edit, "val"] = [line["loss"] for line in values]
+    plain, z_loss, accuracy = runs["plain"], runs["z_loss"], runs["accuracy"]
+
+    # The z-loss is about 1e-4 times the square of the logarithm of the vocabulary, and is trained.
+    assert z_loss[0]["z_loss"] == pytest.approx(1e-4 * math.log(384) ** 2, rel=0.2)
+    assert z_loss[0]["loss"] == plain[0]["loss"] != z_loss[0]["z_loss"]
+    assert z_loss[0]["grad_norm"] != plain[0]["grad_norm"]
+    assert runs["z_loss", "val"][0] == runs["plain", "val"][0]
+
+    # The accuracy rises, and changes nothing else.
+    for name in ("loss", "grad_norm"):
+        assert [line[name] for line in accuracy] == [line[name] for line in plain]
+    assert runs["accuracy", "val"] == runs["plain", "val"]
+    assert 0 <= accuracy[0]["accuracy"] < accuracy[-1]["accuracy"] <= 1

@@ -48,7 +48,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import policies
-from runtime import adapters, arguments, model_checks, ranks, weights
+from runtime import adapters, arguments, chunked_loss, model_checks, ranks, weights
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
@@ -378,10 +378,10 @@ def read_model(args: Namespace) -> Model:
     checkpointing = args.activation_checkpointing
     if checkpointing is None:
         checkpointing = flags["activation_checkpointing"]
-    chunked = script.CHUNK is not None
+    chunked = isinstance(model.get_output_embeddings(), chunked_loss.LossHead)
     tokens = args.batch_size * args.target_length
     if chunked:
-        tokens = min(args.batch_size * args.seq_length, script.CHUNK)
+        tokens = min(args.batch_size * args.seq_length, chunked_loss.CHUNK)
     return Model(
         units=units,
         parameters=sum(p.numel() for p in model.parameters()),
