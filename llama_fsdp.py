@@ -44,11 +44,20 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import chat_dataset as data
 import policies
-from runtime import adapters, arguments, attention, batches, hf_load, optimization, paged, ranks
+from runtime import (
+    adapters,
+    arguments,
+    attention,
+    batches,
+    chats,
+    hf_load,
+    optimization,
+    paged,
+    ranks,
+)
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, check_sum, fit_config, logit_scale_and_cap
 from runtime.models import note_shapes
-from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; memory_estimator.py reads these, too.
@@ -124,7 +133,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, paged, policies)
+    args, problems = arguments.resolved(parser.parse_args(argv), adapters, paged, policies)
     return arguments.checked(args, problems + attention.check_arguments(args))
 
 
@@ -240,7 +249,7 @@ def load_model(
     else:
         directory, config, tokenizer = hf_load.open_model(args.model_name, MODEL, RECIPE)
     fit_config(args, LossModel, config, "max_seq_length")
-    chat_templates.give(tokenizer, args.chat_template)  # final/ has it too
+    chats.set_chat_template(tokenizer, args.chat_template)  # final/ has it too
     kernel = attention.set_attention(args, config, MODEL)
     if args.model_name == "tiny":
         model = LossModel(config)  # the seed is the same on all ranks
@@ -304,9 +313,9 @@ def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any
     """The training set, None with --evaluate-only, and the validation sets by name; all ranks.
 
     A data set of your own needs len() and [i], which gives what `data.collate` takes.
-    Raises ValueError if the data cannot be had or are too few.
+    Raises ValueError if the data or its flags cannot be used.
     """
-    return ranks.first_on_node(data.load, args, tokenizer, dist.get_rank() == 0)
+    return ranks.first_on_node(data.load, args, tokenizer)
 
 
 def model_inputs(batch: Batch) -> Batch:
