@@ -1,8 +1,7 @@
 """Text for a causal language model, from rows to blocks of tokens.
 
-`--dataset` names text, JSONL or Parquet files, hub ids, or `docstrings` (those of the installed
-Python, no download). `load` tokenizes the rows, joins them and cuts them into blocks; `collate`
-pads a batch. Results stay in the `datasets` cache: let one process per node load first.
+`load` tokenizes the rows, joins them and cuts them into blocks; `collate` pads a batch. Results
+stay in the `datasets` cache: let one process per node load first.
 
 Copy this file along with gpt2_fsdp.py and the folder runtime/.
 """
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime import arguments, readers
@@ -39,8 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         f"{WIKITEXT})")  # fmt: skip
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
     add("--block-size", **arguments.at_least(2), default=1024, help="tokens in a sample")
-    add("--bad-rows", choices=["fail", "skip"], default="fail", help="what to do with rows that "
-        "cannot be used")  # fmt: skip
+    add("--bad-rows", **arguments.BAD_ROWS)
     blocks = "blocks of each {} set (0: all; default: all, except {} of docstrings)"
     add("--num-train-samples", **arguments.at_least(0), help=blocks.format("training", 2000))
     add("--num-val-samples", **arguments.at_least(0), help=blocks.format("validation", 500))
@@ -64,18 +62,16 @@ def row_encoder(
             if not isinstance(text, str):
                 raise ValueError(f"{args.text_column} is {text}, not text")
         ids = tokenizer(texts, **options)["input_ids"]
-        pairs = zip(texts, ids, strict=True)
-        ended = [x if text.endswith("\n") else [*x, eos] for text, x in pairs]
-        found = zip(texts, ended, strict=True)
-        return [[{"input_ids": x}] if text else [] for text, x in found]
+        ends = [[] if text.endswith("\n") else [eos] for text in texts]
+        found = zip(texts, ids, ends, strict=True)
+        return [[{"input_ids": x + end}] if text else [] for text, x, end in found]
 
     def from_tokens(some: list[dict]) -> list[list[dict]]:
         from runtime import tokens  # a copy may leave it out
 
-        limit = args.block_size + 1
-        rows = [row.get("input_ids") for row in some]
-        ids = [tokens.check_ids(row, "--block-size", limit, tokenizer) for row in rows]
-        return [[{"input_ids": x}] for x in ids]
+        limit = "--block-size", args.block_size + 1
+        found = [tokens.check_ids(row.get("input_ids"), *limit, tokenizer) for row in some]
+        return [[{"input_ids": ids}] for ids in found]
 
     if args.text_column in columns:
         return from_texts
@@ -115,8 +111,7 @@ def read_parts(word: str, args: Namespace) -> tuple[str, dict[str, Dataset]]:
 
 
 def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
-    """Return the blocks of a word of --dataset by split, cached; raises ValueError if there are
-    none."""
+    """Return the blocks of a word of --dataset by split; ValueError if there are none."""
     name, parts = read_parts(word, args)
     identity = args.block_size, args.text_column, readers.tokenizer_fingerprint(tokenizer)
     found = {}
@@ -132,8 +127,7 @@ def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, D
             continue
         joined = sum(ids[-1] != tokenizer.eos_token_id for ids in rows[:1000]["input_ids"])
         if joined and not name.endswith(".txt"):
-            say(f"{word}: {joined:,} of the first {min(1000, len(rows)):,} rows end in a newline, "
-                "so the next row continues them without EOS")  # fmt: skip
+            say(f"{word}: rows that end in a newline are continued by the next one, without EOS")
         if next(blocks(rows, args.block_size), None) is None:
             raise ValueError(f"--dataset {word} has fewer than two tokens. Pass more text.")
         found[split] = Dataset.from_generator(
@@ -145,10 +139,7 @@ def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, D
 
 
 def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
-    """Return the blocks to train on, and the last 5% to validate on; ValueError if there is one.
-
-    The end, because neighbours of trained blocks are half known.
-    """
+    """Return the blocks to train on, and the last 5%, neighbours of few, to validate on."""
     first = len(rows) - max(1, len(rows) // 20)
     if first == 0:
         raise ValueError(f"--dataset {word} gives one block, so none can be held out for "
@@ -184,11 +175,11 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
         parts = load_blocks(word, tokenizer, args)
         val_sets[word] = parts.get("validation", parts["train"])
     for word, rows in val_sets.items():
-        val_sets[word] = readers.ready(draw_blocks(word, "validation", rows, args))
+        val_sets[word] = readers.join([draw_blocks(word, "validation", rows, args)])
     readers.warn_of_validation(args, val_sets)
     if args.evaluate_only:
         return None, val_sets
-    return readers.ready(concatenate_datasets(train_sets)), val_sets
+    return readers.join(train_sets), val_sets
 
 
 def examples(args: Namespace) -> list[dict[str, list[int]]]:

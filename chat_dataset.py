@@ -3,17 +3,21 @@
 Copy this file along with llama_fsdp.py and the folder runtime/.
 """
 
+import functools
 import hashlib
 import itertools
+import json
 import os.path
 import random
+import re
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
+from datetime import date
 
 import numpy as np
 import torch
-from datasets import Dataset, List, Value, concatenate_datasets
+from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime import arguments, chats, readers
@@ -38,22 +42,37 @@ def examples(args: Namespace) -> list[list[dict]]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.WORDS, default=["docstrings"], help="docstrings (built in), JSONL, "
-        "JSON, Parquet or CSV files, save_to_disk directories or hub ids; NAME:train[:1000] takes "
-        "a split or a part (default: docstrings)")  # fmt: skip
+    add("--dataset", **arguments.WORDS, default=["docstrings"], help="docstrings (built in), "
+        "JSONL, JSON, Parquet or CSV files, save_to_disk directories or hub ids; NAME:train[:1000] "
+        "takes a split or a part (default: docstrings)")  # fmt: skip
     add("--val-dataset", **arguments.WORDS, default=[], help="validate on these instead of a part "
         "of each --dataset")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
     add("--text-column", default="content", help="column of plain documents")
     add("--max-seq-length", **arguments.at_least(8), default=2048, help="tokens in a sequence; "
         "the rest is cut")  # fmt: skip
-    add("--chat-template", metavar="NAME|FILE", help=chats.HELP)
+    add("--chat-template", metavar="NAME|FILE", help="chatml, llama-2 or a Jinja file (default: "
+        "the tokenizer's, or llama-2 if it has none)")  # fmt: skip
     add("--packing", **arguments.ON, help="fill sequences with several documents")
     add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
-    add("--bad-rows", choices=["fail", "skip"], default="fail", help="what to do with rows that "
-        "cannot be used")  # fmt: skip
+    add("--bad-rows", **arguments.BAD_ROWS)
     for flag in "--num-train-samples", "--num-val-samples":
         add(flag, **arguments.at_least(0), default=0, help="documents per data set (0: all)")
+
+
+@functools.lru_cache(maxsize=4)
+def with_date(template: str, day: str) -> str:
+    """Return a chat template that writes `day`, such as 2026-11-23, in place of today, so that
+    every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
+
+    def as_literal(call: re.Match) -> str:
+        return json.dumps(date.fromisoformat(day).strftime(call[2]))
+
+    dated = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", as_literal, template)
+    if re.search(r"strftime_now\s*\(", dated):
+        raise ValueError("the chat template calls strftime_now without a format in quotes. Pass "
+                         "--chat-template FILE with a fixed date.")  # fmt: skip
+    return dated
 
 
 def render(
@@ -66,7 +85,7 @@ def render(
     is one text, the whole chat; some templates drop the thoughts before the last question, or put
     the system's turn there. Raises ValueError if the template refuses the chat or drops a part.
     """
-    template = chats.with_date(tokenizer.get_chat_template(tools=tools), args.began)
+    template = with_date(tokenizer.get_chat_template(tools=tools), args.began)
     options = {"tools": tools, "chat_template": template, "tokenize": False}
 
     def text_of(turns: list[dict], **more: bool) -> str:
@@ -176,7 +195,7 @@ def row_encoder(
     """
     length = args.max_seq_length + 1
     columns = readers.column_names(rows)
-    kind = chats.find_format(columns)
+    kind = next((x for x, needed in chats.COLUMNS.items() if {*needed} <= {*columns}), None)
     say(f"{name}: columns {', '.join(columns)}, read as {kind or 'plain documents or tokens'}")
 
     def documents(key: int, found: list[tuple[list, list]]) -> list[dict]:
@@ -278,7 +297,7 @@ def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dat
     columns = rows.select_columns(["cut", "begins"]).with_format("numpy")[:]
     begins, lost = columns["begins"], columns["cut"]  # lost tokens
     kept = np.flatnonzero(begins <= args.max_seq_length)
-    targets = readers.count_targets(rows)
+    targets = count_targets(rows)
     say(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
     dropped = limit - len(kept)
     if lost.any():
@@ -286,8 +305,8 @@ def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dat
             f"tokens; {dropped:,} left out, whose answers begin after it")  # fmt: skip
     if 10 * dropped > limit:
         enough = np.sort(begins)[-(-9 * limit // 10) - 1]
-        problem = (f"{name}: the answers of {dropped:,} of {limit:,} documents begin after "
-                   f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of ten.")  # fmt: skip
+        problem = f"{name}: the answers of {dropped:,} of {limit:,} documents begin after "
+        problem += f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of ten."
         if 2 * dropped > limit:
             raise ValueError(problem)
         say(f"WARNING: {problem}")
@@ -320,15 +339,22 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
         limit = args.num_val_samples
         val_sets[word] = draw_documents(rows, limit, f"{word}, validation", args)
     readers.warn_of_validation(args, val_sets)
-    packs = {word: Packs(readers.ready(rows), args) for word, rows in val_sets.items()}
+    packs = {word: Packs(readers.join([rows]), args) for word, rows in val_sets.items()}
     if args.evaluate_only:
         return None, packs
-    counts = [readers.count_targets(rows) for rows in train_sets]
+    counts = [count_targets(rows) for rows in train_sets]
     for word, count in zip(args.dataset, counts, strict=True):
         if len(counts) > 1:
             say(f"{word}: {count / sum(counts):.1%} of the target tokens")
     say(f"an example, «learned»: {marked(train_sets[0][0], tokenizer)}")
-    return Packs(readers.ready(concatenate_datasets(train_sets)), args), packs
+    return Packs(readers.join(train_sets), args), packs
+
+
+def count_targets(rows: Dataset) -> int:
+    """Return the number of labels that are trained on: not -100."""
+    tables = rows.with_format("arrow").select_columns("labels").iter(10_000)
+    labels = (table["labels"].combine_chunks().flatten().to_numpy() for table in tables)
+    return sum(int((part != -100).sum()) for part in labels)
 
 
 def marked(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, List, Value, concatenate_datasets
+from datasets import Dataset, List, Value
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -40,6 +40,7 @@ PERCENT = {  # of the keys, for each split
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
 PAIR = {"text": Value("string"), "summary": Value("string")}
 TOKENS = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
+TOKENS |= {"length": Value("int32")}
 KEY = {"key": Value("int64"), "place": Value("string")}  # a split, why it is dropped, or nothing
 
 
@@ -63,19 +64,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
         text = f"per data set (0: all; default: all, except {number} of wikihow and docstrings)"
         add(flag, **arguments.at_least(0), help=text)
-    add("--bad-rows", choices=["fail", "skip"], default="fail", help="what to do with rows that "
-        "cannot be used")  # fmt: skip
-    add(
-        "--group-by-length", help="batch texts of about one length, which pads less", **arguments.ON
-    )
+    add("--bad-rows", **arguments.BAD_ROWS)
+    add("--group-by-length", help="batch texts of about one length, to pad less", **arguments.ON)
 
 
 def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[str, Dataset]]:
     """Return the training set, None with --evaluate-only, and the validation sets by name.
 
-    Their columns are `input_ids`, `labels`, lists of at most --source-length and --target-length
-    ints that end in EOS, and `length`, of `input_ids`. The choice of rows depends on the data
-    alone. Raises ValueError if data or flags cannot be used.
+    Their columns are TOKENS: `length` is that of `input_ids`, and EOS is last. The choice of rows
+    depends on the data alone. Raises ValueError if data or flags cannot be used.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no EOS token: set one")
@@ -91,22 +88,19 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
         parts = load_rows(word, args, tokenizer, hold_out=False)
         val_sets[word] = parts.get("validation", parts["train"])
     for word, rows in val_sets.items():
-        val_sets[word] = readers.ready(finish(word, "validation", rows, args, tokenizer))
+        val_sets[word] = readers.join([finish(word, "validation", rows, args, tokenizer)])
     readers.warn_of_validation(args, val_sets)
     if args.evaluate_only:
         return None, val_sets
-    text, summary = (tokenizer.decode(train_sets[0][0][column]) for column in TOKENS)
+    text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
     say(f"an example: {readers.shorten(text)} -> «{readers.shorten(summary)}», learned")
-    return readers.ready(concatenate_datasets(train_sets)), val_sets
+    return readers.join(train_sets), val_sets
 
 
 def load_rows(
     word: str, args: Namespace, tokenizer: Tokenizer, hold_out: bool
 ) -> dict[str, Dataset]:
-    """Return the usable rows of a word of --dataset by split: texts to encode, or tokens.
-
-    Without a split validation, `hold_out` takes 5% of the split train for it.
-    """
+    """Return the rows of a word of --dataset by split; `hold_out` makes a split validation."""
     name, split = readers.split_word(word, list(BUILT_IN))
     if name in BUILT_IN:
         rows = open_wikihow(args) if name == "wikihow" else readers.docstring_rows()
@@ -141,10 +135,7 @@ def read_title_lists(args: Namespace) -> dict[str, str]:
     titles = {}
     for split, path in paths.items():
         if path.is_file():
-            try:
-                lines = path.read_text(encoding="utf-8-sig").split("\n")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path} is not UTF-8. Convert it with iconv.") from error
+            lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
             titles.update((title_key(line), split) for line in lines)
     return titles
 
@@ -160,21 +151,18 @@ def hashed(key: str) -> int:
 
 
 def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return the usable rows of data set `name` with the columns of PAIR, or of TOKENS and length
-    if they are tokens already, and of KEY. Raises ValueError if columns are missing."""
+    """Return the rows of data set `name` with the columns of KEY, and of PAIR or TOKENS."""
     columns = readers.column_names(rows)
     wanted = [args.source_column, args.target_column]
     if name == "docstrings":
         wanted = ["text", "headline"]
     if name == "wikihow":
         wanted.append("title")
+    titles = read_title_lists(args) if name == "wikihow" else {}
     is_tokens = "input_ids" in columns and not {*wanted} <= {*columns}
     if not is_tokens and not {*wanted} <= {*columns}:
-        raise ValueError(
-            f"--dataset {name} has columns {', '.join(columns)}, but not all of {', '.join(wanted)}. "
-            "Pass --source-column and --target-column."
-        )
-    titles = read_title_lists(args) if name == "wikihow" else {}
+        raise ValueError(f"--dataset {name} has columns {', '.join(columns)}, but not all of "
+                         f"{wanted}. Pass --source-column and --target-column.")  # fmt: skip
 
     def clean(row: dict[str, Any]) -> dict[str, Any]:
         found = [row.get(column) or "" for column in wanted]
@@ -199,10 +187,7 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
 
         found = []
         for row in some:
-            flag, limit = "--source-length", args.source_length
-            ids = tokens.check_ids(row.get("input_ids"), flag, limit, tokenizer)
-            flag, limit = "--target-length", args.target_length
-            labels = tokens.check_ids(row.get("labels"), flag, limit, tokenizer)
+            ids, labels = (tokens.check_ids(row.get(x), *limits[x], tokenizer) for x in limits)
             pair = {"input_ids": ids, "labels": labels, "length": len(ids)}
             found.append([pair | {"key": hashed(repr(ids)), "place": ""}])
         return found
@@ -211,9 +196,9 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
         from runtime import tokens  # a copy may leave it out
 
         tokens.check_origin(name, args, tokenizer)
-        features = TOKENS | {"length": Value("int32")} | KEY
-        limits = args.source_length, args.target_length, len(tokenizer)
-        return readers.samples(name, rows, check_some, features, args, limits)
+        limits = {"input_ids": ("--source-length", args.source_length)}
+        limits["labels"] = "--target-length", args.target_length
+        return readers.samples(name, rows, check_some, TOKENS | KEY, args, limits, len(tokenizer))
     rows = readers.samples(name, rows, clean_some, PAIR | KEY, args, wanted, sorted(titles.items()))
     counts = Counter(rows["place"])
     dropped = {place: count for place, count in counts.items() if place.startswith("with ")}
@@ -243,10 +228,7 @@ def on_one_line(text: str) -> str:
 
 def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, Dataset]:
     """Return rows by split: that in `place`, else by their key, so that equal keys stay together.
-
-    If a split would be empty, one key goes to each that is held out. Raises ValueError if rows are
-    too few.
-    """
+    Every split that is held out gets at least one key; ValueError if rows are too few."""
     splits = list(percent)
     places = np.array(rows["place"], dtype=object)
     kept = [i for i, place in enumerate(places) if not place.startswith("with ")]
@@ -258,8 +240,8 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
         places = np.array(splits, dtype=object)[bounds.searchsorted(keys % 100, side="right")]
     counts = Counter(places)
     if by_list and not (counts["train"] and counts["validation"]) or not kept:
-        raise ValueError(f"--dataset {name}: the title lists leave {counts['train']} training and "
-                         f"{counts['validation']} validation rows. Remove lists of other data.")  # fmt: skip
+        sizes = f"{counts['train']} training and {counts['validation']} validation rows"
+        raise ValueError(f"--dataset {name} has {sizes}. Pass more data, or other title lists.")
     if not by_list and len(counts) < len(splits):
         distinct = np.unique(keys)
         if len(distinct) == 1:
@@ -284,18 +266,14 @@ def finish(word: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tok
         rows = rows.select(sorted(indices[:number]))  # reads faster than in random order
     rows = rows.remove_columns(list(KEY))
     if "input_ids" not in rows.column_names:
-        rows = encode(rows, args, tokenizer)
-    targets = readers.count_targets(rows)
-    say(f"{word}, {split}: {len(rows):,} of {total:,} examples, with {targets:,} target tokens")
-    for column, flag in ("input_ids", "source_length"), ("labels", "target_length"):
-        full = sum(len(ids) == getattr(args, flag) for ids in rows[column])
-        if full:
-            name = f"--{flag.replace('_', '-')} {getattr(args, flag)}"
-            say(f"{word}, {split}: {full:,} {column} fill {name}, or are cut to it")
+        rows = encode(word, rows, args, tokenizer)
+    say(f"{word}, {split}: {len(rows):,} of {total:,} examples used")
+    full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
+    say(f"{word}, {split}: {full:,} texts fill --source-length, or are cut to it" if full else "")
     return rows
 
 
-def encode(rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+def encode(word: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Tokenize cleaned rows into columns input_ids, labels, and length, of input_ids."""
     eos = tokenizer.eos_token_id
     prefix = args.source_prefix
@@ -304,18 +282,18 @@ def encode(rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     def closed(ids: list[int], length: int) -> list[int]:
         return ids if ids and ids[-1] == eos else [*ids[: length - 1], eos]
 
-    def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        texts = [prefix + text for text in batch["text"]], batch["summary"]
+    def encode_some(some: list[dict]) -> list[list[dict]]:
+        texts = [prefix + row["text"] for row in some], [row["summary"] for row in some]
         options = {"truncation": True, "return_attention_mask": False}
         inputs = tokenizer(texts[0], max_length=lengths[0], **options)
         labels = tokenizer(text_target=texts[1], max_length=lengths[1], **options)
         sources = [closed(ids, lengths[0]) for ids in inputs["input_ids"]]
         targets = [closed(ids, lengths[1]) for ids in labels["input_ids"]]
-        return {"input_ids": sources, "labels": targets, "length": [len(ids) for ids in sources]}
+        pairs = zip(sources, targets, strict=True)
+        return [[{"input_ids": x, "labels": y, "length": len(x)}] for x, y in pairs]
 
-    features = TOKENS | {"length": Value("int32")}
     key = prefix, lengths, readers.tokenizer_fingerprint(tokenizer)
-    return readers.cached_map(rows, encode_batch, features, *key)
+    return readers.samples(word, rows, encode_some, TOKENS, args, *key)
 
 
 def collator(model: PreTrainedModel) -> Callable:

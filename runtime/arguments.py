@@ -34,6 +34,7 @@ class Extend(argparse.Action):
 
 
 WORDS = {"nargs": "+", "action": Extend}
+BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: leave out unusable rows"}
 
 
 def at_least(low: int) -> dict[str, Any]:

@@ -1,9 +1,6 @@
 """Chats: rows of the usual formats as turns and tools, and the chat template that writes them."""
 
-import functools
 import json
-import re
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +17,18 @@ COLUMNS = {  # of each format; the first that fits is taken
 }
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
-SPEAKERS |= {role: role for role in ROLES}  # ShareGPT's names of the roles
 UNKNOWN = {"function_call": "use tool_calls", "reasoning": "use reasoning_content"}
 UNKNOWN |= {"weight": "only 1 is, so split the chat"}
 KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # keys that templates know
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
-{{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}
-{%- endfor -%}
+{{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}{%- endfor -%}
 {{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
 # A question and its answer are a text of their own, from BOS to EOS; the rest is plain text.
 LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- if turns and turns[0]['role'] == 'system' -%}
 {%- set head = '<<SYS>>\n' + turns[0]['content'] | trim + '\n<</SYS>>\n\n' -%}
-{%- set turns = turns[1:] -%}
-{%- endif -%}
-{%- for turn in turns -%}
+{%- set turns = turns[1:] -%}{%- endif -%}{%- for turn in turns -%}
 {%- if turn['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
 {{- raise_exception('in Llama 2\'s format user and assistant alternate, after at most one system '
 'turn; --chat-template chatml takes turns in any order') -}}
@@ -44,38 +37,28 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {{- turn['content'] | trim + ' [/INST]' -}}
 {%- else -%}
 {{- ' ' + turn['content'] | trim + ' ' + (eos_token or '') -}}
-{%- endif -%}
-{%- endfor -%}"""
+{%- endif -%}{%- endfor -%}"""
 NAMED = {"chatml": CHATML, "llama-2": LLAMA_2}
-HELP = "chatml, llama-2 or a Jinja FILE (default: the tokenizer's; llama-2 if it has none)"
-
-
-def find_format(columns: list[str]) -> str | None:
-    """Return the key of COLUMNS whose columns are all in `columns`, or None."""
-    return next((kind for kind, needed in COLUMNS.items() if {*needed} <= {*columns}), None)
 
 
 def read_chat(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
-    """Return the turns of the chat in a row, and its tools or None; raises ValueError.
-
-    A turn has a role and a content, and where given tool_calls and KEPT. Arguments of calls and
-    tools stay as they are.
-    """
+    """Return the turns of the chat in a row, see `checked`, and its tools or None."""
     if kind == "messages":
         turns = as_list(row.get("messages"), "messages")
     elif kind == "prompt":
-        asked = as_turns("user", row.get("prompt"))
-        if any(turn.get("role") == "assistant" for turn in asked):
+        turns = as_turns("user", row.get("prompt"))
+        if any(turn.get("role") == "assistant" for turn in turns):
             raise ValueError("the prompt has an assistant turn: use the column messages instead")
-        turns = asked + as_turns("assistant", row.get("completion"))
+        turns = turns + as_turns("assistant", row.get("completion"))
     elif kind == "ShareGPT":
         turns = as_list(row.get("conversations"), "conversations")
-        turns = [
-            {**x, "role": SPEAKERS.get(x.get("from")), "content": x.get("value")} for x in turns
-        ]
+        roles = [SPEAKERS.get(x.get("from"), x.get("from")) for x in turns]
+        pairs = zip(turns, roles, strict=True)
+        turns = [x | {"role": role, "content": x.get("value")} for x, role in pairs]
     else:
-        parts = [part for part in (row.get("instruction"), row.get("input")) if part]
-        asked = "\n\n".join(parts) if all(isinstance(x, str) for x in parts) else parts
+        asked, more = row.get("instruction"), row.get("input")
+        if asked and more:
+            asked = f"{asked}\n\n{more}"
         turns = as_turns("user", asked) + as_turns("assistant", row.get("output"))
     turns = [checked(turn) for turn in turns]
     if all(turn["role"] != "assistant" for turn in turns):
@@ -93,7 +76,9 @@ def as_list(value: Any, name: str) -> list[dict]:
 
 def as_turns(role: str, value: Any) -> list[dict]:
     """Return messages as they are, a text as the only turn of a role."""
-    return value if value and isinstance(value, list) else [{"role": role, "content": value}]
+    return (
+        value if value and isinstance(value, list) else [{"role": role, "content": value or None}]
+    )
 
 
 def checked(turn: Any) -> dict:
@@ -121,10 +106,7 @@ def checked(turn: Any) -> dict:
 
 
 def checked_call(call: dict) -> dict:
-    """Return a tool call whose arguments are a dict; raises ValueError.
-
-    Most templates write arguments by `tojson`, which would quote a text, so parse JSON.
-    """
+    """Return a tool call with its arguments parsed, as most templates write them by `tojson`."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call has no name")
@@ -144,10 +126,7 @@ def from_json(value: Any) -> Any:
 
 
 def set_chat_template(tokenizer: Tokenizer, wanted: str | None) -> None:
-    """Give a tokenizer the template that --chat-template names, or Llama 2's if it has none.
-
-    Raises ValueError if `wanted` is neither a name nor a file with a template.
-    """
+    """Give a tokenizer the template that --chat-template names, or Llama 2's if it has none."""
     if wanted is None:
         if tokenizer.chat_template is None:
             tokenizer.chat_template = LLAMA_2
@@ -164,21 +143,6 @@ def set_chat_template(tokenizer: Tokenizer, wanted: str | None) -> None:
     ranks.say(f"--chat-template {wanted} replaces the tokenizer's, in best/ and final/ too")
 
 
-@functools.lru_cache(maxsize=4)
-def with_date(template: str, day: str) -> str:
-    """Return a chat template that writes `day`, such as 2026-11-23, in place of today, so that
-    every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
-
-    def as_literal(call: re.Match) -> str:
-        return json.dumps(date.fromisoformat(day).strftime(call[2]))
-
-    dated = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", as_literal, template)
-    if re.search(r"strftime_now\s*\(", dated):
-        raise ValueError("the chat template calls strftime_now without a format in quotes. Pass "
-                         "--chat-template FILE with a fixed date.")  # fmt: skip
-    return dated
-
-
 def check_written(turn: dict, tools: list[dict] | None, text: str) -> None:
     """Raise ValueError unless `text` has what a turn says and calls, and the names of tools."""
     wanted = [("content", turn["content"].rpartition("</think>")[2])]
@@ -189,7 +153,7 @@ def check_written(turn: dict, tools: list[dict] | None, text: str) -> None:
         wanted += [("tool_calls", x) for x in (function["name"], *function["arguments"])]
     for what, part in wanted:
         if part.strip() not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
+            advice = "Pass --chat-template FILE with one that writes it: for tools, Qwen 2.5's"
             raise ValueError(
-                f"the chat template drops {what} of the {turn['role']}'s turn. Pass --chat-template "
-                "FILE with one that writes it: for tools, Qwen 2.5's or Llama 3.1's"
+                f"the chat template drops {what} of the {turn['role']}'s turn. {advice}"
             )
