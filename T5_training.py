@@ -102,7 +102,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     rouge.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), data, rouge, policies)
+    args, problems = arguments.resolved(parser.parse_args(argv), rouge, policies)
     return arguments.checked(args, problems)
 
 
@@ -196,9 +196,9 @@ def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any
     """The training set, None with --evaluate-only, and the validation sets by name; all ranks.
 
     A data set of your own needs len() and [i], which gives what `data.collate` takes.
-    Raises ValueError if the data cannot be had or are too few.
+    Raises ValueError if the data or its flags cannot be used.
     """
-    return ranks.first_on_node(data.load, args, tokenizer, dist.get_rank() == 0)
+    return ranks.first_on_node(data.load, args, tokenizer)
 
 
 def model_inputs(batch: Batch) -> Batch:
@@ -325,8 +325,9 @@ def validation(
 def summarize(
     args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, loaders: Loaders
 ) -> list[tuple[str, str, str]]:
-    """Source, reference and generated text of the first --rouge-samples examples; all ranks."""
-    (loader,) = loaders.values()
+    """Source, reference and generated text of the first --rouge-samples examples of the first
+    validation set; all ranks."""
+    loader = next(iter(loaders.values()))
     mine = []
     with policies.generation(args, model, device, args.num_beams) as generate:
         for batch in screen.progress(batches.first(loader, args.rouge_samples), "summaries"):

@@ -1,10 +1,7 @@
-"""Text for a causal language model, from files to blocks of tokens.
+"""Text for a causal language model, from rows to blocks of tokens.
 
-`--train-file` and `--val-file` name text, JSONL or Parquet files; without `--val-file` the end of
-`--train-file` is held out. Without either `--dataset` is `docstrings` (those of the installed
-Python, no download) or a hub id. `load_blocks` reads the texts (`read_texts`), tokenises them and
-cuts the joined documents into blocks; `collate` pads a batch. Results stay in the `datasets` cache:
-let one process per node load first.
+`load` tokenizes the rows, joins them and cuts them into blocks; `collate` pads a batch. Results
+stay in the `datasets` cache: let one process per node load first.
 
 Copy this file along with gpt2_fsdp.py and the folder runtime/.
 """
@@ -13,97 +10,75 @@ import functools
 import random
 import zlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from glob import glob
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments
-from runtime.rows import readers
+from runtime import arguments, readers
+from runtime.ranks import say
+
+FEATURES = {"input_ids": List(Value("int32"))}
+BUILT_IN = {"docstrings": (2000, 500)}  # blocks by default
+WIKITEXT = "Salesforce/wikitext"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", default="Salesforce/wikitext", help="hub id, or docstrings (no download)")
-    add("--dataset-config", default="wikitext-2-raw-v1", help="configuration of a hub data set")
-    add("--train-split", default="train", help="split of a hub data set")
-    add("--val-split", default="validation", help="split of a hub data set")
-    add("--train-file", nargs="+", help="text, JSONL or Parquet files or globs, for --dataset")
-    add("--val-file", nargs="+", help="the same for validation (default: the last 5%% of "
-        "--train-file's blocks)")  # fmt: skip
+    add("--dataset", **arguments.WORDS, default=[WIKITEXT], help="docstrings (built in), text, "
+        "JSONL or Parquet files, globs, a folder of *.txt or hub ids; NAME:train[:1000] takes a "
+        f"split or a part (default: {WIKITEXT})")  # fmt: skip
+    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these (default: each "
+        "--dataset's split validation, or the last 5%% of its blocks)")  # fmt: skip
+    add("--dataset-config", help="configuration of a hub data set (default: wikitext-2-raw-v1 of "
+        f"{WIKITEXT})")  # fmt: skip
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
-    add("--block-size", type=int, default=1024, help="tokens in a sample")
-    blocks = "blocks of training (0: all; as by default, but 2000 of docstrings)"
-    add("--num-train-samples", type=int, help=blocks)
-    blocks = "blocks of validation (0: all; as by default, but 500 of docstrings)"
-    add("--num-val-samples", type=int, help=blocks)
+    add("--block-size", **arguments.at_least(2), default=1024, help="tokens in a sample")
+    add("--bad-rows", **arguments.BAD_ROWS)
+    blocks = "blocks of each {} set (0: all; default: all, except {} of docstrings)"
+    add("--num-train-samples", **arguments.at_least(0), help=blocks.format("training", 2000))
+    add("--num-val-samples", **arguments.at_least(0), help=blocks.format("validation", 500))
 
 
-def resolve_arguments(args: Namespace) -> dict[str, int]:
-    """Resolve --num-train-samples and --num-val-samples."""
-    if args.dataset == "docstrings" and not args.train_file:
-        return arguments.samples(args, 2000, 500)
-    return arguments.samples(args, 0, 0)
+def row_encoder(
+    name: str, columns: list[str], tokenizer: Tokenizer, args: Namespace
+) -> Callable[[list[dict]], list[list[dict]]]:
+    """Return the function that makes tokens of some rows of data set `name`.
 
-
-def check_arguments(args: Namespace) -> list[str]:
-    """List a sentence for each value that is wrong."""
-    limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
-    problems = arguments.out_of_range(args, {"block_size": (2, arguments.ANY)} | limits)
-    if args.val_file and not args.train_file and not args.evaluate_only:
-        problems.append("--val-file needs --train-file")
-    path = Path(args.dataset)
-    is_file = path.suffix.lower() in (*readers.KINDS, ".txt")
-    if (path.exists() or is_file) and not readers.is_saved(path):
-        problems.append(f"--dataset {path} is no hub id: name files by --train-file")
-    return problems
-
-
-def read_file(path: Path, column: str) -> Dataset:
-    """Return a file's texts, a row each: a column's, or the lines of a text file; or its tokens, if
-    it has input_ids and no such column. Raises ValueError."""
-    if path.suffix.lower() in readers.KINDS:
-        return text_or_tokens(str(path), readers.read_file(path), column)
-    return readers.read_lines(path)
-
-
-def text_or_tokens(name: str, rows: Dataset, column: str) -> Dataset:
-    """Return the column of texts, or rows of tokens made beforehand; ValueError if neither."""
-    if "input_ids" in rows.column_names and column not in rows.column_names:
-        return rows
-    return readers.text_column(name, rows, column)
-
-
-def named_files(patterns: list[str]) -> list[Path]:
-    """Return the files that names and globs mean."""
-    found = [sorted(glob(pattern, recursive=True)) or [pattern] for pattern in patterns]
-    return [Path(name) for names in found for name in names]
-
-
-def read_texts(args: Namespace, split: str) -> Dataset:
-    """Return the texts of split train or validation, a row each; raises ValueError.
-
-    A row is a document, unless it ends in a newline: then the next row continues it, as in a text
-    file's lines and the rows of WikiText. `cut_texts` prints how many rows end so.
+    A row is a document, which EOS ends, unless it ends in a newline: then the next row continues
+    it, like a text file's lines and the rows of WikiText. Rows of `input_ids` are used as they are.
     """
-    patterns = args.train_file
-    if split != "train" and args.val_file:
-        patterns = args.val_file
-    if patterns:
-        paths = named_files(patterns)
-        return concatenate_datasets([read_file(path, args.text_column) for path in paths])
-    if args.dataset != "docstrings":
-        flag = "train_split" if split == "train" else "val_split"
-        ((name, rows),) = readers.read_parts(args.dataset, args, flag)
-        return text_or_tokens(name, rows, args.text_column)
-    rows = readers.docstring_rows()
-    held_out = [zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]]
-    return rows.select([i for i, out in enumerate(held_out) if out == (split != "train")])
+    eos = tokenizer.eos_token_id
+    options = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
+    options |= {"return_attention_mask": False, "verbose": False}
+
+    def from_texts(some: list[dict]) -> list[list[dict]]:
+        texts = [row.get(args.text_column) or "" for row in some]
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"{args.text_column} is {text}, not text")
+        ids = tokenizer(texts, **options)["input_ids"]
+        ends = [[] if text.endswith("\n") else [eos] for text in texts]
+        found = zip(texts, ids, ends, strict=True)
+        return [[{"input_ids": x + end}] if text else [] for text, x, end in found]
+
+    def from_tokens(some: list[dict]) -> list[list[dict]]:
+        from runtime import tokens  # a copy may leave it out
+
+        limit = "--block-size", args.block_size + 1
+        found = [tokens.check_ids(row.get("input_ids"), *limit, tokenizer) for row in some]
+        return [[{"input_ids": ids}] for ids in found]
+
+    if args.text_column in columns:
+        return from_texts
+    if "input_ids" in columns:
+        return from_tokens
+    raise ValueError(f"--dataset {name} has no column {args.text_column}, only "
+                     f"{', '.join(columns)}. Pass --text-column.")  # fmt: skip
 
 
 def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
@@ -119,73 +94,92 @@ def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
         yield {"input_ids": pending}
 
 
-def say_not_held_out(args: Namespace) -> None:
-    """Print which files are both trained and validated on, as a glob may name more than meant."""
-    held_out = {path.resolve() for path in named_files(args.val_file)}
-    both = [str(path) for path in named_files(args.train_file) if path.resolve() in held_out]
-    if both:
-        print(f"trained on and validated on: {', '.join(both)}")
+def read_parts(word: str, args: Namespace) -> tuple[str, dict[str, Dataset]]:
+    """Return the name in a word of --dataset, and its rows by split: train, maybe validation."""
+    name, split = readers.split_word(word, list(BUILT_IN))
+    if name in BUILT_IN:
+        rows = readers.docstring_rows()
+        held_out = np.array([zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]])
+        parts = {"train": rows.select(np.flatnonzero(~held_out))}
+        parts["validation"] = rows.select(np.flatnonzero(held_out))
+        return name, readers.pick(name, parts, split)
+    folder = Path(name).expanduser()
+    if folder.is_dir() and any(folder.glob("*.txt")):
+        name = f"{name}/*.txt"
+    config = args.dataset_config or ("wikitext-2-raw-v1" if name == WIKITEXT else None)
+    return name, readers.pick(name, readers.read(name, config), split)
 
 
-def load_blocks(
-    args: Namespace, tokenizer: Tokenizer, split: str, number: int, verbose: bool
-) -> Dataset:
-    """Return `number` blocks (0: all) of a split in a column input_ids, cached if they were.
+def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
+    """Return the blocks of a word of --dataset by split; ValueError if there are none."""
+    name, parts = read_parts(word, args)
+    identity = args.block_size, args.text_column, readers.tokenizer_fingerprint(tokenizer)
+    found = {}
+    for split, rows in parts.items():
+        columns = readers.column_names(rows)
+        encode = row_encoder(name, columns, tokenizer, args)
+        rows = readers.samples(name, rows, encode, FEATURES, args, *identity)
+        if args.text_column not in columns:
+            from runtime import tokens  # a copy may leave it out
 
-    Raises ValueError if there is none.
-    """
-    readers.show_progress(verbose)
-    if verbose and split == "train" and args.train_file and args.val_file:
-        say_not_held_out(args)
-    rows = read_texts(args, split)
-    is_shared = bool(args.train_file and not args.val_file)
-    if "input_ids" in rows.column_names:
-        from runtime.rows import tokens  # a copy may leave it out
-
-        limits = {"input_ids": ("--block-size", args.block_size + 1)}
-        name = f"the {split} set"
-        rules = readers.token_rules(tokenizer)
-        tokens.check_origin(name, rows, limits, args, ["block_size"], rules)
-        cut = tokens.checked_columns(name, rows, limits, tokenizer)
-    else:
-        is_told = verbose and (split == "train" or not is_shared)
-        cut = cut_texts(args, tokenizer, split, rows, is_told)
-    if is_shared:
-        cut = train_or_end(cut, split, verbose)
-    number = min(number or len(cut), len(cut))
-    if verbose:
-        print(f"{split}: {number:,} of {len(cut):,} blocks used", flush=True)
-    return cut.select(sorted(random.Random(0).sample(range(len(cut)), number)))
+            tokens.check_origin(name, args, tokenizer)
+            found[split] = rows
+            continue
+        joined = sum(ids[-1] != tokenizer.eos_token_id for ids in rows[:1000]["input_ids"])
+        if joined and not name.endswith(".txt"):
+            say(f"{word}: rows that end in a newline are continued by the next one, without EOS")
+        if next(blocks(rows, args.block_size), None) is None:
+            raise ValueError(f"--dataset {word} has fewer than two tokens. Pass more text.")
+        found[split] = Dataset.from_generator(
+            functools.partial(blocks, rows, args.block_size),
+            features=Features(FEATURES),
+            fingerprint=readers.fingerprint(blocks, rows._fingerprint, args.block_size),
+        )
+    return found
 
 
-def train_or_end(cut: Dataset, split: str, verbose: bool) -> Dataset:
-    """Return all blocks of --train-file but the last 5%, to train on, or those, to validate on.
-
-    The end, because what lies between blocks that are trained on is half known from them. Raises
-    ValueError if there is but one block.
-    """
-    held_out = max(1, len(cut) // 20)
-    first = len(cut) - held_out
+def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
+    """Return the blocks to train on, and the last 5%, neighbours of few, to validate on."""
+    first = len(rows) - max(1, len(rows) // 20)
     if first == 0:
-        raise ValueError("--train-file gives one block, of which none can be held out for "
-                         "validation: give --val-file")  # fmt: skip
-    if verbose and split != "train":
-        print(f"validation: the last {held_out:,} of {len(cut):,} blocks of --train-file are held "
-              "out; --val-file names others")  # fmt: skip
-    return cut.select(range(first) if split == "train" else range(first, len(cut)))
+        raise ValueError(f"--dataset {word} gives one block, so none can be held out for "
+                         "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
+    say(f"{word}: validating on the last {len(rows) - first:,} of {len(rows):,} blocks")
+    return {"train": rows.select(range(first)), "validation": rows.select(range(first, len(rows)))}
 
 
-@readers.names_cache
-def load(
-    args: Namespace, tokenizer: Tokenizer, verbose: bool
-) -> tuple[readers.Rows | None, dict[str, readers.Rows]]:
-    """Return the training set, with --evaluate-only None, and the validation set by its name."""
-    val_set = load_blocks(args, tokenizer, "validation", args.num_val_samples, verbose)
-    val_sets = {"validation": readers.Rows(val_set)}
+def draw_blocks(word: str, split: str, rows: Dataset, args: Namespace) -> Dataset:
+    """Return the random, but always same, --num-train-samples or --num-val-samples of blocks."""
+    flag = args.num_train_samples if split == "train" else args.num_val_samples
+    default = BUILT_IN.get(word, (0, 0))[split != "train"]
+    number = min((default if flag is None else flag) or len(rows), len(rows))
+    say(f"{word}, {split}: {number:,} of {len(rows):,} blocks used")
+    return rows.select(sorted(random.Random(0).sample(range(len(rows)), number)))
+
+
+def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[str, Dataset]]:
+    """Return the training set, None with --evaluate-only, and the validation sets by name.
+
+    Raises ValueError if data or flags cannot be used.
+    """
+    train_sets = []
+    val_sets = {}
+    for word in [] if args.evaluate_only and args.val_dataset else args.dataset:
+        parts = load_blocks(word, tokenizer, args)
+        if not args.val_dataset:
+            if "validation" not in parts:
+                parts = hold_out(word, parts["train"])
+            val_sets[word] = parts["validation"]
+        train_sets.append(draw_blocks(word, "train", parts["train"], args))
+    for word in args.val_dataset:
+        parts = load_blocks(word, tokenizer, args)
+        val_sets[word] = parts.get("validation", parts["train"])
+    for word, rows in val_sets.items():
+        val_sets[word] = readers.join([draw_blocks(word, "validation", rows, args)])
+    readers.warn_of_validation(args, val_sets)
     if args.evaluate_only:
         return None, val_sets
-    train_set = load_blocks(args, tokenizer, "train", args.num_train_samples, verbose)
-    return readers.Rows(train_set), val_sets
+    return readers.join(train_sets), val_sets
 
 
 def examples(args: Namespace) -> list[dict[str, list[int]]]:
@@ -194,51 +188,6 @@ def examples(args: Namespace) -> list[dict[str, list[int]]]:
         {"input_ids": [*range(10, 43)]},
         {"input_ids": [*range(10, 26), *range(50, 67)]},
     ]
-
-
-def cut_texts(
-    args: Namespace, tokenizer: Tokenizer, split: str, rows: Dataset, verbose: bool
-) -> Dataset:
-    """Return the blocks of all texts of a split; raises ValueError if there is none."""
-
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        texts = [text or "" for text in batch["text"]]
-        plain = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
-        options = plain | {"return_attention_mask": False, "verbose": False}
-        ids = tokenizer(texts, **options)["input_ids"]
-        eos = [tokenizer.eos_token_id]
-        ends = [bool(text) and not text.endswith("\n") for text in texts]
-        return {"input_ids": [x + eos * end for x, end in zip(ids, ends, strict=True)]}
-
-    features = {"input_ids": List(Value("int32"))}
-    rows = readers.cached_map(rows, encode, features, readers.token_rules(tokenizer))
-    if verbose:
-        say_joined(split, rows, tokenizer.eos_token_id)
-    if next(blocks(rows, args.block_size), None) is None:
-        raise ValueError(f"the {split} texts give no block: they have fewer than two tokens")
-    return Dataset.from_generator(
-        functools.partial(blocks, rows, args.block_size),
-        features=Features(features),
-        fingerprint=readers.fingerprint(blocks, rows._fingerprint, args.block_size),
-    )
-
-
-def say_joined(split: str, rows: Dataset, eos: int) -> None:
-    """Print how many texts are empty, and how many end in a newline, without EOS."""
-    empty, ended = 0, 0
-    for array in readers.in_order(rows, "input_ids"):
-        lengths = array.value_lengths().to_numpy()
-        lasts = array.flatten().to_numpy()[lengths.cumsum()[lengths > 0] - 1]
-        empty += int((lengths == 0).sum())
-        ended += int((lasts == eos).sum())
-    joined = len(rows) - empty - ended
-    if empty:
-        print(f"{split}: {empty:,} of {len(rows):,} texts are empty")
-    if joined:
-        print(
-            f"{split}: {joined:,} of {len(rows):,} texts end in a newline: the next one goes on "
-            "with them, without EOS"
-        )
 
 
 def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:

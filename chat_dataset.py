@@ -3,27 +3,29 @@
 Copy this file along with llama_fsdp.py and the folder runtime/.
 """
 
+import functools
 import hashlib
 import itertools
+import json
+import os.path
 import random
+import re
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
+from datetime import date
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, List, Value, concatenate_datasets
-from jinja2 import TemplateError
-from tokenizers import Encoding
+from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments
-from runtime.rows import bad_rows, chat_formats, chat_templates, json_rows, readers, tokens
+from runtime import arguments, chats, readers
+from runtime.ranks import say
 
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "begins": Value("int64")}
-TOGETHER = 32  # rows that are made into tokens in one call: all they are made of is held
-SHORT = 100  # characters of a text whose tokens are kept for the other chats
+BUILT_IN = ("docstrings",)
 
 
 def examples(args: Namespace) -> list[list[dict]]:
@@ -40,206 +42,137 @@ def examples(args: Namespace) -> list[list[dict]]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", action="append", help="docstrings (built in, used if none is given), a JSONL, "
-        "JSON, Parquet or CSV file, or a hub id; may be given several times")  # fmt: skip
-    add("--weights", type=int, nargs="+", help="how often the documents of each --dataset are seen "
-        "in an epoch (default: once)")  # fmt: skip
-    add("--val-dataset", action="append", help="a file or hub id to validate on, instead of a part "
-        "of each --dataset; may be given several times")  # fmt: skip
+    add("--dataset", **arguments.WORDS, default=["docstrings"], help="docstrings (built in), "
+        "JSONL, JSON, Parquet or CSV files, save_to_disk directories or hub ids; NAME:train[:1000] "
+        "takes a split or a part (default: docstrings)")  # fmt: skip
+    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these instead of a part "
+        "of each --dataset")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
-    add("--train-split", default="train", help="split of a hub data set")
-    add("--val-split", default="validation", help="the training split again: hold out 5%% of it")
     add("--text-column", default="content", help="column of plain documents")
-    add("--max-seq-length", type=int, default=2048, help="tokens in a sequence; the rest is cut")
-    add("--chat-template", metavar="NAME|FILE", help=chat_templates.HELP)
+    add("--max-seq-length", **arguments.at_least(8), default=2048, help="tokens in a sequence; "
+        "the rest is cut")  # fmt: skip
+    add("--chat-template", metavar="NAME|FILE", help="chatml, llama-2 or a Jinja file (default: "
+        "the tokenizer's, or llama-2 if it has none)")  # fmt: skip
     add("--packing", **arguments.ON, help="fill sequences with several documents")
     add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
-    add("--bad-rows", choices=bad_rows.CHOICES, default="fail", help=bad_rows.HELP)
-    add("--num-train-samples", type=int, default=0, help="documents per data set (0: all)")
-    add("--num-val-samples", type=int, default=0, help="the same for validation")
+    add("--bad-rows", **arguments.BAD_ROWS)
+    for flag in "--num-train-samples", "--num-val-samples":
+        add(flag, **arguments.at_least(0), default=0, help="documents per data set (0: all)")
 
 
-def resolve_arguments(args: Namespace) -> dict[str, list]:
-    """Resolve --dataset, --val-dataset and --weights."""
-    dataset = args.dataset or ["docstrings"]
-    weights = args.weights or [1] * len(dataset)
-    return {"dataset": dataset, "val_dataset": args.val_dataset or [], "weights": weights}
+@functools.lru_cache(maxsize=4)
+def with_date(template: str, day: str) -> str:
+    """Return a chat template that writes `day`, such as 2026-11-23, in place of today, so that
+    every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
+
+    def as_literal(call: re.Match) -> str:
+        return json.dumps(date.fromisoformat(day).strftime(call[2]))
+
+    dated = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", as_literal, template)
+    if re.search(r"strftime_now\s*\(", dated):
+        raise ValueError("the chat template calls strftime_now without a format in quotes. Pass "
+                         "--chat-template FILE with a fixed date.")  # fmt: skip
+    return dated
 
 
-def check_arguments(args: Namespace) -> list[str]:
-    """List a sentence for each value that is wrong."""
-    limits = dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
-    problems = arguments.out_of_range(args, {"max_seq_length": (8, arguments.ANY)} | limits)
-    problems += chat_templates.check_argument(args.chat_template)
-    for flag, names in ("--dataset", args.dataset), ("--val-dataset", args.val_dataset):
-        for name in names:
-            problems += readers.check_name(flag, name)
-    if len(args.weights) != len(args.dataset) or min(args.weights) < 1:
-        problems.append(
-            f"--weights needs a whole number above 0 for each of the {len(args.dataset)} --dataset"
-        )
-    return problems
+def render(
+    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, args: Namespace
+) -> list[tuple[str, list[tuple[int, int]], bool]]:
+    """Return the texts of a chat's documents, each with the characters from which and up to which
+    the assistant speaks, and whether it ends with an answer.
+
+    Every answer is in one text, as the chat is rendered without the turns after it. Usually there
+    is one text, the whole chat; some templates drop the thoughts before the last question, or put
+    the system's turn there. Raises ValueError if the template refuses the chat or drops a part.
+    """
+    template = with_date(tokenizer.get_chat_template(tools=tools), args.began)
+    options = {"tools": tools, "chat_template": template, "tokenize": False}
+
+    def text_of(turns: list[dict], **more: bool) -> str:
+        try:
+            return tokenizer.apply_chat_template(turns, **options, **more)
+        except Exception as error:  # a template is a program and may raise anything
+            raise ValueError(f"the chat template refuses the chat: {error}") from error
+
+    whole = text_of(chat).rstrip()  # a line break after the end marker belongs to no turn
+    for turn in chat:
+        if turn["role"] != "assistant":
+            chats.check_written(turn, tools, whole)
+    if args.train_on_prompt:
+        return [(whole, [], chat[-1]["role"] == "assistant")]
+    texts: list[str] = []
+    spans: list[list[tuple[int, int]]] = []
+    for i, turn in enumerate(chat):
+        if turn["role"] != "assistant":
+            continue
+        text = whole if i == len(chat) - 1 else text_of(chat[: i + 1]).rstrip()
+        if i:
+            prompt = text_of(chat[:i], add_generation_prompt=True)
+        else:  # no turns to render, so take what precedes an empty answer
+            prompt = os.path.commonprefix([text, text_of([{"role": "assistant", "content": ""}])])
+        if not text.startswith(prompt):
+            raise ValueError(f"turn {i + 1}: the chat template does not start the answer with its "
+                             "generation prompt, so training would not match use")  # fmt: skip
+        chats.check_written(turn, None, text[len(prompt) :])
+        if texts and text.startswith(texts[-1]):
+            texts[-1] = text
+        else:
+            texts.append(text)
+            spans.append([])
+        spans[-1].append((len(prompt), len(text)))
+    if whole.startswith(texts[-1]):
+        texts[-1] = whole  # with the turns after the last answer
+    answered = [text != whole or chat[-1]["role"] == "assistant" for text in texts]
+    return list(zip(texts, spans, answered, strict=True))
 
 
 def encode(
-    chats: list[tuple[list[dict], list[dict] | None]], tokenizer: Tokenizer, train_on_prompt: bool,
-    began: str = "",
-) -> list[list[tuple[list, list]]]:  # fmt: skip
+    rows: list[tuple[list[dict], list[dict] | None]], tokenizer: Tokenizer, args: Namespace
+) -> list[list[tuple[list, list]]]:
     """Return the documents of each chat, given with its tools: token ids, and labels, which are the
-    id of a target, else -100. The first token is no target.
+    id of a target, else -100. The first token is not a target.
 
-    Targets are the assistant's turns, from after the header through the end marker: each in one
-    document, as the model sees it when it writes it. `train_on_prompt` makes all tokens targets, of
-    the chat as it is rendered whole. An answer at a document's end without EOS gets it. The
-    template's date is the day that the run `began` on. Raises ValueError, with the number of the
-    turn, if it cannot render a chat.
+    Targets are the tokens that end in an assistant's turn, after the header through the end marker;
+    with --train-on-prompt all. An answer at a document's end without EOS gets it.
     """
-    rendered = [render(chat, tools, tokenizer, train_on_prompt, began) for chat, tools in chats]
-    documents = list(itertools.chain(*rendered))
+    rendered = [render(chat, tools, tokenizer, args) for chat, tools in rows]
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    encoded = tokenizer([text for text, _, _ in documents], **options)
-    encodings = encoded.encodings or [None] * len(documents)
-    kept: dict[str, list[int]] = {}  # the ids of short texts, such as the header of all answers
+    texts = [text for documents in rendered for text, _, _ in documents]
+    encoded = tokenizer(texts, return_offsets_mapping=tokenizer.is_fast, **options)
+    offsets = encoded.get("offset_mapping", [None] * len(texts))
+    tokens = zip(encoded["input_ids"], offsets, strict=True)
 
-    def ids_of(texts: list[str]) -> dict[str, list[int]]:
-        found = {text: kept[text] for text in texts if text in kept}
-        if new := [text for text in dict.fromkeys(texts) if text not in kept]:
-            found |= zip(new, tokenizer(new, **options)["input_ids"], strict=True)
-            kept.update((text, found[text]) for text in new if len(text) < SHORT)
-        return found
+    def border(text: str, ids: list[int], ends: list[int] | None, place: int) -> int:
+        """Return how many tokens end by character `place`; without offsets, how many the text up
+        to there has in common."""
+        if ends is not None:
+            return bisect_right(ends, place)
+        part = tokenizer(text[:place], **options)["input_ids"]
+        same = (a == b for a, b in zip(part, ids, strict=False))
+        return next((i for i, is_same in enumerate(same) if not is_same), min(len(part), len(ids)))
 
-    def label(document: tuple, ids: list[int], encoding: Encoding | None) -> tuple[list, list]:
-        text, beginnings, is_answered = document
-        labels = list(ids) if train_on_prompt else [-100] * len(ids)
-        ends = last_parts(text, beginnings, ids, encoding, tokenizer)
-        found = ids_of([end for _, end in ends])
-        # Tokens may merge across the borders, so these are where the tokens differ first.
-        borders = [common_length(ids, found[end], place) for place, end in ends]
-        for start, end in zip(borders[::2], borders[1::2], strict=True):
-            labels[start:end] = ids[start:end]
+    def label(document: tuple[str, list, bool]) -> tuple[list[int], list[int]]:
+        text, spans, is_answered = document
+        ids, places = next(tokens)
+        ends = places and [end for _, end in places]
+        labels = list(ids) if args.train_on_prompt else [-100] * len(ids)
+        for start, end in spans:
+            first, last = (border(text, ids, ends, place) for place in (start, end))
+            labels[first:last] = ids[first:last]
         if is_answered and ids[-1] != tokenizer.eos_token_id:
             ids = [*ids, tokenizer.eos_token_id]
             labels = [*labels, tokenizer.eos_token_id]
         return ids, [-100, *labels[1:]]
 
-    labelled = map(label, documents, encoded["input_ids"], encodings)
-    return [list(itertools.islice(labelled, len(parts))) for parts in rendered]
-
-
-def render(
-    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool,
-    began: str,
-) -> list[tuple[str, list[tuple[int, str]], bool]]:  # fmt: skip
-    """Return the texts of a chat's documents, each with its beginnings, see `split`, and whether an
-    answer ends it; raises ValueError."""
-    template = tokenizer.get_chat_template(tools=tools)
-    chat_templates.check_turns(tokenizer, template, chat, tools)
-    template = chat_templates.with_date(template, began)
-    rendered = chat_templates.renderer(tokenizer, template, chat, tools)
-    try:
-        whole = rendered(chat).rstrip()  # a line break after the end marker belongs to no turn
-    except TemplateError as error:
-        raise ValueError(f"{failing_turn(chat, rendered)}: {error}") from error
-    parts = [(whole, [])] if train_on_prompt else split(chat, whole, rendered)
-    ends_with_answer = chat[-1]["role"] == "assistant"
-    return [(text, begins, text != whole or ends_with_answer) for text, begins in parts]
-
-
-def split(
-    chat: list[dict], whole: str, render: abc.Callable
-) -> list[tuple[str, list[tuple[int, str]]]]:
-    """Return texts in which every answer stands as it is rendered without the turns after it, and
-    of each text its beginnings: up to where an answer starts, up to where it ends, and so on. A
-    beginning is so many characters of the text, and a text after them.
-
-    It is one text, the whole chat, if later turns never change an earlier one. Some templates drop
-    what the assistant thought before the last question, or put the system's turn there.
-    """
-    texts: list[str] = []
-    beginnings: list[list[tuple[int, str]]] = []
-    for i, turn in enumerate(chat):
-        if turn["role"] != "assistant":
-            continue
-        try:
-            start = render(chat[:i], add_generation_prompt=True) if i else ""
-            end = whole if i == len(chat) - 1 else render(chat[: i + 1]).rstrip()
-        except TemplateError as error:
-            raise ValueError(f"{turn_name(chat, i)}: {error}") from error
-        if not end.startswith(start):
-            raise ValueError(
-                f"{turn_name(chat, i)}: the chat template renders an answer otherwise than it asks "
-                "for one, so the model would learn what it will not be asked"
-            )
-        if texts and end.startswith(texts[-1]):
-            texts[-1] = end
-        else:
-            texts.append(end)
-            beginnings.append([])
-        # Without a turn before the first one, the header is that of an empty answer.
-        header = "" if start else render([{"role": "assistant", "content": ""}])
-        beginnings[-1] += [(len(start), header), (len(end), "")]
-    if whole.startswith(texts[-1]):
-        texts[-1] = whole  # with the turns after the last answer
-    return list(zip(texts, beginnings, strict=True))
-
-
-def last_parts(
-    text: str, beginnings: list[tuple[int, str]], ids: list[int], encoding: Encoding | None,
-    tokenizer: Tokenizer,
-) -> list[tuple[int, str]]:  # fmt: skip
-    """Return of each beginning of a text how many of its tokens are the text's for certain, and the
-    text that the others are to be made of.
-
-    A fast tokenizer goes on after a token of `restarts` as if nothing stood before it, so only what
-    stands from the last one on is made into tokens again. Else it is all of each beginning.
-    """
-    places, starts, stops = [0], [0], [0]
-    if encoding is not None and beginnings:
-        contents = chat_templates.restarts(tokenizer)
-        for place, token in enumerate(ids):
-            if token in contents:
-                start = encoding.token_to_chars(place)[0]
-                if text.startswith(contents[token], start):
-                    places.append(place)
-                    starts.append(start)
-                    stops.append(start + len(contents[token]))
-    found = []
-    for known, rest in beginnings:
-        last = bisect_right(stops, known) - 1
-        found.append((places[last], text[starts[last] : known] + rest))
-    return found
-
-
-def failing_turn(chat: list[dict], render: abc.Callable) -> str:
-    """Name the first turn with which the chat template raises."""
-    for i in range(len(chat)):
-        try:
-            render(chat[: i + 1])
-        except TemplateError:
-            return turn_name(chat, i)
-    return turn_name(chat, len(chat) - 1)
-
-
-def turn_name(chat: list[dict], i: int) -> str:
-    """Name a turn by its number, from 1, its speaker and the one before."""
-    name = f"turn {i + 1}, the {chat[i]['role']}'s"
-    if i:
-        name += f" after the {chat[i - 1]['role']}'s"
-    return name
-
-
-def common_length(ids: list[int], other: list[int], start: int) -> int:
-    """Return up to which place `ids` have the tokens of `other`, which begin at `start`."""
-    if ids[start : start + len(other)] == other:
-        return start + len(other)
-    return next(i for i, token in enumerate(other, start) if ids[i : i + 1] != [token])
+    return [[label(document) for document in documents] for documents in rendered]
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, list]]:
     """Return ids and labels of plain documents: BOS if the tokenizer adds it, text, EOS. Raises
     ValueError if one has no text."""
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ValueError("the document is empty or not text")
+    for text in texts:
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"the document is {text!r}, not text")
     options = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
     found = tokenizer(texts, **options)["input_ids"]
     eos = [tokenizer.eos_token_id]
@@ -247,272 +180,191 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
     return [(ids, [-100, *ids[1:]]) for ids in ended]
 
 
-def key_of(before: str | list[dict]) -> int:
-    """Return a hash of 56 bits of what stands before a document's first answer."""
+def key_of(before: object) -> int:
+    """Return a hash of 56 bits of what precedes a document's first answer."""
     return int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
 
 
-def first_target(labels: list[int]) -> int:
-    """Return the place of the first label that is a target; their number if there is none."""
-    return next((i for i, label in enumerate(labels) if label != -100), len(labels))
+def row_encoder(
+    name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace
+) -> abc.Callable[[list[dict]], list[list[dict]]]:
+    """Return the function that makes the documents of some rows of data set `name`, see FEATURES.
 
-
-def cut(ids: list[int], labels: list[int], length: int, key: int) -> tuple:
-    """Return a document's values of FEATURES, with at most `length` tokens."""
-    return ids[:length], labels[:length], len(ids[length:]), key, first_target(labels)
-
-
-def encoder(
-    name: str, kind: str, features: Features, tokenizer: Tokenizer, args: Namespace
-) -> abc.Callable:
-    """Return the function that makes documents, in the columns of FEATURES and bad_rows.ORIGIN, of
-    a batch of rows of data set `name` and their indices.
-
-    Documents have at most --max-seq-length + 1 tokens; `cut` is how many more there were, `key` a
-    hash of all before the first answer, `begins` the place of the first target. A row gives one
-    document or several; a bad row gives an empty one, or raises ValueError."""
+    They have at most --max-seq-length + 1 tokens. `cut` is how many more there were, `key` a hash
+    of all before the first answer, `begins` the position of the first target.
+    """
     length = args.max_seq_length + 1
+    columns = readers.column_names(rows)
+    kind = next((x for x, needed in chats.COLUMNS.items() if {*needed} <= {*columns}), None)
+    say(f"{name}: columns {', '.join(columns)}, read as {kind or 'plain documents or tokens'}")
 
-    def encode_rows(rows: list[dict]) -> list[list[tuple]]:
-        asked, chats = [], []
-        for row in rows:
-            if row.get(json_rows.BROKEN):
-                raise ValueError(row[json_rows.BROKEN])
-            row = {key: json_rows.as_in_file(value, features[key]) for key, value in row.items()}
-            if kind == "text":
-                asked.append(row[args.text_column])
-                continue
-            chat, tools = chat_formats.read(row, kind)
-            asked.append(chat[: [turn["role"] for turn in chat].index("assistant")] or chat)
-            chats.append((chat, tools))
-        if kind == "text":
-            encoded = [[document] for document in encode_texts(asked, tokenizer)]
-        else:
-            encoded = encode(chats, tokenizer, args.train_on_prompt, args.began)
+    def documents(key: int, found: list[tuple[list, list]]) -> list[dict]:
+        made = []
+        for ids, labels in found:
+            begins = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+            values = ids[:length], labels[:length], len(ids[length:]), key, begins
+            made.append(dict(zip(FEATURES, values, strict=True)))
+        return made
+
+    def from_chats(some: list[dict]) -> list[list[dict]]:
+        turns = [chats.read_chat(row, kind) for row in some]
+        keys = []
+        for chat, _ in turns:
+            first = [turn["role"] for turn in chat].index("assistant")
+            keys.append(key_of(chat[:first] or chat))
+        return list(map(documents, keys, encode(turns, tokenizer, args)))
+
+    def from_texts(some: list[dict]) -> list[list[dict]]:
+        texts = [row.get(args.text_column) for row in some]
+        encoded = encode_texts(texts, tokenizer)
+        return [documents(key_of(x), [pair]) for x, pair in zip(texts, encoded, strict=True)]
+
+    def from_tokens(some: list[dict]) -> list[list[dict]]:
+        from runtime import tokens  # a copy may leave it out
+
         found = []
-        for before, documents in zip(asked, encoded, strict=True):
-            key = key_of(before)
-            found.append([cut(ids, labels, length, key) for ids, labels in documents])
+        for row in some:
+            ids = tokens.check_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
+            labels = [-100, *row.get("labels", ids)[1:]]
+            if len(labels) != len(ids) or not set(labels) <= {-100, *ids} or {*labels} == {-100}:
+                raise ValueError(
+                    "labels are not one for each token, -100 or the token, or all -100"
+                )
+            found.append(documents(key_of(ids), [(ids, labels)]))
         return found
 
-    def encode_or_name(rows: list[dict], numbers: list[int]) -> list[tuple]:
-        """Encode rows together; if one of them is bad, each alone."""
-        try:
-            found = encode_rows(rows)
-        except (ValueError, TypeError, TemplateError) as error:
-            if len(rows) > 1:
-                pairs = zip(rows, numbers, strict=True)
-                return [x for row, number in pairs for x in encode_or_name([row], [number])]
-            problem = bad_rows.problem(name, numbers[0], error, args.bad_rows)
-            return [([], [], 0, 0, 0, numbers[0], problem)]
-        pairs = zip(numbers, found, strict=True)
-        return [(*document, number, "") for number, documents in pairs for document in documents]
-
-    def encode_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        values = zip(*batch.values(), strict=True)
-        rows = [dict(zip(batch, row, strict=True)) for row in values]
-        numbers = [index + 1 for index in indices]
-        found = []
-        for i in range(0, len(rows), TOGETHER):
-            found += encode_or_name(rows[i : i + TOGETHER], numbers[i : i + TOGETHER])
-        columns = [*FEATURES, *bad_rows.ORIGIN]
-        return dict(zip(columns, map(list, zip(*found, strict=True)), strict=True))
-
-    return encode_batch
+    if kind:
+        return from_chats
+    if args.text_column in columns:
+        return from_texts
+    if "input_ids" in columns:
+        return from_tokens
+    known = ", or ".join(" and ".join(needed) for needed in chats.COLUMNS.values())
+    raise ValueError(f"--dataset {name} has columns {', '.join(columns)}. Rename them to {known}, "
+                     f"or pass --text-column {columns[0]} if it has whole documents.")  # fmt: skip
 
 
-def load_sets(
-    args: Namespace, tokenizer: Tokenizer, verbose: bool
-) -> tuple[Dataset | None, dict[str, Dataset]]:
-    """Return all training documents, each data set's as often as --weights says (None with
-    --evaluate-only), and the validation sets by name: a part of each data set, or --val-dataset's.
-
-    They have the columns of FEATURES, and come from the cache if they are there. `verbose` prints
-    how many there are, and what was cut. Raises ValueError, with a sentence for the user, if there
-    are none.
-    """
-    readers.show_progress(verbose)
-    train_sets = []
-    val_sets = {}
-    is_needed = not (args.evaluate_only and args.val_dataset)
-    for name in args.dataset if is_needed else ():
-        train_set, *val_set = load_documents(args, tokenizer, name, verbose)
-        train_sets.append(train_set)
-        if val_set:
-            val_sets[name] = val_set[0]
-    for name in args.val_dataset:
-        (val_sets[name],) = load_parts(args, tokenizer, name, ["val_split"], verbose)
-    for name, rows in val_sets.items():
-        limit = args.num_val_samples
-        val_sets[name] = draw_documents(rows, limit, f"{name}, validation", args, verbose)
-    if args.evaluate_only:
-        return None, val_sets
-    for number, (name, rows) in enumerate(zip(args.dataset, train_sets, strict=True)):
-        limit = args.num_train_samples
-        train_sets[number] = draw_documents(rows, limit, f"{name}, training", args, verbose)
-    if verbose and chat_templates.asks_for_date(tokenizer):
-        print(f"the chat template asks for the date: {args.began}, on which this run began")
-    if verbose:
-        say_shares(args, train_sets)
-        print(f"an example, «learned»: {readers.marked(train_sets[0][0], tokenizer)}", flush=True)
-    weighted = zip(train_sets, args.weights, strict=True)
-    return concatenate_datasets([x for rows, weight in weighted for x in [rows] * weight]), val_sets
-
-
-def load_documents(
-    args: Namespace, tokenizer: Tokenizer, name: str, verbose: bool
-) -> tuple[Dataset, ...]:
-    """Return the training documents of data set `name`, and, without --val-dataset, those to
-    validate on: another split of a hub data set, or 5%."""
-    if args.val_dataset:
-        return tuple(load_parts(args, tokenizer, name, ["train_split"], verbose))
-    parts = load_parts(args, tokenizer, name, ["train_split", "val_split"], verbose)
-    if len(parts) == 1:
-        return readers.hold_out(name, parts[0], parts[0].with_format("numpy")["key"][:])
-    return tuple(parts)
-
-
-def load_parts(
-    args: Namespace, tokenizer: Tokenizer, name: str, flags: list[str], verbose: bool
-) -> list[Dataset]:
-    """Return the documents of all rows of a file, or of each split that `flags` name."""
-    if name == "docstrings":
+def load_documents(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
+    """Return the documents of a word of --dataset by split, train and maybe validation."""
+    name, split = readers.split_word(word, BUILT_IN)
+    if name in BUILT_IN:
         rows = readers.docstring_rows()
-        parts = [(name, rows.rename_columns({"headline": "prompt", "text": "completion"}))]
+        rows = rows.rename_columns({"headline": "prompt", "text": "completion"})
+        parts = readers.pick(name, {"train": rows}, split)
     else:
-        parts = readers.read_parts(name, args, *flags)
-    found = [encode_rows(name, rows, tokenizer, args, verbose) for _, rows in parts]
-    check_lost(name, found, args, verbose)
+        parts = readers.pick(name, readers.read(name, args.dataset_config), split)
+    template = tokenizer.chat_template
+    identity = [args.max_seq_length, args.train_on_prompt, args.text_column, template]
+    identity += [readers.tokenizer_fingerprint(tokenizer), readers.fingerprint(chats.read_chat)]
+    if "strftime_now" in str(template):
+        identity.append(args.began)
+        say(f"the chat template writes the date: {args.began}, on which this run began")
+    found = {}
+    for key, rows in parts.items():
+        if "input_ids" in rows.column_names:
+            from runtime import tokens  # a copy may leave it out
+
+            tokens.check_origin(name, args, tokenizer)
+        encode_rows = row_encoder(name, rows, tokenizer, args)
+        found[key] = readers.samples(name, rows, encode_rows, FEATURES, args, *identity)
     return found
 
 
-def check_lost(name: str, parts: list[Dataset], args: Namespace, verbose: bool) -> None:
-    """Print a warning if more than a tenth of the documents of data set `name` will be left out, as
-    their answers begin after --max-seq-length; raise ValueError if more than half will be."""
-    begins = np.concatenate([rows.with_format("numpy")["begins"][:] for rows in parts])
-    total = len(begins)
-    lost = int((begins > args.max_seq_length).sum())
-    if 10 * lost <= total:
-        return
-    enough = np.sort(begins)[-(-9 * total // 10) - 1]
-    problem = (
-        f"{name}: {lost:,} of {total:,} documents are left out, as their answers begin after "
-        f"--max-seq-length {args.max_seq_length}: --max-seq-length {enough} keeps nine of ten"
-    )
-    if 2 * lost > total:
-        raise ValueError(f"{problem}; a run leaves out half at most")
-    if verbose:
-        print(f"WARNING: {problem}", flush=True)
+def hold_out(name: str, rows: Dataset) -> dict[str, Dataset]:
+    """Return the documents to train on, and those of 5% of the keys, at least one, to validate on.
 
-
-def say_shares(args: Namespace, train_sets: list[Dataset]) -> None:
-    """Print what part of an epoch's target tokens each data set has, if there are several."""
-    counts = [readers.count_targets(rows) for rows in train_sets]
-    total = sum(count * weight for count, weight in zip(counts, args.weights, strict=True))
-    for name, count, weight in zip(args.dataset, counts, args.weights, strict=True):
-        if len(counts) > 1:
-            share = count * weight / total
-            print(f"{name}: {weight} x {count:,} target tokens, {share:.1%} of an epoch's")
-
-
-def encode_rows(
-    name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace, verbose: bool
-) -> Dataset:
-    """Return the documents in the rows of data set `name`, from the cache if they are there."""
-    columns = [column for column in rows.column_names if column != json_rows.BROKEN]
-    kind = chat_formats.find_kind(name, columns, args.text_column)
-    if verbose:
-        used = chat_formats.used_columns(kind, columns, args.text_column)
-        others = ", ".join(column for column in columns if column not in used)
-        unused = f"; not used: {others}" if others else ""
-        print(f"{name}: rows of kind {kind} ({', '.join(used)}{unused})")
-    if kind == "tokens":
-        return token_documents(name, rows, tokenizer, args, verbose)
-    # --bad-rows is no part of the identity: fail and skip make the same of good rows, and if rows
-    # are bad only skip has a result, which good_rows checks again.
-    identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
-    identity += (tokenizer.chat_template, readers.token_rules(tokenizer))
-    identity += (chat_templates.asks_for_date(tokenizer) and args.began,)
-    # The code of their files counts, too.
-    identity += tuple(map(readers.fingerprint, (chat_formats.read, chat_templates.check_turns)))
-    features = FEATURES | bad_rows.ORIGIN
-    encode_batch = encoder(name, kind, rows.features, tokenizer, args)
-    found = readers.cached_map(rows, encode_batch, features, *identity, with_indices=True)
-    _, counts = np.unique(found.with_format("numpy")["row"][:], return_counts=True)
-    several = counts[counts > 1]
-    if verbose and len(several):
-        print(
-            f"{name}: {len(several):,} chats gave {sum(several):,} documents, as the chat template "
-            "renders turns differently when others follow"
-        )
-    return bad_rows.good_rows(name, found, args.bad_rows, verbose)
-
-
-def token_documents(
-    name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace, verbose: bool
-) -> Dataset:
-    """Return documents of tokens made beforehand; without labels, all but the first are targets."""
-    shaping = ("max_seq_length", "train_on_prompt")
-    rules = readers.token_rules(tokenizer) | {tokens.TEMPLATE: tokenizer.chat_template}
-    made_from = tokens.check_origin(name, rows, FEATURES, args, shaping, rules)
-    if verbose and made_from and chat_templates.asks_for_date(tokenizer):
-        print(f"{name}: the date in its chats is {made_from['arguments']['began']}")
-    columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
-    limits = dict.fromkeys(columns, ("--max-seq-length", args.max_seq_length + 1))
-    checked = tokens.checked_columns(name, rows, limits, tokenizer, hidden=True)
-    if made_from:  # by --prepare-only: the rows have all columns
-        return rows
-
-    def complete(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        found = []
-        for index, ids, *labels in zip(indices, *batch.values(), strict=True):
-            targets = [-100, *(labels or [ids])[0][1:]]
-            problem = ""
-            if len(targets) != len(ids):
-                problem = "it has not one label for each token"
-            elif all(label == -100 for label in targets):
-                problem = "no label is a target"
-            if problem:
-                raise ValueError(f"{name}, {json_rows.place(name, index + 1)}: {problem}")
-            found.append((ids, targets, 0, tokens.key(ids), first_target(targets)))
-        return dict(zip(FEATURES, map(list, zip(*found, strict=True)), strict=True))
-
-    return readers.cached_map(checked, complete, FEATURES, name, with_indices=True)
-
-
-def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace, verbose: bool) -> Dataset:
-    """Return a random `limit` of the documents (0: all), without those that have no target left.
-
-    A chat has none if its first answer begins after --max-seq-length. With --prepare-only such
-    chats stay, so that who trains on the tokens is told of them. Raises ValueError if no document
-    is left.
+    Documents with the same key stay together. Raises ValueError if all have the same.
     """
+    keys = rows.with_format("numpy")["key"][:]
+    distinct = np.unique(keys)  # sorted hashes: the lowest are a random choice
+    if len(distinct) < 2:
+        raise ValueError(f"--dataset {name}: all rows ask the same, so none can be held out for "
+                         "validation. Pass --val-dataset.")  # fmt: skip
+    is_held_out = keys < distinct[max(1, len(distinct) // 20)]
+    return {
+        "train": rows.select(np.flatnonzero(~is_held_out)),
+        "validation": rows.select(np.flatnonzero(is_held_out)),
+    }
+
+
+def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dataset:
+    """Return a random `limit` of the documents (0: all), without those whose first answer begins
+    after --max-seq-length. Raises ValueError if these are more than half."""
     total = len(rows)
     limit = min(limit or total, total)
     if limit < total:
         rows = rows.select(sorted(random.Random(0).sample(range(total), limit)))
-    columns = rows.with_format("numpy", ["cut", "begins"])[:]
-    lost = columns["cut"]  # tokens
-    cut = np.count_nonzero(lost)
-    kept = np.flatnonzero(columns["begins"] <= args.max_seq_length)
-    if verbose:
-        targets = readers.count_targets(rows)
-        print(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
-    if verbose and cut:
-        print(
-            f"{name}: {cut:,} of {limit:,} cut to --max-seq-length, losing {lost.sum():,} tokens; "
-            f"{limit - len(kept):,} left out, whose answers begin after it",
-            flush=True,
-        )
-    if len(kept) == 0:
-        raise ValueError(
-            f"{name}: no answer begins within --max-seq-length {args.max_seq_length}: "
-            f"--max-seq-length {columns['begins'].max()} keeps all {limit:,} documents"
-        )
-    if args.prepare_only:
-        return rows
-    rows = rows.remove_columns("begins")
-    return rows if len(kept) == limit else rows.select(kept)
+    columns = rows.select_columns(["cut", "begins"]).with_format("numpy")[:]
+    begins, lost = columns["begins"], columns["cut"]  # lost tokens
+    kept = np.flatnonzero(begins <= args.max_seq_length)
+    targets = count_targets(rows)
+    say(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
+    dropped = limit - len(kept)
+    if lost.any():
+        say(f"{name}: {np.count_nonzero(lost):,} cut to --max-seq-length, losing {lost.sum():,} "
+            f"tokens; {dropped:,} left out, whose answers begin after it")  # fmt: skip
+    if 10 * dropped > limit:
+        enough = np.sort(begins)[-(-9 * limit // 10) - 1]
+        problem = f"{name}: the answers of {dropped:,} of {limit:,} documents begin after "
+        problem += f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of ten."
+        if 2 * dropped > limit:
+            raise ValueError(problem)
+        say(f"WARNING: {problem}")
+    rows = rows.remove_columns(["cut", "key", "begins"])
+    return rows.select(kept) if dropped else rows
+
+
+def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[str, "Packs"]]:
+    """Return the training set, None with --evaluate-only, and the validation sets by name.
+
+    Each data set is validated on by itself: on its split validation, else on 5% of it, or on all of
+    each --val-dataset instead. Raises ValueError if data or flags cannot be used.
+    """
+    train_sets: list[Dataset] = []
+    val_sets = {}
+    for word in [] if args.evaluate_only and args.val_dataset else args.dataset:
+        parts = load_documents(word, tokenizer, args)
+        if "validation" not in parts and not args.val_dataset:
+            parts = hold_out(word, parts["train"])
+        if not args.val_dataset:
+            val_sets[word] = parts["validation"]
+        if not args.evaluate_only:
+            train_sets.append(
+                draw_documents(parts["train"], args.num_train_samples, f"{word}, training", args)
+            )
+    for word in args.val_dataset:
+        parts = load_documents(word, tokenizer, args)
+        val_sets[word] = parts.get("validation", parts["train"])
+    for word, rows in val_sets.items():
+        limit = args.num_val_samples
+        val_sets[word] = draw_documents(rows, limit, f"{word}, validation", args)
+    readers.warn_of_validation(args, val_sets)
+    packs = {word: Packs(readers.join([rows]), args) for word, rows in val_sets.items()}
+    if args.evaluate_only:
+        return None, packs
+    counts = [count_targets(rows) for rows in train_sets]
+    for word, count in zip(args.dataset, counts, strict=True):
+        if len(counts) > 1:
+            say(f"{word}: {count / sum(counts):.1%} of the target tokens")
+    say(f"an example, «learned»: {marked(train_sets[0][0], tokenizer)}")
+    return Packs(readers.join(train_sets), args), packs
+
+
+def count_targets(rows: Dataset) -> int:
+    """Return the number of labels that are trained on: not -100."""
+    tables = rows.with_format("arrow").select_columns("labels").iter(10_000)
+    labels = (table["labels"].combine_chunks().flatten().to_numpy() for table in tables)
+    return sum(int((part != -100).sum()) for part in labels)
+
+
+def marked(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:
+    """Return the beginning of the text of `input_ids`, with what `labels` train on in « and »."""
+    text = ""
+    pairs = zip(example["input_ids"], example["labels"], strict=True)
+    for learned, group in itertools.groupby(pairs, key=lambda pair: pair[1] != -100):
+        part = tokenizer.decode([token for token, _ in group])
+        text += f"«{part}»" if learned else part
+    return readers.shorten(text)
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
@@ -539,7 +391,7 @@ def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) 
 
 
 class Packs(torch.utils.data.Dataset):
-    """The packs of `documents`, planned anew in each epoch.
+    """The packs of the documents `dataset`, planned for each epoch.
 
     A document of n tokens takes n - 1 positions, for the last one has nothing to predict.
     `positions` is their sum, `fill` its share of the room in all packs, and `span` the mean over
@@ -547,7 +399,7 @@ class Packs(torch.utils.data.Dataset):
     """
 
     def __init__(self, documents: Dataset, args: Namespace):
-        self.documents = readers.Rows(documents)
+        self.dataset = documents
         self.args = args
         self.epoch = 0
         self.plans: dict[int, list[list[int]]] = {}  # of the current epoch alone
@@ -565,11 +417,6 @@ class Packs(torch.utils.data.Dataset):
             self.plans = {self.epoch: pack(self.lengths, capacity, generator)}
         return self.plans[self.epoch]
 
-    @property
-    def dataset(self) -> Dataset:
-        """The documents, of which the packs are made."""
-        return self.documents.dataset
-
     def set_epoch(self, epoch: int) -> None:
         """Pack the documents as in this epoch from now on."""
         self.epoch = epoch
@@ -578,19 +425,7 @@ class Packs(torch.utils.data.Dataset):
         return len(self.plan())
 
     def __getitem__(self, i: int) -> list[dict]:
-        return self.documents.__getitems__(self.plan()[i])
-
-
-@readers.names_cache
-def load(
-    args: Namespace, tokenizer: Tokenizer, verbose: bool
-) -> tuple[Packs | None, dict[str, Packs]]:
-    """Return packs of the documents of `load_sets`."""
-    documents, val_documents = load_sets(args, tokenizer, verbose)
-    val_sets = {name: Packs(rows, args) for name, rows in val_documents.items()}
-    if args.evaluate_only:
-        return None, val_sets
-    return Packs(documents, args), val_sets
+        return self.dataset.__getitems__(self.plan()[i])
 
 
 def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:

@@ -87,7 +87,7 @@ def fsdp_main(args: Namespace) -> int:
                 run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
                 return 0
             if train(args, device, model, train_set, val_loaders, run):
-                continue_prompts(args, device, model, tokenizer, val_sets["validation"])
+                continue_prompts(args, device, model, tokenizer, next(iter(val_sets.values())))
                 run.export(model, tokenizer)
         return run.exit_code
     finally:
@@ -103,7 +103,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), data, policies)
+    args, problems = arguments.resolved(parser.parse_args(argv), policies)
     return arguments.checked(args, problems)
 
 
@@ -236,9 +236,9 @@ def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any
     """The training set, None with --evaluate-only, and the validation sets by name; all ranks.
 
     A data set of your own needs len() and [i], which gives what `data.collate` takes.
-    Raises ValueError if the data cannot be had or are too few.
+    Raises ValueError if the data or its flags cannot be used.
     """
-    return ranks.first_on_node(data.load, args, tokenizer, dist.get_rank() == 0)
+    return ranks.first_on_node(data.load, args, tokenizer)
 
 
 def model_inputs(batch: Batch) -> Batch:

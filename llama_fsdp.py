@@ -43,11 +43,20 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import chat_dataset as data
 import policies
-from runtime import adapters, arguments, attention, batches, optimization, paged, ranks, weights
+from runtime import (
+    adapters,
+    arguments,
+    attention,
+    batches,
+    chats,
+    optimization,
+    paged,
+    ranks,
+    weights,
+)
 from runtime.batches import Batch
 from runtime.chunked_loss import LossHead
 from runtime.model_checks import check_logits, check_sum, fit_config
-from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; tools/memory_estimator.py reads these, too.
@@ -122,7 +131,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), data, adapters, policies)
+    args, problems = arguments.resolved(parser.parse_args(argv), adapters, policies)
     for module in (attention, paged):
         problems += module.check_arguments(args)
     return arguments.checked(args, problems)
@@ -211,7 +220,7 @@ def load_model(
     else:
         directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
     fit_config(args, LossModel, config, "max_seq_length")
-    chat_templates.give(tokenizer, args.chat_template)  # final/ has it too
+    chats.set_chat_template(tokenizer, args.chat_template)  # final/ has it too
     kernel = attention.set_attention(args, config, MODEL)
     needs_weights = checkpoint is None or args.lora_rank > 0  # it has nothing but the adapters
     model, source = weights.new_model(LossModel, config, directory, needs_weights)
@@ -272,9 +281,9 @@ def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any
     """The training set, None with --evaluate-only, and the validation sets by name; all ranks.
 
     A data set of your own needs len() and [i], which gives what `data.collate` takes.
-    Raises ValueError if the data cannot be had or are too few.
+    Raises ValueError if the data or its flags cannot be used.
     """
-    return ranks.first_on_node(data.load, args, tokenizer, dist.get_rank() == 0)
+    return ranks.first_on_node(data.load, args, tokenizer)
 
 
 def model_inputs(batch: Batch) -> Batch:

@@ -1,419 +1,280 @@
 """Summarisation pairs for a sequence-to-sequence model, from raw text to padded batches.
 
-`--dataset` is `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
-Python, no download), a CSV, TSV, JSONL, JSON or Parquet file, or a hub id. `load_summarization`
-opens it (`open_sources`), cleans it and gives each row a split (`clean_rows`), takes as many rows
-as asked for (`draw_rows`) and tokenises them (`encode`); `collate` pads a batch. Results stay in
-the `datasets` cache, so a second process or run maps them from disk: let one process per node load
-first.
+`--dataset` names `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
+Python, no download), CSV, TSV, JSONL, JSON or Parquet files, or hub ids. `load` cleans and splits
+the rows (`clean_rows`, `split_rows`), draws as many as asked for and tokenizes them (`encode`);
+`collate` pads a batch. Results stay in the `datasets` cache: let one process per node load first.
 
-Copy this file along with the script that imports it and the folder runtime/. To use data of your
-own, return one more `Source` from `open_sources`.
+Copy this file along with the script that imports it and the folder runtime/. For data of your own
+return the rows of another built-in name from `load_rows`.
 """
 
-import argparse
 import contextlib
 import hashlib
 import random
 import re
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, List, Value
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, ranks
-from runtime.rows import bad_rows, json_rows, readers
+from runtime import arguments, ranks, readers
+from runtime.ranks import say
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
-EMPTY = "with an empty field"
-TOKENS = ("input_ids", "labels")  # columns of rows that are tokenised already
-FEATURES = dict.fromkeys(TOKENS, List(Value("int32"))) | {"length": Value("int32")}
 BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # examples by default
-# Validation last: a title that stands in two lists is not trained on.
+PERCENT = {  # of the keys, for each split
+    "wikihow": {"train": 98, "validation": 1, "test": 1},
+    "docstrings": {"train": 85, "validation": 15},
+    "other": {"train": 95, "validation": 5},
+}
+# Validation last: a title that is in two lists is not trained on.
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
+PAIR = {"text": Value("string"), "summary": Value("string")}
+TOKENS = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
+TOKENS |= {"length": Value("int32")}
+KEY = {"key": Value("int64"), "place": Value("string")}  # a split, why it is dropped, or nothing
 
 
-@dataclass(frozen=True)
-class Source:
-    """Raw rows and the rule that splits them."""
-
-    name: str
-    rows: Dataset
-    columns: tuple[str, str, str]  # text, summary, and the key: rows equal in it stay together
-    percent: dict[str, int]  # of the keys, for each split; "train" first
-    rule: str  # what splits the rows, in words
-    one_line: bool = False  # line breaks in texts and summaries become spaces
-    titles: dict[str, str] | None = None  # the split of each title, in place of percentages
-    wikihow: bool = False  # apply WikiHow's published cleaning
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`."""
     add = parser.add_argument_group("data").add_argument
-    dataset = "wikihow, docstrings (built in), a CSV, TSV, JSONL or Parquet file, or a hub id"
-    val_split = "the one to validate on; the training split again means: hold out 5%% of it"
-    eval_split = "with --evaluate-only: validation, WikiHow's test, or any split of a hub data set"
-    add("--dataset", help=dataset, default="wikihow")
-    add("--val-dataset", help="a file or hub id to validate on, instead of a part of --dataset")
+    add("--dataset", **arguments.WORDS, default=["wikihow"], help="wikihow, docstrings (built in), "
+        "CSV, TSV, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
+        "takes a split or a part (default: wikihow)")  # fmt: skip
+    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these instead of a part "
+        "of each --dataset, such as wikihow:test")  # fmt: skip
     add("--data-dir", help="folder with WikiHow's CSV files and title lists", default="data")
     add("--wikihow-part", help="whole articles or paragraphs", choices=list(WIKIHOW), default="all")
     add("--dataset-config", help="configuration of a hub data set")
-    add("--train-split", help="split of a hub data set to train on", default="train")
-    add("--val-split", help=val_split, default="validation")
-    add("--eval-split", help=eval_split, default="validation")
     add("--source-column", help="column with the texts", default="text")
     add("--target-column", help="column with the summaries", default="headline")
     add("--source-prefix", help="put before each text", default="summarize: ")
-    add("--source-length", help="longest text in tokens, EOS included", type=int, default=512)
-    add("--target-length", help="longest summary in tokens, EOS included", type=int, default=150)
+    tokens = "longest {} in tokens, EOS included"
+    add("--source-length", **arguments.at_least(2), default=512, help=tokens.format("text"))
+    add("--target-length", **arguments.at_least(2), default=150, help=tokens.format("summary"))
     for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
-        text = f"0: all; as by default, but {number} of wikihow and docstrings"
-        add(flag, type=int, help=text)
-    line = "put each text and summary on one line, as is done with wikihow and docstrings"
-    add("--clean", help=line, **arguments.OFF)
-    add("--bad-rows", help=bad_rows.HELP, choices=bad_rows.CHOICES, default="fail")
-    add(
-        "--group-by-length", help="batch texts of about one length, which pads less", **arguments.ON
-    )
+        text = f"per data set (0: all; default: all, except {number} of wikihow and docstrings)"
+        add(flag, **arguments.at_least(0), help=text)
+    add("--bad-rows", **arguments.BAD_ROWS)
+    add("--group-by-length", help="batch texts of about one length, to pad less", **arguments.ON)
 
 
-def resolve_arguments(args: argparse.Namespace) -> dict[str, int]:
-    """Resolve --num-train-samples and --num-val-samples."""
-    return arguments.samples(args, *BUILT_IN.get(args.dataset, (0, 0)))
+def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[str, Dataset]]:
+    """Return the training set, None with --evaluate-only, and the validation sets by name.
 
-
-def check_arguments(args: argparse.Namespace) -> list[str]:
-    """List a sentence for each problem that shows without reading data."""
-    limits = dict.fromkeys(("source_length", "target_length"), (2, arguments.ANY))
-    limits |= dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
-    problems = arguments.out_of_range(args, limits) + check_eval_split(args)
-    if args.dataset == "wikihow":
-        path = wikihow_path(args)
-        if not path.is_file():
-            problems.append(
-                f"{path} is missing: get {path.name} of the WikiHow dataset (Koupaee & Wang 2018) "
-                f"by way of https://github.com/mahnazkoupaee/WikiHow-Dataset and put it into "
-                f"{path.parent}/, or take --dataset docstrings, which needs no download"
-            )
-    else:
-        problems += readers.check_name("--dataset", args.dataset)
-    if args.val_dataset is not None and args.dataset in BUILT_IN:
-        problems.append(f"--val-dataset goes with files and hub ids, not with {args.dataset}")
-    elif args.val_dataset is not None:
-        problems += readers.check_name("--val-dataset", args.val_dataset)
-    return problems
-
-
-def wikihow_path(args: argparse.Namespace) -> Path:
-    """Return the path of WikiHow's CSV file."""
-    return Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
-
-
-def check_eval_split(args: argparse.Namespace) -> list[str]:
-    """Return a sentence if the data set has no --eval-split; a hub's is looked for when loading."""
-    split = args.eval_split
-    known = ["validation"]
-    if args.dataset == "wikihow":
-        known.append("test")
-    is_file = Path(args.dataset).suffix.lower() in readers.KINDS
-    has_splits = args.dataset not in BUILT_IN and not is_file
-    if split != "validation" and not args.evaluate_only:
-        return [f"--eval-split {split} needs --evaluate-only: training validates on --val-split"]
-    if split != "validation" and args.val_dataset is not None:
-        return [f"--eval-split {split} is one of --dataset: leave out --val-dataset"]
-    if split in known or has_splits:
-        return []
-    return [f"--eval-split {split}: {args.dataset} has no such split, only {' and '.join(known)}"]
-
-
-def load_summarization(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool = True
-) -> tuple[Dataset | None, Dataset]:
-    """Return the training and the validation set: tokenised, cut to number, and cached.
-
-    With --evaluate-only they are None and the rows of --eval-split.
-
-    Both have the columns `input_ids` and `labels`, lists of at most `--source-length` and
-    `--target-length` ints, the last of which is EOS. Which rows are taken depends on the data
-    alone. `verbose` prints what was dropped, how the rows were split, and how many are used.
-
-    Raises ValueError, with a sentence for the user, if arguments or data do not serve.
+    Their columns are TOKENS: `length` is that of `input_ids`, and EOS is last. The choice of rows
+    depends on the data alone. Raises ValueError if data or flags cannot be used.
     """
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"The tokenizer {type(tokenizer).__name__} has no EOS token")
-    readers.show_progress(verbose)
-    numbers = {"train": args.num_train_samples, "validation": args.num_val_samples}
-    if args.evaluate_only:
-        numbers = {args.eval_split: args.num_val_samples}
-    found = {}
-    for source in open_sources(args):
-        if numbers.keys() & source.percent.keys():
-            found |= split_rows(source, args, tokenizer, verbose)
-    sets = []
-    for split, number in numbers.items():
-        total = len(found[split])
-        if total == 0:
-            raise ValueError(f"{args.dataset} has no example in its split {split}")
-        examples = draw_rows(found[split], number)
-        if "input_ids" not in examples.column_names:
-            examples = encode(examples, args, tokenizer)
-        if verbose:
-            targets = readers.count_targets(examples)
-            used = f"{len(examples):,} of {total:,} examples used"
-            print(f"{split}: {used}, with {targets:,} target tokens", flush=True)
-            say_full(split, examples, args)
-        sets.append(examples)
-    if verbose:
-        first = sets[0][0]
-        text, summary = (tokenizer.decode(first[column]) for column in TOKENS)
-        shown = f"{readers.shortened(text)} -> «{readers.shortened(summary)}», learned"
-        print(f"an example: {shown}", flush=True)
-    train_set = None if args.evaluate_only else sets[0]
-    return train_set, sets[-1]
-
-
-@readers.names_cache
-def load(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool
-) -> tuple[readers.Rows | None, dict[str, readers.Rows]]:
-    """Return the sets of `load_summarization`, the validation set by its name."""
-    train_set, val_set = load_summarization(args, tokenizer, verbose)
-    val_sets = {args.val_dataset or args.dataset: readers.Rows(val_set)}
+        raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no EOS token: set one")
+    train_sets = []
+    val_sets = {}
+    for word in [] if args.evaluate_only and args.val_dataset else args.dataset:
+        parts = load_rows(word, args, tokenizer, hold_out=not args.val_dataset)
+        if not args.val_dataset:
+            val_sets[word] = parts["validation"]
+        if not args.evaluate_only:
+            train_sets.append(finish(word, "train", parts["train"], args, tokenizer))
+    for word in args.val_dataset:
+        parts = load_rows(word, args, tokenizer, hold_out=False)
+        val_sets[word] = parts.get("validation", parts["train"])
+    for word, rows in val_sets.items():
+        val_sets[word] = readers.join([finish(word, "validation", rows, args, tokenizer)])
+    readers.warn_of_validation(args, val_sets)
     if args.evaluate_only:
         return None, val_sets
-    return readers.Rows(train_set), val_sets
+    text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
+    say(f"an example: {readers.shorten(text)} -> «{readers.shorten(summary)}», learned")
+    return readers.join(train_sets), val_sets
 
 
-def split_rows(
-    source: Source, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, verbose: bool
+def load_rows(
+    word: str, args: Namespace, tokenizer: Tokenizer, hold_out: bool
 ) -> dict[str, Dataset]:
-    """Return the usable rows of a source by split: texts to encode, or tokens as of `encode`."""
-    if source.columns == TOKENS:
-        return load_tokens(source, args, tokenizer)
-    rows = clean_rows(source)
-    if args.dataset not in BUILT_IN:
-        broken = json_rows.broken_rows(source.rows)
-        bad = {}
-        for i, place in enumerate(rows["place"], start=1):
-            if place == EMPTY:
-                bad[i] = broken.get(i, "its text or its summary is empty")
-        bad_rows.leave_out(source.name, bad, len(rows), args.bad_rows, verbose)
-    places = assign(source, rows, partial(print, flush=True) if verbose else lambda line: None)
-    found = {}
-    for split in source.percent:
-        found[split] = rows.select([i for i, place in enumerate(places) if place == split])
-    return found
-
-
-def say_full(split: str, examples: Dataset, args: argparse.Namespace) -> None:
-    """Print how many texts and summaries have as many tokens as they may: longer ones are cut."""
-    for column, flag in ("input_ids", "source_length"), ("labels", "target_length"):
-        limit = getattr(args, flag)
-        arrays = readers.in_order(examples, column)
-        full = sum(int((array.value_lengths().to_numpy() == limit).sum()) for array in arrays)
-        if full:
-            name = f"--{flag.replace('_', '-')} {limit}"
-            print(f"{split}: {full:,} of {len(examples):,} {column} fill {name}, or are cut to it")
-
-
-def draw_rows(rows: Dataset, number: int) -> Dataset:
-    """Return a random `number` of rows (0: all), in their order."""
-    if not 0 < number < len(rows):
-        return rows
-    indices = list(range(len(rows)))
-    random.Random(0).shuffle(indices)
-    return rows.select(sorted(indices[:number]))  # reads faster than in random order
-
-
-def open_sources(args: argparse.Namespace) -> list[Source]:
-    """Open what `--dataset` names: one source to be split, or two that are split already."""
-    columns = (args.source_column, args.target_column)
-    if args.dataset == "docstrings":
-        columns = ("text", "headline", "module")
-        percent = {"train": 85, "validation": 15}
-        rows = readers.docstring_rows()
-        return [Source("docstrings", rows, columns, percent, "a hash of the module", one_line=True)]
-    if args.dataset == "wikihow":
-        columns += ("title",)
-        path = wikihow_path(args)
-        rows = readers.read_file(path)
-        check_columns(str(path), rows, columns)
-        titles = read_title_lists(path.parent)
-        percent = {"train": 98, "validation": 1, "test": 1}
-        rule = "a hash of the title" if titles is None else f"the title lists in {path.parent}/"
-        return [Source(str(path), rows, columns, percent, rule, True, titles, wikihow=True)]
-    splits = ["train", "validation"]
-    if args.eval_split != "validation":  # then the data set has splits, see `check_eval_split`
-        splits = [args.eval_split]
-        parts = readers.read_parts(args.dataset, args, "eval_split")
-    elif args.val_dataset is None:
-        parts = readers.read_parts(args.dataset, args, "train_split", "val_split")
+    """Return the rows of a word of --dataset by split; `hold_out` makes a split validation."""
+    name, split = readers.split_word(word, list(BUILT_IN))
+    if name in BUILT_IN:
+        rows = open_wikihow(args) if name == "wikihow" else readers.docstring_rows()
+        rows = clean_rows(name, rows, args, tokenizer)
+        parts = readers.pick(name, split_rows(word, rows, PERCENT[name]), split)
     else:
-        parts = readers.read_parts(args.dataset, args, "train_split")
-        parts += readers.read_parts(args.val_dataset, args, "val_split")
-    have_text = any(set(columns) <= set(rows.column_names) for _, rows in parts)
-    have_tokens = all("input_ids" in rows.column_names for _, rows in parts)
-    if have_tokens and not have_text:
-        columns = TOKENS
-    else:
-        for name, rows in parts:
-            check_columns(name, rows, columns)
-        columns += columns[:1]
-    if len(parts) < len(splits):
-        percent = {"train": 95, "validation": 5}
-        rule = f"a hash of {columns[0]}"
-        return [Source(*parts[0], columns, percent, rule, args.clean)]
-    return [
-        Source(*part, columns, {split: 100}, "the data set itself", args.clean)
-        for split, part in zip(splits, parts, strict=True)
-    ]
+        raw = readers.pick(name, readers.read(name, args.dataset_config), split)
+        parts = {key: clean_rows(name, rows, args, tokenizer) for key, rows in raw.items()}
+    if hold_out and "validation" not in parts:
+        parts = split_rows(word, parts["train"], PERCENT["other"])
+    return parts
 
 
-def load_tokens(
-    source: Source, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Dataset]:
-    """Return the rows of a source of tokens made beforehand by split, as `encode` makes them."""
-    from runtime.rows import tokens  # a copy may leave it out
-
-    limits = {"input_ids": ("--source-length", args.source_length)}
-    limits["labels"] = ("--target-length", args.target_length)
-    shaping = ("source_length", "target_length", "source_prefix", "clean")
-    rules = readers.token_rules(tokenizer)
-    made_from = tokens.check_origin(source.name, source.rows, FEATURES, args, shaping, rules)
-    rows = tokens.checked_columns(source.name, source.rows, limits, tokenizer)
-    if made_from:  # by --prepare-only: the rows have all columns
-        rows = source.rows
-    parts = [rows]
-    if len(source.percent) > 1:
-        parts = tokens.split(source.name, rows)
-    if made_from:
-        return dict(zip(source.percent, parts, strict=True))
-
-    def add_length(batch: dict[str, list]) -> dict[str, list]:
-        lengths = [len(ids) for ids in batch["input_ids"]]
-        return {column: batch[column] for column in TOKENS} | {"length": lengths}
-
-    sets = [readers.cached_map(rows, add_length, FEATURES) for rows in parts]
-    return dict(zip(source.percent, sets, strict=True))
+def open_wikihow(args: Namespace) -> Dataset:
+    """Return the rows of WikiHow's CSV file; ValueError says where to get it."""
+    path = Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
+    if not path.is_file():
+        raise ValueError(
+            f"--dataset wikihow needs {path}. Get {path.name} (Koupaee & Wang 2018) from "
+            "https://github.com/mahnazkoupaee/WikiHow-Dataset, or pass --dataset docstrings, which "
+            "needs no download."
+        )
+    return readers.read(str(path), None)["train"]
 
 
-def check_columns(name: str, rows: Dataset, columns: tuple[str, ...]) -> None:
-    """Raise ValueError unless all `columns` are there and hold text."""
-    if not set(columns) <= set(rows.column_names):
-        needed = f"--source-column {columns[0]} and --target-column {columns[1]} are not both"
-        if len(columns) == 3:
-            needed = needed.replace("are not both", f"and {columns[2]} are not all")
-        found = ", ".join(rows.column_names)
-        advice = ""
-        texts = readers.longest_texts(rows)
-        if len(columns) == 2 and len(texts) > 1:
-            advice = f": give --source-column {texts[0]} --target-column {texts[1]}"
-        raise ValueError(f"{name} has columns {found}; {needed} among them{advice}")
-    for column in columns:
-        kind = rows.features[column]
-        if not readers.is_text(kind):
-            raise ValueError(f"Column {column} of {name} does not hold text but {kind}")
-
-
-def read_title_lists(folder: Path) -> dict[str, str] | None:
-    """Return the split of each title by the authors' lists; None without those of training and
+def read_title_lists(args: Namespace) -> dict[str, str]:
+    """Return the split of each title by WikiHow's authors' lists; {} without those of training and
     validation."""
-    paths = {split: folder / name for split, name in TITLE_LISTS.items()}
+    paths = {split: Path(args.data_dir).expanduser() / x for split, x in TITLE_LISTS.items()}
     if not (paths["train"].is_file() and paths["validation"].is_file()):
-        return None
+        return {}
     titles = {}
     for split, path in paths.items():
         if path.is_file():
-            readers.check_content(path)
-            lines = path.read_text(encoding="utf-8-sig").split("\n")
+            lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
             titles.update((title_key(line), split) for line in lines)
     return titles
 
 
 def title_key(title: str) -> str:
-    """Return a title's letters and digits alone, as the authors' lists hold file names."""
+    """Return the letters and digits of a title, because the authors' lists hold file names."""
     return "".join(filter(str.isalnum, title))
 
 
-def clean_rows(source: Source) -> Dataset:
-    """Clean all rows; the column `place` is a row's split, or in words why it is dropped."""
-    columns = source.columns
-    titles = source.titles
-    wikihow = source.wikihow
-    one_line = source.one_line
-    bounds = list(zip(accumulate(source.percent.values()), source.percent, strict=True))
+def hashed(key: str) -> int:
+    """Return a hash that, unlike hash(), is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
 
-    def clean(text: str, summary: str, key: str) -> tuple[str, str, int, str]:
-        if wikihow:
-            key = title_key(key) or text
-        # Unlike hash(), the same in every process; unlike a checksum, even for similar keys.
-        number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
+
+def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+    """Return the rows of data set `name` with the columns of KEY, and of PAIR or TOKENS."""
+    columns = readers.column_names(rows)
+    wanted = [args.source_column, args.target_column]
+    if name == "docstrings":
+        wanted = ["text", "headline"]
+    if name == "wikihow":
+        wanted.append("title")
+    titles = read_title_lists(args) if name == "wikihow" else {}
+    is_tokens = "input_ids" in columns and not {*wanted} <= {*columns}
+    if not is_tokens and not {*wanted} <= {*columns}:
+        raise ValueError(f"--dataset {name} has columns {', '.join(columns)}, but not all of "
+                         f"{wanted}. Pass --source-column and --target-column.")  # fmt: skip
+
+    def clean(row: dict[str, Any]) -> dict[str, Any]:
+        found = [row.get(column) or "" for column in wanted]
+        for column, value in zip(wanted, found, strict=True):
+            if not isinstance(value, str):
+                raise ValueError(f"{column} is {value}, not text")
+        text, summary, *title = (value.strip() for value in found)
+        if name == "wikihow":
+            return clean_wikihow(text, summary, title_key(*title), titles)
         if not text or not summary:
-            return "", "", 0, EMPTY
-        if wikihow and len(summary) >= 0.75 * len(text):
-            return "", "", 0, "with a headline not shorter than 0.75 of the text"
-        if titles is not None and key not in titles:
-            return "", "", 0, "with a title in none of the lists"
-        split = titles[key] if titles else next(s for n, s in bounds if number % 100 < n)
-        if wikihow:
-            text = re.sub(r"\.+[\r\n]+,", ".\n", text)
-            summary = summary.replace(".,", ".")
-        if one_line:
-            text, summary = (re.sub(r"\s*[\r\n]\s*", " ", part) for part in (text, summary))
-        return text, summary, number, split
+            raise ValueError("its text or its summary is empty")
+        key = row["module"] if name == "docstrings" else text
+        if name == "docstrings":
+            text, summary = on_one_line(text), on_one_line(summary)
+        return {"text": text, "summary": summary, "key": hashed(key), "place": ""}
 
-    def clean_batch(batch: dict[str, list[str | None]]) -> dict[str, list]:
-        fields = zip(*(batch[column] for column in columns), strict=True)
-        rows = [clean(*((field or "").strip() for field in row)) for row in fields]
-        return {name: [row[i] for row in rows] for i, name in enumerate(features)}
+    def clean_some(some: list[dict]) -> list[list[dict]]:
+        return [[clean(row)] for row in some]
 
-    features = {name: Value("string") for name in ("text", "summary", "key", "place")}
-    features["key"] = Value("int64")
-    identity = (columns, bounds, titles, wikihow, one_line)
-    return readers.cached_map(source.rows, clean_batch, features, *identity)
+    def check_some(some: list[dict]) -> list[list[dict]]:
+        from runtime import tokens  # a copy may leave it out
+
+        found = []
+        for row in some:
+            ids, labels = (tokens.check_ids(row.get(x), *limits[x], tokenizer) for x in limits)
+            pair = {"input_ids": ids, "labels": labels, "length": len(ids)}
+            found.append([pair | {"key": hashed(repr(ids)), "place": ""}])
+        return found
+
+    if is_tokens:
+        from runtime import tokens  # a copy may leave it out
+
+        tokens.check_origin(name, args, tokenizer)
+        limits = {"input_ids": ("--source-length", args.source_length)}
+        limits["labels"] = "--target-length", args.target_length
+        return readers.samples(name, rows, check_some, TOKENS | KEY, args, limits, len(tokenizer))
+    rows = readers.samples(name, rows, clean_some, PAIR | KEY, args, wanted, sorted(titles.items()))
+    counts = Counter(rows["place"])
+    dropped = {place: count for place, count in counts.items() if place.startswith("with ")}
+    reasons = ", ".join(f"{count:,} {place}" for place, count in dropped.items())
+    say(f"{name}: {len(rows):,} rows, dropped: {reasons or 'none'}")
+    return rows
 
 
-def assign(source: Source, rows: Dataset, report: Callable[[str], None]) -> list[str]:
-    """Return each row's split, or why it is dropped, after a report; ValueError if a split has no
-    row."""
-    name = source.name
-    splits = list(source.percent)
-    places = rows["place"][:]
+def clean_wikihow(text: str, summary: str, key: str, titles: dict[str, str]) -> dict[str, Any]:
+    """Return a row of WikiHow, cleaned as its authors do. `place` is its split by the title lists,
+    or begins with "with" if it is dropped."""
+    place = titles.get(key, "with a title in none of the lists") if titles else ""
+    if not text or not summary:
+        place = "with an empty field"
+    elif len(summary) >= 0.75 * len(text):
+        place = "with a headline not shorter than 0.75 of the text"
+    number = hashed(key or text)
+    text = on_one_line(re.sub(r"\.+[\r\n]+,", ".\n", text))
+    summary = on_one_line(summary.replace(".,", "."))
+    return {"text": text, "summary": summary, "key": number, "place": place}
+
+
+def on_one_line(text: str) -> str:
+    """Return a text with spaces in place of line breaks."""
+    return re.sub(r"\s*[\r\n]\s*", " ", text)
+
+
+def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, Dataset]:
+    """Return rows by split: that in `place`, else by their key, so that equal keys stay together.
+    Every split that is held out gets at least one key; ValueError if rows are too few."""
+    splits = list(percent)
+    places = np.array(rows["place"], dtype=object)
+    kept = [i for i, place in enumerate(places) if not place.startswith("with ")]
+    rows, places = rows.select(kept), places[kept]
+    keys = rows.with_format("numpy")["key"][:]
+    by_list = bool(len(places) and places[0])
+    if not by_list:
+        bounds = np.cumsum(list(percent.values()))
+        places = np.array(splits, dtype=object)[bounds.searchsorted(keys % 100, side="right")]
     counts = Counter(places)
-    dropped = ", ".join(f"{n:,} {why}" for why, n in counts.items() if why not in splits)
-    report(f"{name}: {len(places):,} rows, dropped: {dropped or 'none'}")
-    if not any(counts[split] for split in splits):
-        raise ValueError(f"{name} has no row left after cleaning: {dropped}")
-    if source.titles is not None and not (counts["train"] and counts["validation"]):
-        raise ValueError(
-            f"{name} has {counts['train']} rows for training and {counts['validation']} for "
-            f"validation by {source.rule}: put there the lists that belong to it, or none"
-        )
-    if source.titles is None and not all(counts[split] for split in splits):
-        # Too few keys for the percentages: one for each split held out, the others train.
-        keys = rows["key"][:]
-        kept = sorted({key for key, place in zip(keys, places, strict=True) if place in splits})
-        if len(kept) == 1:
-            raise ValueError(f"{name} cannot be split by {source.rule}: no two rows differ in it")
-        held_out = dict(zip(kept[:-1], splits[1:], strict=False))
-        places = [
-            held_out.get(key, "train") if place in splits else place
-            for key, place in zip(keys, places, strict=True)
-        ]
-    sizes = ", ".join(f"{split} {places.count(split):,}" for split in splits)
-    report(f"{name}: split by {source.rule}: {sizes}")
-    return places
+    if by_list and not (counts["train"] and counts["validation"]) or not kept:
+        sizes = f"{counts['train']} training and {counts['validation']} validation rows"
+        raise ValueError(f"--dataset {name} has {sizes}. Pass more data, or other title lists.")
+    if not by_list and len(counts) < len(splits):
+        distinct = np.unique(keys)
+        if len(distinct) == 1:
+            raise ValueError(f"--dataset {name}: no two rows differ, so none can be held out for "
+                             "validation. Pass --val-dataset.")  # fmt: skip
+        places[:] = "train"
+        for key, split in zip(distinct[:-1], splits[1:], strict=False):
+            places[keys == key] = split
+    say(f"{name}: {', '.join(f'{split} {list(places).count(split):,}' for split in splits)} rows")
+    return {split: rows.select(np.flatnonzero(places == split)) for split in splits}
 
 
-def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Tokenise cleaned rows into columns input_ids, labels, and length, of input_ids."""
+def finish(word: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+    """Return a random, but always same, choice of rows as tokens, in their order."""
+    flag = args.num_train_samples if split == "train" else args.num_val_samples
+    default = BUILT_IN.get(word.partition(":")[0], (0, 0))[split != "train"]
+    number = (default if flag is None else flag) or len(rows)
+    total = len(rows)
+    if number < total:
+        indices = list(range(total))
+        random.Random(0).shuffle(indices)
+        rows = rows.select(sorted(indices[:number]))  # reads faster than in random order
+    rows = rows.remove_columns(list(KEY))
+    if "input_ids" not in rows.column_names:
+        rows = encode(word, rows, args, tokenizer)
+    say(f"{word}, {split}: {len(rows):,} of {total:,} examples used")
+    full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
+    say(f"{word}, {split}: {full:,} texts fill --source-length, or are cut to it" if full else "")
+    return rows
+
+
+def encode(word: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+    """Tokenize cleaned rows into columns input_ids, labels, and length, of input_ids."""
     eos = tokenizer.eos_token_id
     prefix = args.source_prefix
     lengths = args.source_length, args.target_length
@@ -421,17 +282,18 @@ def encode(rows: Dataset, args: argparse.Namespace, tokenizer: PreTrainedTokeniz
     def closed(ids: list[int], length: int) -> list[int]:
         return ids if ids and ids[-1] == eos else [*ids[: length - 1], eos]
 
-    def encode_batch(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        texts = [prefix + text for text in batch["text"]], batch["summary"]
+    def encode_some(some: list[dict]) -> list[list[dict]]:
+        texts = [prefix + row["text"] for row in some], [row["summary"] for row in some]
         options = {"truncation": True, "return_attention_mask": False}
         inputs = tokenizer(texts[0], max_length=lengths[0], **options)
         labels = tokenizer(text_target=texts[1], max_length=lengths[1], **options)
         sources = [closed(ids, lengths[0]) for ids in inputs["input_ids"]]
         targets = [closed(ids, lengths[1]) for ids in labels["input_ids"]]
-        return {"input_ids": sources, "labels": targets, "length": [len(ids) for ids in sources]}
+        pairs = zip(sources, targets, strict=True)
+        return [[{"input_ids": x, "labels": y, "length": len(x)}] for x, y in pairs]
 
-    identity = (prefix, lengths, readers.token_rules(tokenizer))
-    return readers.cached_map(rows, encode_batch, FEATURES, *identity)
+    key = prefix, lengths, readers.tokenizer_fingerprint(tokenizer)
+    return readers.samples(word, rows, encode_some, TOKENS, args, *key)
 
 
 def collator(model: PreTrainedModel) -> Callable:
@@ -456,12 +318,12 @@ def collator(model: PreTrainedModel) -> Callable:
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
 
-def source_lengths(args: argparse.Namespace, samples: Sequence[dict]) -> list[int] | None:
+def source_lengths(args: Namespace, samples: Sequence[dict]) -> list[int] | None:
     """Return the number of source tokens of each sample; None without --group-by-length."""
     if not args.group_by_length:
         return None
-    if isinstance(samples, readers.Rows):
-        return samples.dataset["length"][:]
+    if isinstance(samples, Dataset):
+        return samples["length"][:].tolist()
     return [len(sample["input_ids"]) for sample in samples]
 
 

@@ -17,12 +17,35 @@ ON = {"action": argparse.BooleanOptionalAction, "default": True}
 INSTALL = "pip install -r requirements-extras.txt"
 METAVARS = {int: "N", float: "X", Path: "PATH"}
 COMMON = (  # what nine of ten runs set
-    "model_name", "dataset", "train_file", "source_column", "target_column", "source_prefix",
-    "val_file", "output_dir", "epochs", "max_steps", "batch_size", "gradient_accumulation_steps",
+    "model_name", "dataset", "val_dataset", "source_column", "target_column", "source_prefix",
+    "output_dir", "epochs", "max_steps", "batch_size", "gradient_accumulation_steps",
     "lr", "block_size", "max_seq_length", "strategy", "fsdp", "activation_checkpointing",
     "lora_rank", "load_in_4bit", "evaluate_only",
 )  # fmt: skip
 TRACKERS = ["tensorboard", "wandb", "trackio"]
+
+
+class Extend(argparse.Action):
+    """Collects the words of a flag that may be repeated; argparse's extend keeps the default."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, _: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
+
+
+WORDS = {"nargs": "+", "action": Extend}
+BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: leave out unusable rows"}
+
+
+def at_least(low: int) -> dict[str, Any]:
+    """Return the options of a flag that takes an integer of at least `low`."""
+
+    def integer(text: str) -> int:
+        if int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text} is out of range: it must be at least {low}")
+        return int(text)
+
+    return {"type": integer, "metavar": "N"}
 
 
 class Help(argparse.HelpFormatter):
@@ -253,16 +276,6 @@ def add_global_batch(add: Callable) -> None:
     )
 
 
-def samples(args: Namespace, train: int, val: int) -> dict[str, int]:
-    """Resolve --num-train-samples and --num-val-samples: these, where the user has said nothing."""
-    found = {}
-    if args.num_train_samples is None:
-        found["num_train_samples"] = train
-    if args.num_val_samples is None:
-        found["num_val_samples"] = val
-    return found
-
-
 def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> list[str]:
     """List a sentence for each value below its lower limit, or not below its upper one."""
     problems = []
@@ -296,7 +309,7 @@ LIMITS = {
 OPTIONAL = {  # flags, by the file of this folder that a copy may leave out
     "track": "trackers.py",
     "profile": "profiling.py",
-    "prepare_only": "rows/tokens.py",
+    "prepare_only": "tokens.py",
     "load_in_4bit": "nf4.py",
 }
 

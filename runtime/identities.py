@@ -19,18 +19,16 @@ from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from . import arguments, metrics, ranks, weights
-from .rows import readers
+from . import arguments, metrics, ranks, readers, weights
 
 IRRELEVANT = {  # to model and data
-    "attention", "optimizer", "num_beams", "rouge_samples", "eval_split",
+    "attention", "optimizer", "num_beams", "rouge_samples",
 }  # fmt: skip
 OF_FILES = {  # in a configuration: what it says of its files
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 PLACES = {  # arguments that may differ between nodes, or say where things are
-    "output_dir", "resume", "model_name", "dataset", "val_dataset", "data_dir", "train_file",
-    "val_file",
+    "output_dir", "resume", "model_name", "dataset", "val_dataset", "data_dir",
 }  # fmt: skip
 OTHERS = {  # values that are checksums, in words
     "model": "its parameters or its configuration are others, by checksum",
@@ -109,8 +107,7 @@ def of_data(
 
 def _names(args: Namespace) -> str:
     """Name the training data as the flags do."""
-    given = getattr(args, "train_file", None) or args.dataset
-    return given if isinstance(given, str) else ", ".join(given)
+    return args.dataset if isinstance(args.dataset, str) else ", ".join(args.dataset)
 
 
 def sum_of(dataset: Any, name: str) -> list[Any]:
@@ -119,7 +116,7 @@ def sum_of(dataset: Any, name: str) -> list[Any]:
     stride = len(dataset) // PROBES + 1
     samples = [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
     crc = zlib.crc32(repr(samples).encode())
-    rows = getattr(dataset, "dataset", None)
+    rows = getattr(dataset, "dataset", dataset)
     if isinstance(rows, Dataset):
         crc = readers.content_sum(rows, crc)
     elif stride > 1:

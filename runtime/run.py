@@ -268,13 +268,12 @@ class Run(Life):
         self, train_set: Any, val_sets: dict[str, Any], tokenizer: Tokenizer
     ) -> None:
         """Write the samples to OUTPUT_DIR/prepared, a data set that needs no tokenizer."""
-        from .rows import tokens  # a copy may leave it out
+        from . import tokens  # a copy may leave it out
 
         if len(val_sets) > 1:
-            raise ValueError("--prepare-only writes one validation set: give one --dataset, or "
-                             "one --val-dataset")  # fmt: skip
-        sets = [rows.dataset for rows in (train_set, *val_sets.values())]
+            raise ValueError(f"--prepare-only writes one validation set, not {len(val_sets)}. Pass "
+                             "one --dataset, or one --val-dataset.")  # fmt: skip
         path = self.directory / tokens.PREPARED
-        made_from = {"script": self.script, "arguments": vars(self.args)}
-        ranks.on_rank_zero(tokens.save, path, *sets, tokenizer, made_from)
+        sets = train_set, *val_sets.values()
+        ranks.on_rank_zero(tokens.save, path, *sets, tokenizer, self.args)
         ranks.say(f"the tokens are in {path}: --dataset {path}")

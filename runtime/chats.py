@@ -1,0 +1,159 @@
+"""Chats: rows of the usual formats as turns and tools, and the chat template that writes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from . import ranks
+from .arguments import did_you_mean
+
+COLUMNS = {  # of each format; the first that fits is taken
+    "messages": ("messages",),
+    "prompt": ("prompt", "completion"),
+    "ShareGPT": ("conversations",),
+    "Alpaca": ("instruction", "output"),
+}
+ROLES = ("system", "user", "assistant", "tool")
+SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
+UNKNOWN = {"function_call": "use tool_calls", "reasoning": "use reasoning_content"}
+UNKNOWN |= {"weight": "only 1 is, so split the chat"}
+KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # keys that templates know
+CHATML = r"""{{- bos_token or '' -}}
+{%- for turn in messages -%}
+{{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}{%- endfor -%}
+{{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
+# A question and its answer are a text of their own, from BOS to EOS; the rest is plain text.
+LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
+{%- if turns and turns[0]['role'] == 'system' -%}
+{%- set head = '<<SYS>>\n' + turns[0]['content'] | trim + '\n<</SYS>>\n\n' -%}
+{%- set turns = turns[1:] -%}{%- endif -%}{%- for turn in turns -%}
+{%- if turn['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
+{{- raise_exception('in Llama 2\'s format user and assistant alternate, after at most one system '
+'turn; --chat-template chatml takes turns in any order') -}}
+{%- elif turn['role'] == 'user' -%}
+{{- (bos_token or '') + '[INST] ' + (head if loop.first else '') -}}
+{{- turn['content'] | trim + ' [/INST]' -}}
+{%- else -%}
+{{- ' ' + turn['content'] | trim + ' ' + (eos_token or '') -}}
+{%- endif -%}{%- endfor -%}"""
+NAMED = {"chatml": CHATML, "llama-2": LLAMA_2}
+
+
+def read_chat(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
+    """Return the turns of the chat in a row, see `checked`, and its tools or None."""
+    if kind == "messages":
+        turns = as_list(row.get("messages"), "messages")
+    elif kind == "prompt":
+        turns = as_turns("user", row.get("prompt"))
+        if any(turn.get("role") == "assistant" for turn in turns):
+            raise ValueError("the prompt has an assistant turn: use the column messages instead")
+        turns = turns + as_turns("assistant", row.get("completion"))
+    elif kind == "ShareGPT":
+        turns = as_list(row.get("conversations"), "conversations")
+        roles = [SPEAKERS.get(x.get("from"), x.get("from")) for x in turns]
+        pairs = zip(turns, roles, strict=True)
+        turns = [x | {"role": role, "content": x.get("value")} for x, role in pairs]
+    else:
+        asked, more = row.get("instruction"), row.get("input")
+        if asked and more:
+            asked = f"{asked}\n\n{more}"
+        turns = as_turns("user", asked) + as_turns("assistant", row.get("output"))
+    turns = [checked(turn) for turn in turns]
+    if all(turn["role"] != "assistant" for turn in turns):
+        raise ValueError("no turn is the assistant's, so there is nothing to learn")
+    tools = from_json(row.get("tools"))
+    return turns, as_list(tools, "tools") if tools else None
+
+
+def as_list(value: Any, name: str) -> list[dict]:
+    """Return `value` if it is a list of objects and not empty; else raise ValueError."""
+    if not value or not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
+        raise ValueError(f"{name} is not a list of objects, or empty")
+    return value
+
+
+def as_turns(role: str, value: Any) -> list[dict]:
+    """Return messages as they are, a text as the only turn of a role."""
+    return (
+        value if value and isinstance(value, list) else [{"role": role, "content": value or None}]
+    )
+
+
+def checked(turn: Any) -> dict:
+    """Return a turn with the keys that templates know, its content as text; raises ValueError."""
+    role = turn.get("role") if isinstance(turn, dict) else turn
+    if role not in ROLES:
+        raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
+    for key in UNKNOWN:
+        if turn.get(key) not in (None, 1):
+            raise ValueError(f"the {role}'s turn has {key}, which is not supported: {UNKNOWN[key]}")
+    calls, content = from_json(turn.get("tool_calls")), turn.get("content")
+    if isinstance(content, list):
+        texts = [part.get("text") for part in as_list(content, "content")]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    if content is None and calls:
+        content = ""  # some templates need it to be text
+    if not isinstance(content, str):
+        raise ValueError(f"the {role}'s turn is {content}, not text")
+    if role == "assistant" and not calls and not content.strip():
+        raise ValueError("the assistant's turn is empty")
+    found = {"role": role, "content": content}
+    if calls:
+        found["tool_calls"] = [checked_call(call) for call in as_list(calls, "tool_calls")]
+    return found | {key: turn[key] for key in KEPT if turn.get(key)}
+
+
+def checked_call(call: dict) -> dict:
+    """Return a tool call with its arguments parsed, as most templates write them by `tojson`."""
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a tool call has no name")
+    arguments = from_json(function.get("arguments")) or {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"the arguments of a call of {function['name']} are not a JSON object")
+    function = function | {"arguments": arguments}
+    return call | {"function": function} if "function" in call else function
+
+
+def from_json(value: Any) -> Any:
+    """Return the value of a text that is JSON; any other text, or value, as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def set_chat_template(tokenizer: Tokenizer, wanted: str | None) -> None:
+    """Give a tokenizer the template that --chat-template names, or Llama 2's if it has none."""
+    if wanted is None:
+        if tokenizer.chat_template is None:
+            tokenizer.chat_template = LLAMA_2
+            ranks.say("the tokenizer has no chat template: using llama-2, in best/ and final/ too")
+        return
+    path = Path(wanted).expanduser()
+    if wanted not in NAMED and not path.is_file():
+        hint = did_you_mean(wanted, NAMED)
+        raise ValueError(f"--chat-template {wanted} is not a file, chatml or llama-2{hint}.")
+    template = NAMED.get(wanted) or path.read_text(encoding="utf-8", errors="replace")
+    if "messages" not in template:
+        raise ValueError(f"--chat-template {wanted} does not use `messages`. Pass a Jinja file.")
+    tokenizer.chat_template = template
+    ranks.say(f"--chat-template {wanted} replaces the tokenizer's, in best/ and final/ too")
+
+
+def check_written(turn: dict, tools: list[dict] | None, text: str) -> None:
+    """Raise ValueError unless `text` has what a turn says and calls, and the names of tools."""
+    wanted = [("content", turn["content"].rpartition("</think>")[2])]
+    wanted += [(key, turn[key]) for key in ("reasoning_content", "thinking") if key in turn]
+    wanted += [("tools", tool.get("function", tool).get("name", "")) for tool in tools or ()]
+    for call in turn.get("tool_calls", ()):
+        function = call.get("function", call)
+        wanted += [("tool_calls", x) for x in (function["name"], *function["arguments"])]
+    for what, part in wanted:
+        if part.strip() not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
+            advice = "Pass --chat-template FILE with one that writes it: for tools, Qwen 2.5's"
+            raise ValueError(
+                f"the chat template drops {what} of the {turn['role']}'s turn. {advice}"
+            )

@@ -1,0 +1,326 @@
+"""Read files and data sets as rows, and map rows to samples. Names no model and no task.
+
+Everything is cached by `datasets`: let one process of a node load first.
+"""
+
+import ast
+import csv
+import gc
+import hashlib
+import inspect
+import json
+import os
+import sys
+import sysconfig
+import warnings
+import zlib
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from glob import escape, glob
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Features, ReadInstruction, Value, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
+
+from .ranks import say
+
+LINE = "json line"  # the only column of a JSON file: its lines, which `parse` reads
+KINDS = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
+ORIGIN = {"row": Value("int64"), "problem": Value("string")}
+LARGE = 50_000  # rows above which several processes map them
+PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
+NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+
+
+def find_paths(word: str) -> list[Path]:
+    """Return the file or directory, or the files of a glob, that a word names."""
+    path = Path(word).expanduser()
+    return (
+        [path]
+        if path.exists()
+        else [Path(name) for name in sorted(glob(str(path), recursive=True))]
+    )
+
+
+def split_word(word: str, built_in: Sequence[str]) -> tuple[str, str | None]:
+    """Return the name in a word of --dataset, and the split after its first colon, or None."""
+    if "://" in word:
+        raise ValueError(f"--dataset {word} is a URL. Download the file and pass its path.")
+    if word in built_in or find_paths(word):
+        return word, None
+    name, _, split = word.partition(":")
+    return name, split or None
+
+
+def read(name: str, config: str | None) -> dict[str, Dataset]:
+    """Return by split the rows of files (train), a `save_to_disk` directory or a hub data set."""
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it also raises
+    if not sys.stderr.isatty() or int(os.environ.get("RANK", 0)):
+        datasets.disable_progress_bars()
+    files = find_paths(name)
+    advice = "Pass UTF-8 text, CSV, JSONL or Parquet, or a directory written by save_to_disk."
+    if not files and (Path(name).suffix.lower() in KINDS or name.count("/") > 1):
+        raise ValueError(f"--dataset {name} does not exist. Correct the path.")
+    try:
+        if not files:
+            advice = "It is not a file. Correct the name, or set HF_TOKEN if it is private."
+            return datasets.load_dataset(name, config)
+        if files[0].is_dir():
+            found = datasets.load_from_disk(str(files[0]))
+            return found if isinstance(found, dict) else {"train": found}
+        return {"train": concatenate_datasets([read_file(path) for path in files])}
+    except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
+        reason = shorten(str(error.__cause__ or error) or type(error).__name__).rstrip(".")
+        raise ValueError(f"--dataset {name} cannot be read: {reason}. {advice}") from error
+
+
+def read_file(path: Path) -> Dataset:
+    """Return the rows of a file. Those of a JSON file are its lines, unparsed."""
+    kind = path.suffix.lower()
+    options: dict[str, Any] = {"data_files": escape(str(path)), "split": "train"}
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    if kind == ".parquet":
+        return datasets.load_dataset("parquet", **options)
+    if kind in (".csv", ".tsv"):
+        separator = "\t" if kind == ".tsv" else ","
+        features = Features(dict.fromkeys(csv_header(path, separator), Value("string")))
+        options |= {"sep": separator, "features": features, "keep_default_na": False}
+        return datasets.load_dataset("csv", **options)
+    if kind not in (".jsonl", ".ndjson", ".json"):
+        return from_generator(text_lines, {"text": Value("string")}, path)
+    with path.open(encoding="utf-8-sig") as file:
+        if kind == ".json" and file.read(1 << 20).lstrip().startswith("["):
+            return from_generator(list_rows, {LINE: Value("string")}, path)
+    rows = datasets.load_dataset("text", encoding="utf-8-sig", **options)
+    return rows.rename_column("text", LINE)
+
+
+def csv_header(path: Path, separator: str) -> list[str]:
+    """Return a CSV file's columns; ValueError names the first line that pandas would misread."""
+    csv.field_size_limit(2**31 - 1)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader, line = csv.reader(file, delimiter=separator, strict=True), 1
+        try:
+            header = next(reader, [])
+            if not all(header) or len({*header}) < len(header) or ";" in "".join(header):
+                raise csv.Error(f"the header {header} needs distinct names between commas")
+            for row in reader:
+                if len(row) > len(header):
+                    raise csv.Error(f"{len(row)} fields for {len(header)} columns")
+                line = reader.line_num + 1
+            return header
+        except csv.Error as error:
+            raise ValueError(f"{path}, line {line}: {error}") from None
+
+
+def list_rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a JSON file that holds a list, each as a line of JSON."""
+    for row in json.loads(path.read_text(encoding="utf-8-sig")):
+        yield {LINE: json.dumps(row, ensure_ascii=False)}
+
+
+def text_lines(path: Path) -> Iterator[dict[str, str]]:
+    """Yield a text file's lines with their ends; the last one has none, so that EOS follows it."""
+    held: list[str] = []  # the last line with text, and the blank ones after it
+    with path.open(encoding="utf-8-sig") as file:
+        for line in file:
+            if line != "\n":
+                yield from ({"text": text} for text in held)
+                held = []
+            held.append(line)
+    yield {"text": held[0].rstrip("\n")}
+
+
+def docstring_rows() -> Dataset:
+    """Return the docstrings of Python's library, in columns text, headline and module."""
+    columns = dict.fromkeys(("text", "headline", "module"), Value("string"))
+    with warnings.catch_warnings(action="ignore"):  # about escapes in the library's own strings
+        return from_generator(docstrings, columns, Path(sysconfig.get_path("stdlib")))
+
+
+def docstrings(path: Path) -> Iterator[dict[str, str]]:
+    """Yield text (the body), headline (the first line) and module of a library's docstrings."""
+    seen = set()
+    documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(set(folders) - NOT_LIBRARY)
+        for file in sorted(Path(folder, name) for name in files if name.endswith(".py")):
+            try:
+                tree = ast.parse(file.read_bytes())
+            except (SyntaxError, ValueError, OSError):
+                continue
+            for node in ast.walk(tree):
+                text = ast.get_docstring(node) if isinstance(node, documented) else None
+                headline, _, body = (text or "").partition("\n\n")
+                body = body.strip()
+                # A first line that continues on the second is not a summary.
+                if "\n" in headline or len(headline) < 10 or len(body) < 20 or body in seen:
+                    continue
+                seen.add(body)
+                module = file.relative_to(path).as_posix()
+                yield {"text": body, "headline": headline, "module": module}
+
+
+def from_generator(generate: Callable, features: dict, path: Path) -> Dataset:
+    """Return the cached rows that `generate(path)` yields; path, date and our code are the key."""
+    key = fingerprint(generate, str(path.resolve()), path.stat().st_mtime_ns)
+    options = {"gen_kwargs": {"path": path}, "fingerprint": key}
+    return Dataset.from_generator(generate, Features(features), **options)
+
+
+def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, Dataset]:
+    """Return the rows of a split, or slice such as train[:1000], as train; without one all."""
+    if split is None and "train" in parts:
+        return parts
+    sizes = {key: len(rows) for key, rows in parts.items()}
+    try:
+        pieces = ReadInstruction.from_spec(split or "train").to_absolute(sizes)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"--dataset {name} has no split {split or 'train'}. Pass {name}:SPLIT "
+                         f"with one of {', '.join(parts)}.") from error  # fmt: skip
+    chosen = [parts[x.splitname].select(range(sizes[x.splitname])[x.from_ : x.to]) for x in pieces]
+    return {"train": concatenate_datasets(chosen)}
+
+
+def column_names(rows: Dataset) -> list[str]:
+    """Return the columns of rows; of JSON lines, the keys of the first object."""
+    for line in rows[:1000].get(LINE, []):
+        try:
+            return list(parse({LINE: line}))
+        except ValueError:
+            continue
+    return rows.column_names
+
+
+def parse(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as its file has it; ValueError if its line is not a JSON object."""
+    if LINE not in row:
+        return without_none(row)
+    try:
+        found = json.loads(row[LINE])
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return found
+
+
+def without_none(value: Any) -> Any:
+    """Return `value` without members that are None: Arrow gives all objects the same members."""
+    if isinstance(value, dict):
+        return {key: without_none(part) for key, part in value.items() if part is not None}
+    return [without_none(part) for part in value] if isinstance(value, list) else value
+
+
+def place(name: str, number: int) -> str:
+    """Return the file and row, from 1, in which row `number` of data set `name` is."""
+    for path in find_paths(name):
+        count = 0 if path.is_dir() else len(read_file(path))
+        if number <= count:
+            return f"{path}, row {number}"  # of JSONL and text files its line
+        number -= count
+    return f"{name}, row {number}"
+
+
+def samples(
+    name: str, rows: Dataset, function: Callable, features: dict, args: Namespace, *key: object
+) -> Dataset:
+    """Return the samples, dicts of `features`, that `function` makes of rows, cached under `key`.
+
+    `function` takes some rows and returns a list of samples for each. If it raises ValueError for a
+    row, the error names file and row, or --bad-rows skip leaves the row out.
+    """
+
+    def make(some: list[dict], numbers: list[int]) -> list[dict]:
+        try:
+            made = function([parse(row) for row in some])
+        except (ValueError, TypeError, AttributeError) as error:
+            if len(some) > 1:
+                pairs = zip(some, numbers, strict=True)
+                return [sample for row, number in pairs for sample in make([row], [number])]
+            if args.bad_rows == "skip":
+                return [{"row": numbers[0], "problem": shorten(str(error))}]
+            reason = f"{place(name, numbers[0])}: {shorten(str(error))}"
+            raise ValueError(f"{reason}. Pass --bad-rows skip to leave it out.") from None
+        pairs = zip(numbers, made, strict=True)
+        return [{**x, "row": number, "problem": ""} for number, found in pairs for x in found]
+
+    def make_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
+        some = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        kept = [i for i, row in enumerate(some) if row.get(LINE, "x").strip()]  # no blank lines
+        made = make([some[i] for i in kept], [indices[i] + 1 for i in kept]) if kept else []
+        return {column: [sample.get(column) for sample in made] for column in features | ORIGIN}
+
+    gc.collect()  # garbage may crash a forked process that finalises it
+    # The hash that `datasets` takes changes with a tokenizer's state, not with a module's code.
+    key = fingerprint(function, rows._fingerprint, name, args.bad_rows, sorted(features), *key)
+    mapped = rows.map(
+        make_batch, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
+        remove_columns=rows.column_names, features=Features(features | ORIGIN),
+        num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
+    )  # fmt: skip
+    origin = mapped.select_columns(list(ORIGIN)).with_format("arrow")[:]
+    is_bad = pc.not_equal(origin["problem"], "").to_numpy()
+    bad = origin.filter(is_bad).to_pylist()
+    first = "; ".join(f"{place(name, x['row'])}: {x['problem']}" for x in bad[:3])
+    if len(mapped) == 0 or 2 * len(bad) > len(mapped):
+        raise ValueError(f"--dataset {name}: {len(bad):,} of {len(mapped):,} rows cannot be used. "
+                         f"{first or 'It has no rows'}. Correct the file.")  # fmt: skip
+    say(f"{name}: skipped {len(bad):,} of {len(mapped):,} rows. {first}" if bad else "")
+    mapped = mapped.remove_columns(list(ORIGIN))
+    return mapped.select(np.flatnonzero(~is_bad)) if bad else mapped
+
+
+def warn_of_validation(args: Namespace, val_sets: dict[str, Any]) -> None:
+    """Print one warning if training rows are validated on, or validation rows are few."""
+    reasons = [f"{x} is also the training set" for x in args.val_dataset if x in args.dataset]
+    reasons += [f"{x} has {len(rows)} samples" for x, rows in val_sets.items() if len(rows) < 20]
+    say(f"WARNING: validation may mislead: {'; '.join(reasons)}" if reasons else "")
+
+
+def join(parts: list[Dataset]) -> Dataset:
+    """Return all rows, in their order on disk, to be read as NumPy arrays."""
+    return concatenate_datasets(parts).flatten_indices().with_format("numpy")
+
+
+def content_sum(rows: Dataset, crc: int = 0) -> int:
+    """Return a CRC-32, continuing `crc`, of all rows in their order, however they are stored."""
+    for table in rows.select_columns(sorted(rows.column_names)).with_format("arrow").iter(10_000):
+        table = table.combine_chunks().replace_schema_metadata()
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        crc = zlib.crc32(sink.getvalue(), crc)
+    return crc
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest of everything that decides how a tokenizer makes tokens of texts."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = json.loads(backend.to_str()) if backend else tokenizer.get_vocab()
+    rules |= {"truncation": None, "padding": None}  # set by the last call
+    added = sorted((number, repr(x)) for number, x in tokenizer.added_tokens_decoder.items())
+    ids = sorted(tokenizer(text=PROBE, text_target=PROBE, verbose=False).items())
+    return digest(sorted(rules.items()), added, tokenizer.special_tokens_map, ids)
+
+
+def shorten(text: str) -> str:
+    """Return a text on one line, cut to 300 characters."""
+    return " ".join(text.split())[:300]
+
+
+def fingerprint(function: Callable, *parts: object) -> str:
+    """Return a digest of `parts`, of this file, and of the file that defines `function`."""
+    files = Path(__file__), Path(inspect.getsourcefile(function))
+    return digest(parts, *(file.read_bytes() for file in files))
+
+
+def digest(*parts: object) -> str:
+    """Return a hash of what `parts` print as."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

@@ -1,1 +1,0 @@
-"""Files and hub data sets as rows, and what is made of them."""

@@ -1,0 +1,61 @@
+"""Data sets of tokens: written by --prepare-only, or made by other tools as rows of `input_ids`."""
+
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import DatasetDict
+from transformers import PreTrainedTokenizerBase
+
+from . import readers
+
+PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
+FILE = "prepared.json"  # in it: what made the tokens
+FLAGS = "source_length target_length source_prefix block_size max_seq_length train_on_prompt"
+
+
+def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what decides the tokens of a row: version, tokenizer, chat template and flags."""
+    found = {"version": 1, "tokenizer": readers.tokenizer_fingerprint(tokenizer)}
+    if hasattr(args, "chat_template"):
+        found["--chat-template"] = readers.digest(tokenizer.chat_template)
+    return found | {f"--{x.replace('_', '-')}": vars(args)[x] for x in FLAGS.split() if x in args}
+
+
+def save(path: Path, train: Any, val: Any, tokenizer: Any, args: Namespace) -> None:
+    """Write the splits train and validation as the directory `path`, complete or not at all."""
+    if path.exists():
+        raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
+    parts = {"train": train, "validation": val}.items()
+    temporary = path.with_name(f"tmp-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    parts = {name: getattr(part, "dataset", part) for name, part in parts}
+    DatasetDict(parts).save_to_disk(temporary)
+    (temporary / FILE).write_text(json.dumps(describe(args, tokenizer), indent=2))
+    temporary.rename(path)
+
+
+def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if --prepare-only made data set `name` with another tokenizer or flags."""
+    file = Path(name).expanduser() / FILE
+    here = describe(args, tokenizer)
+    there = json.loads(file.read_text()) if file.is_file() else here
+    changed = [f"{x} ({there.get(x)} there, {here.get(x)} here)" for x in here | there
+               if here.get(x) != there.get(x)]  # fmt: skip
+    if changed:
+        raise ValueError(f"--dataset {name} was prepared with another {', '.join(changed)}. Pass "
+                         "the same model and flags, or prepare it again.")  # fmt: skip
+
+
+def check_ids(ids: Any, flag: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
+    """Return a list of 1 to `limit` token ids of a tokenizer; ValueError if it is anything else."""
+    if not ids or not isinstance(ids, list) or not all(isinstance(x, int) for x in ids):
+        raise ValueError("tokens are not a list of integers, or empty")
+    if len(ids) > limit:
+        raise ValueError(f"{len(ids):,} tokens, but {flag} allows {limit:,}")
+    for wrong in [x for x in (min(ids), max(ids)) if not 0 <= x < len(tokenizer)]:
+        raise ValueError(f"token {wrong} is not one of the tokenizer's {len(tokenizer):,}")
+    return ids
