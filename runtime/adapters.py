@@ -102,7 +102,7 @@ def add(
     targets = args.lora_targets or there
     for target in targets:
         if target not in there:
-            raise ValueError(f"--lora-targets {target}: the projections are {', '.join(there)}")
+            raise ValueError(f"--lora-targets {target}: the projections are {', '.join(there)}.")
     if args.load_in_4bit:
         _hold_in_4bit(model, projections, dtype, device)
     config = peft.LoraConfig(
@@ -115,15 +115,11 @@ def add(
     )
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     for name, module in model.named_modules():
-        if not hasattr(module, "lora_A") or name in projections:
-            continue
-        if hasattr(module, "parameter_name"):  # peft has such names mean a parameter of experts
+        if hasattr(module, "lora_A") and name not in projections:  # such as experts
             raise ValueError(
-                f"--lora-targets: with {', '.join(targets)} peft gives {name} adapters, too, which "
-                "are not made here: name the projections of attention alone"
+                f"--lora-targets {' '.join(targets)} gives {name} adapters too, which is not a "
+                "projection of a block. Pass the projections of attention alone."
             )
-        raise ValueError(f"--lora-targets: {name} is outside of the blocks and has such a name")
-    _say_experts(model, targets, dtype)
     frozen: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay one
     for module in model.modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -137,21 +133,6 @@ def add(
         source |= _first_values(model)
 
 
-def _say_experts(model: nn.Module, targets: list[str], dtype: torch.dtype) -> None:
-    """Print, on rank 0, which stacked experts get no adapters: they are parameters, not modules."""
-    experts = set()
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.dim() == 3 and min(parameter.shape) > 1:
-                experts.add(name)
-    if experts:
-        held = str(dtype).removeprefix("torch.")
-        ranks.say(
-            f"--lora-rank: the experts ({', '.join(sorted(experts))}) get no adapters and stay "
-            f"frozen, as {held}: --lora-targets are {' '.join(targets)}"
-        )
-
-
 def _hold_in_4bit(
     model: nn.Module, projections: dict[str, nn.Module], dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -161,14 +142,14 @@ def _hold_in_4bit(
         if not fits_4bit(model, name):
             continue
         if not isinstance(module, nn.Linear):
-            raise ValueError(f"--load-in-4bit: {name} is a {type(module).__name__}, no nn.Linear")
+            kind = type(module).__name__
+            raise ValueError(f"--load-in-4bit: {name} is a {kind}. Only nn.Linear can be.")
         if device.type == "cpu" and module.in_features % nf4.BLOCK:
             raise ValueError(
-                f"--load-in-4bit on a CPU: {name} is {module.in_features} wide, which bitsandbytes "
-                f"computes wrongly there, as it is no multiple of {nf4.BLOCK}"
+                f"--load-in-4bit: {name} is {module.in_features} wide, which bitsandbytes computes "
+                f"wrongly on a CPU. Use a GPU, or widths that are multiples of {nf4.BLOCK}."
             )
-        quantized = nf4.Linear4bit(module, dtype)
-        model.set_submodule(name, quantized)
+        model.set_submodule(name, nf4.Linear4bit(module, dtype))
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:

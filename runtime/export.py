@@ -87,12 +87,9 @@ def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_model(
-    model: PreTrainedModel,
-    tensors: Iterable[tuple[str, Tensor]],
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    args: Namespace,
-) -> None:
+    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]],
+    tokenizer: PreTrainedTokenizerBase, directory: Path, args: Namespace,
+) -> None:  # fmt: skip
     """Write the tensors that rank 0 gets from `tensors`, by name, with configuration and tokenizer.
 
     A thread writes each file while the tensors of the next one arrive. A layer is not divided among
@@ -167,10 +164,10 @@ def copy_export(source: Path, path: Path) -> None:
     """Make `path` a copy of an exported directory, with hard links to its weights if possible."""
     with new_directory(path) as temporary:
         if dist.get_rank() == 0:
-            shutil.copytree(source, temporary, copy_function=_link_weights, dirs_exist_ok=True)
+            shutil.copytree(source, temporary, copy_function=_link, dirs_exist_ok=True)
 
 
-def _link_weights(source: str, path: str) -> None:
+def _link(source: str, path: str) -> None:
     if source.endswith(".safetensors"):
         with contextlib.suppress(OSError):
             os.link(source, path)

@@ -15,8 +15,8 @@ BLOCK = 64  # weights that share a scale
 class Linear4bit(nn.Linear):
     """A linear layer whose weight is bytes, [weights / 2, 1], for FSDP2 to shard.
 
-    They are on meta until `set_packed`, or a loader, replaces them by those of `quantize`. The
-    scales stay whole on every rank, 1/64 of a byte for each weight.
+    They are on meta until the loader replaces them by those of `quantize`. The scales stay whole on
+    every rank, 1/64 of a byte for each weight.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
@@ -30,12 +30,9 @@ class Linear4bit(nn.Linear):
             self.storage = dtype
         size = width * outputs // 2 // self.storage.itemsize
         self.quant_state: QuantState | None = None
-        self.set_packed(torch.empty(size, 1, dtype=self.storage, device="meta"))
-
-    def set_packed(self, packed: Tensor) -> None:
-        """Set the bytes that `quantize` has made, before they are sharded."""
+        packed = torch.empty(size, 1, dtype=self.storage, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.weight.whole_shape = (self.out_features, self.in_features)
+        self.weight.whole_shape = (outputs, width)
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return the bytes that `self.weight` must hold for `weight`, floats of [outputs, width].

@@ -8,7 +8,7 @@ import json
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from .screen import Progress
 
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
 WEIGHTS = "model*.safetensors"
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TEXT_PART = "language_model."  # starts the keys of a multimodal model's text part
 IN_LAYER = re.compile(r"\.\d+\.")  # in the name of a tensor of a numbered layer
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -61,22 +60,18 @@ def note_shapes(model: nn.Module) -> None:
     model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
-def library_class(model: type[nn.Module]) -> type[PreTrainedModel]:
+def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:
     """Return the class of Transformers that a script's, or FSDP2's, extends. Transformers renames
     and stacks the tensors of files for its own classes only."""
-    return next(kind for kind in model.__mro__ if kind.__module__.startswith("transformers."))
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of all parameters and buffers, tied ones under each name."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    return next(base for base in kind.__mro__ if base.__module__.startswith("transformers."))
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return for each name of a parameter or buffer the first name of the same tensor."""
+    tensors = [*model.named_parameters(remove_duplicate=False)]
+    tensors += model.named_buffers(remove_duplicate=False)
     first: dict[Tensor, str] = {}
-    return {name: first.setdefault(tensor, name) for name, tensor in named_tensors(model)}
+    return {name: first.setdefault(tensor, name) for name, tensor in tensors}
 
 
 def open_model(
@@ -87,9 +82,7 @@ def open_model(
     Only rank 0's node downloads weights. Raises ValueError if the model cannot be had, is not a
     `model_class`, is quantized, or has no tokenizer that fits.
     """
-    patterns = SETTINGS
-    if dist.get_rank() == 0:
-        patterns = [*SETTINGS, WEIGHTS]
+    patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = first_on_node(find_directory, name, patterns)
     if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
         raise ValueError(
@@ -124,11 +117,8 @@ def find_directory(name: str, patterns: list[str]) -> Path:
             "is neither a directory nor a public model on the hub. Check the name, set HF_TOKEN"
         )
     except OSError as error:  # no network and not in the cache, or a server's error
-        line = str(error).strip().splitlines()[0]
-        reason = (
-            f"is not a directory, and the hub cannot be asked ({type(error).__name__}: {line}). "
-        )
-        reason += "Unset HF_HUB_OFFLINE, set HF_HOME to a cache that contains the model"
+        line = str(error).splitlines()[0]
+        reason = f"is not a directory, and the hub cannot be asked ({line}). Set HF_HOME"
     raise ValueError(f"--model-name {name} {reason}, or pass a directory that contains the model.")
 
 
@@ -153,32 +143,24 @@ def text_config(
 
 def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return a directory's tokenizer; raise ValueError if none fits a vocabulary of this size."""
-    advice = "Save the model's tokenizer there with save_pretrained."
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        line = str(error).strip().splitlines()[0]
-        raise ValueError(f"{directory} has no tokenizer that loads ({line}). {advice}") from None
+        raise ValueError(f"{directory} has no tokenizer that loads ({error}). Save one.") from None
+    kind, count = type(tokenizer).__name__, len(tokenizer)
     # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
-        kind = type(tokenizer).__name__
-        raise ValueError(
-            f"{directory} has no vocabulary of a {kind} ({', '.join(files)}). {advice}"
-        )
-    count = len(tokenizer)
+        raise ValueError(f"{directory} has no vocabulary of a {kind}. Save the model's tokenizer.")
     if count > vocab_size:
-        raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}")
+        raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}.")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{directory} has a tokenizer without an EOS token. Set its eos_token.")
     return tokenizer
 
 
 class _Unread:
-    """A tensor in a file whose values are not needed: it becomes a meta tensor.
-
-    Transformers reads each value of `state_dict=` by these two calls, as it does a slice of a file.
-    """
+    """A slice of a file whose values are not needed: Transformers gets a meta tensor of it."""
 
     def __init__(self, stored: Any) -> None:
         self.stored = stored
@@ -187,7 +169,7 @@ class _Unread:
         return self
 
     def to(self, dtype: torch.dtype, **_: Any) -> Tensor:
-        """Return the tensor on meta."""
+        """Return a tensor without values."""
         return torch.empty(self.stored.get_shape(), dtype=dtype, device="meta")
 
 
@@ -202,7 +184,6 @@ def _open_files(directory: Path, reads_layers: bool) -> tuple[dict[str, Any], to
     if index.is_file():
         names = set(json.loads(index.read_text())["weight_map"].values())
     tensors: dict[str, Any] = {}
-    dtypes = set()
     for path in sorted(directory / name for name in names):
         try:
             with safe_open(path, framework="pt") as file:
@@ -210,17 +191,18 @@ def _open_files(directory: Path, reads_layers: bool) -> tuple[dict[str, Any], to
                     stored = file.get_slice(key)
                     is_read = reads_layers or not IN_LAYER.search(key)
                     tensors[key] = file.get_tensor(key) if is_read else _Unread(stored)
-                    dtypes.add(FLOATS.get(stored.get_dtype()))
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"{path} cannot be read ({error}). Download it again, or convert other formats "
                 "with from_pretrained and save_pretrained."
             ) from None
-    return tensors, functools.reduce(torch.promote_types, dtypes - {None} or {torch.float32})
+    read = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
+    floats = {tensor.dtype for tensor in read if tensor.is_floating_point()}
+    return tensors, functools.reduce(torch.promote_types, floats or {torch.float32})
 
 
 def read_model(
-    model_class: type[PreTrainedModel],
+    kind: type[PreTrainedModel],
     config: PretrainedConfig,
     directory: Path,
     reads_layers: bool = True,
@@ -237,13 +219,10 @@ def read_model(
         tensors = {key.removeprefix(TEXT_PART): tensor for key, tensor in text.items()}
     transformers.logging.disable_progress_bar()
     try:
-        model, report = library_class(model_class).from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            dtype=dtype,
-            ignore_mismatched_sizes=True,  # they are in the report
-            output_loading_info=True,
+        # A shape that does not match is in the report.
+        options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, report = library_class(kind).from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, **options
         )
     except RuntimeError as error:
         raise ValueError(f"{directory} cannot be converted: {error}") from None
@@ -275,11 +254,9 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 
 def new_model(
-    model_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    directory: Path | None,
+    kind: type[PreTrainedModel], config: PretrainedConfig, directory: Path | None,
     needs_weights: bool = True,
-) -> tuple[PreTrainedModel, Source]:
+) -> tuple[PreTrainedModel, Source]:  # fmt: skip
     """Return a model on meta and, on rank 0, its tensors: from `directory`, or random ones.
 
     Weights are tied as in Transformers' model: T5's head may be stored apart whatever its config
@@ -287,15 +264,15 @@ def new_model(
     ValueError on all ranks if the files do not contain the model.
     """
     with torch.device("meta"):
-        model = model_class(config)
+        model = kind(config)
     model.to("meta")  # DiffLlama makes some parameters on the CPU
     source: Source = {}
 
     def read() -> dict[str, str]:
         if directory is None:
-            loaded = model_class(config)
+            loaded = kind(config)
         else:
-            loaded = read_model(model_class, config, directory, needs_weights)
+            loaded = read_model(kind, config, directory, needs_weights)
             model._weight_conversions = loaded._weight_conversions  # an export reverts them
         for name, tensor in loaded.named_parameters(remove_duplicate=False):
             source[name] = tensor.detach() if needs_weights else tensor.to("meta")
@@ -306,7 +283,7 @@ def new_model(
     own = first_names(model)
     if own.keys() != firsts.keys():
         added = ", ".join(sorted(own.keys() ^ firsts.keys()))
-        raise ValueError(f"{model_class.__name__} and its files differ in {added}")
+        raise ValueError(f"{directory} does not contain {added}. Add parameters after loading.")
     for name, first in own.items():
         if first != name and firsts[name] == name:
             module, _, key = name.rpartition(".")
@@ -320,11 +297,9 @@ def new_model(
 class Loader:
     """Gives the modules of a meta model their tensors on `device`, in the meta tensors' dtypes.
 
-    FSDP1 takes `fill` as `param_init_fn`, and shards one unit after the other. Under FSDP2 call
-    `materialize` after sharding, under DDP before wrapping. Rank 0 broadcasts each tensor in the
-    dtype of its file; each rank casts it on the device and keeps its shard, under --cpu-offload on
-    the CPU. Tied parameters stay one tensor. Tensors that the source has on meta are only
-    allocated.
+    FSDP1 takes `fill` as `param_init_fn`. Under FSDP2 call `materialize` after sharding, under DDP
+    before wrapping. Rank 0 broadcasts each tensor in the dtype of its file; each rank casts it on
+    the device and keeps its shard. Tensors that the source has on meta are only allocated.
     """
 
     def __init__(
@@ -334,7 +309,7 @@ class Loader:
         self.shard_device = torch.device("cpu") if args.cpu_offload else device  # of DTensors
         self.source = source
         self.stored = on_rank_zero(lambda: {n: (x.shape, x.dtype) for n, x in source.items()})
-        self.unread = on_rank_zero(lambda: {name for name, x in source.items() if x.is_meta})
+        self.unread = on_rank_zero(lambda: {n for n, x in source.items() if x.is_meta})
         self.modules = {module: name for name, module in model.named_modules()}
         self.first = {plain_name(name): first for name, first in first_names(model).items()}
         self.places = Counter(self.first.values())  # that are not yet filled, by first name

@@ -128,12 +128,10 @@ def test_two_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Mixtral"])
 def test_adapters(name: str, copy: Path, directory: Path, flags: list[str], tmp_path: Path) -> None:
-    """Experts get none, which is said once; merged, they stand in the files as they stood."""
+    """Experts get none; merged, they are stored as they were."""
     pytest.importorskip("peft")
     flags += ["--lora-rank", "4", "--merge", "--lora-targets", "q_proj", "o_proj"]
-    said = launch(2, copy, *flags, cwd=copy.parent).stdout
-    line = "the experts (down_proj, gate_up_proj) get no adapters and stay frozen, as float32"
-    assert said.count(line) == 1 and f"{line}: --lora-targets are q_proj o_proj" in said
+    launch(2, copy, *flags, cwd=copy.parent)
     final = tmp_path / "output/final"
     base, merged = weights(directory), weights(final)
     assert base.keys() == merged.keys()
