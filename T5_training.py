@@ -45,7 +45,6 @@ import summarization_dataset as data
 from runtime import arguments, batches, hf_load, models, optimization, ranks, rouge, screen
 from runtime.batches import Batch
 from runtime.model_checks import check_decoder, check_sum, fit_config
-from runtime.models import note_shapes
 from runtime.run import Loaders, Run, launch
 
 # What to change for another model of its kind; memory_estimator.py reads these, too.
@@ -71,7 +70,7 @@ def fsdp_main(args: Namespace) -> int:
             if args.prepare_only:
                 run.write_prepared(*load_data(args, tokenizer), tokenizer)
                 return 0
-            run.describe(model)
+            run.describe(model, tokenizer)
             if args.export_only:
                 run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
                 return 0
@@ -163,7 +162,6 @@ def wrap_model(
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)

@@ -59,7 +59,7 @@ def check_arguments(args: Namespace) -> list[str]:
         problems.append("--val-file needs --train-file")
     path = Path(args.dataset)
     is_file = path.suffix.lower() in (*readers.KINDS, ".txt")
-    if (path.exists() or is_file) and not readers.is_saved(path):
+    if (path.exists() or is_file) and not readers.is_saved(path) and not args.export_only:
         problems.append(f"--dataset {path} is no hub id: name files by --train-file")
     return problems
 

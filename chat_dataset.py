@@ -72,7 +72,7 @@ def check_arguments(args: Namespace) -> list[str]:
     problems = arguments.out_of_range(args, {"max_seq_length": (8, arguments.ANY)} | limits)
     problems += chat_templates.check_argument(args.chat_template)
     for flag, names in ("--dataset", args.dataset), ("--val-dataset", args.val_dataset):
-        for name in names:
+        for name in [] if args.export_only else names:
             problems += readers.check_name(flag, name)
     if len(args.weights) != len(args.dataset) or min(args.weights) < 1:
         problems.append(
@@ -82,8 +82,7 @@ def check_arguments(args: Namespace) -> list[str]:
 
 
 def encode(
-    chats: list[tuple[list[dict], list[dict] | None]], tokenizer: Tokenizer, train_on_prompt: bool,
-    began: str = "",
+    chats: list[tuple[list[dict], list[dict] | None]], tokenizer: Tokenizer, train_on_prompt: bool
 ) -> list[list[tuple[list, list]]]:  # fmt: skip
     """Return the documents of each chat, given with its tools: token ids, and labels, which are the
     id of a target, else -100. The first token is no target.
@@ -91,10 +90,10 @@ def encode(
     Targets are the assistant's turns, from after the header through the end marker: each in one
     document, as the model sees it when it writes it. `train_on_prompt` makes all tokens targets, of
     the chat as it is rendered whole. An answer at a document's end without EOS gets it. The
-    template's date is the day that the run `began` on. Raises ValueError, with the number of the
-    turn, if it cannot render a chat.
+    template's date is always `chat_templates.DATE`. Raises ValueError, with the number of the turn,
+    if it cannot render a chat.
     """
-    rendered = [render(chat, tools, tokenizer, train_on_prompt, began) for chat, tools in chats]
+    rendered = [render(chat, tools, tokenizer, train_on_prompt) for chat, tools in chats]
     documents = list(itertools.chain(*rendered))
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     encoded = tokenizer([text for text, _, _ in documents], **options)
@@ -127,14 +126,13 @@ def encode(
 
 
 def render(
-    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool,
-    began: str,
+    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool
 ) -> list[tuple[str, list[tuple[int, str]], bool]]:  # fmt: skip
     """Return the texts of a chat's documents, each with its beginnings, see `split`, and whether an
     answer ends it; raises ValueError."""
     template = tokenizer.get_chat_template(tools=tools)
     chat_templates.check_turns(tokenizer, template, chat, tools)
-    template = chat_templates.with_date(template, began)
+    template = chat_templates.with_date(template)
     rendered = chat_templates.renderer(tokenizer, template, chat, tools)
     try:
         whole = rendered(chat).rstrip()  # a line break after the end marker belongs to no turn
@@ -288,7 +286,7 @@ def encoder(
         if kind == "text":
             encoded = [[document] for document in encode_texts(asked, tokenizer)]
         else:
-            encoded = encode(chats, tokenizer, args.train_on_prompt, args.began)
+            encoded = encode(chats, tokenizer, args.train_on_prompt)
         found = []
         for before, documents in zip(asked, encoded, strict=True):
             key = key_of(before)
@@ -351,7 +349,7 @@ def load_sets(
         limit = args.num_train_samples
         train_sets[number] = draw_documents(rows, limit, f"{name}, training", args, verbose)
     if verbose and chat_templates.asks_for_date(tokenizer):
-        print(f"the chat template asks for the date: {args.began}, on which this run began")
+        print(f"The chat template asks for the date: it is always {chat_templates.DATE}.")
     if verbose:
         say_shares(args, train_sets)
         print(f"an example, «learned»: {readers.marked(train_sets[0][0], tokenizer)}", flush=True)
@@ -432,7 +430,7 @@ def encode_rows(
     # are bad only skip has a result, which good_rows checks again.
     identity = (name, args.max_seq_length, args.train_on_prompt, args.text_column)
     identity += (tokenizer.chat_template, readers.token_rules(tokenizer))
-    identity += (chat_templates.asks_for_date(tokenizer) and args.began,)
+    identity += (chat_templates.asks_for_date(tokenizer) and chat_templates.DATE,)
     # The code of their files counts, too.
     identity += tuple(map(readers.fingerprint, (chat_formats.read, chat_templates.check_turns)))
     features = FEATURES | bad_rows.ORIGIN
@@ -455,8 +453,6 @@ def token_documents(
     shaping = ("max_seq_length", "train_on_prompt")
     rules = readers.token_rules(tokenizer) | {tokens.TEMPLATE: tokenizer.chat_template}
     made_from = tokens.check_origin(name, rows, FEATURES, args, shaping, rules)
-    if verbose and made_from and chat_templates.asks_for_date(tokenizer):
-        print(f"{name}: the date in its chats is {made_from['arguments']['began']}")
     columns = [column for column in ("input_ids", "labels") if column in rows.column_names]
     limits = dict.fromkeys(columns, ("--max-seq-length", args.max_seq_length + 1))
     checked = tokens.checked_columns(name, rows, limits, tokenizer, hidden=True)

@@ -47,7 +47,6 @@ import policies
 from runtime import adapters, arguments, attention, batches, hf_load, optimization, paged, ranks
 from runtime.batches import Batch
 from runtime.model_checks import check_logits, check_sum, fit_config, logit_scale_and_cap
-from runtime.models import note_shapes
 from runtime.rows import chat_templates
 from runtime.run import Loaders, Run, launch
 
@@ -93,7 +92,7 @@ def fsdp_main(args: Namespace) -> int:
             if args.prepare_only:
                 run.write_prepared(*load_data(args, tokenizer), tokenizer)
                 return 0
-            run.describe(model)
+            run.describe(model, tokenizer)
             if args.export_only:
                 run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
                 return 0
@@ -267,7 +266,6 @@ def wrap_model(
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)

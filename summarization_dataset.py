@@ -91,6 +91,8 @@ def resolve_arguments(args: argparse.Namespace) -> dict[str, int]:
 
 def check_arguments(args: argparse.Namespace) -> list[str]:
     """List a sentence for each problem that shows without reading data."""
+    if args.export_only:
+        return []  # it reads no data
     limits = dict.fromkeys(("source_length", "target_length"), (2, arguments.ANY))
     limits |= dict.fromkeys(("num_train_samples", "num_val_samples"), (0, arguments.ANY))
     problems = arguments.out_of_range(args, limits) + check_eval_split(args)

@@ -47,11 +47,10 @@ class OffRecord(Run):
         sets: Sets | None = None,
     ) -> None:
         super().__init__(args, device, script.__name__)
-        args.began = args.began or "2026-01-01"
         self.module = script
         self.checkpoint = checkpoint
         self.model, self.tokenizer, self._init = script.load_model(args, device, checkpoint)
-        self.describe(self.model)
+        self.describe(self.model, self.tokenizer)
         self.train_set, self.val_sets = sets or script.load_data(args, self.tokenizer)
 
     def wrap(self) -> None:

@@ -130,7 +130,7 @@ def add(
             if parameter not in frozen:
                 frozen[parameter] = nn.Parameter(parameter.to(dtype), requires_grad=False)
             setattr(module, key, frozen[parameter])
-    model.trained = Lora()
+    model.trained = model.adapters = Lora()
 
 
 def _say_experts(model: nn.Module, targets: list[str], dtype: torch.dtype) -> None:

@@ -122,10 +122,8 @@ def add_common(
 ) -> None:
     """Declare the flags of every script; `set_defaults` changes a default.
 
-    `strategies` and `precisions` are the choices that policies.py has. `began`, which is no flag,
-    is the day on which the run began, such as 2026-11-23, once `Run` knows it.
+    `strategies` and `precisions` are the choices that policies.py has.
     """
-    parser.set_defaults(began=None)
     _add_run(parser)
     _add_optimization(parser)
     _add_sharding(parser, list(strategies), list(precisions))
@@ -134,15 +132,14 @@ def add_common(
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", default="output", help="checkpoints, metrics and the final model")
-    add("--resume", default="auto", help="auto: the newest checkpoint; none; or a PATH")
     add("--export-only", **OFF, help="write the newest checkpoint to final/ and exit")
     add("--prepare-only", **OFF, help="write the tokens to OUTPUT_DIR/prepared, for --dataset, "
         "and exit")  # fmt: skip
     add(
         "--evaluate-only",
         **OFF,
-        help="validate the newest checkpoint, or that of --resume; --model-name itself if there "
-        "is none, or with --resume none",
+        help="validate --model-name, such as OUTPUT_DIR/best; with --lora-rank the newest "
+        "checkpoint of --output-dir",
     )
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
@@ -155,6 +152,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     add("--async-save", **OFF, help="save while training goes on, from a copy in host memory")
     add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
+    add("--save-best", **ON, help="export best/ after each validation with the lowest loss so far")
     add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
     add("--max-shard-size", type=float, default=5.0, help="largest exported file, in GB")
     add("--ignore-free-space", **OFF, help="begin though the disk is too full for what it saves")

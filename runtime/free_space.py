@@ -19,7 +19,7 @@ def require(state: TrainState, args: Namespace) -> None:
 
     A checkpoint has the trained parameters and AdamW's two moments, 12 bytes for each in fp32;
     there are --keep-checkpoints of them while the next one is written, and one in shards besides if
-    that is made one file. Then there are the best weights, best/ and final/. What an earlier run
+    that is made one file. Then there are best/, its replacement and final/. What an earlier run
     left there makes way.
     """
     trainable, whole = count_parameters(state.model)
@@ -27,7 +27,7 @@ def require(state: TrainState, args: Namespace) -> None:
     if args.checkpoint_type == "full":
         checkpoints += 1
     exported = trained.of(state.model).exported_bytes(args, trainable, whole)
-    needed = 12 * trainable * checkpoints + 2 * 4 * trainable + 2 * exported
+    needed = 12 * trainable * checkpoints + 3 * exported
     ranks.on_rank_zero(_compare, needed, Path(args.output_dir), checkpoints)
 
 

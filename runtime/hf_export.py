@@ -281,9 +281,8 @@ def export_model(
         whole = sum(slot.end - slot.first for parts in slots.values() for slot in parts)
         assert sum(counts) == whole, f"{sum(counts)} elements written of {whole}"
         ranks.on_rank_zero(_check_tails, tails)
-        if dist.get_rank() == 0:
-            save_settings(models.unwrapped(model), temporary, args)
-            tokenizer.save_pretrained(temporary)
+        ranks.on_rank_zero(save_settings, models.unwrapped(model), temporary, args)
+        ranks.on_rank_zero(tokenizer.save_pretrained, temporary)
 
 
 def copy_export(source: Path, path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from . import checkpoints, identities, output, ranks
+from . import checkpoints, identity, output, ranks
 from .checkpoints import SaveError, Saver
 from .lock import Lock
 from .stops import STOPPED, Stopped, StopRequest, kill_forked
@@ -45,7 +45,6 @@ class Life:
         self.directory = Path(args.output_dir)
         self.exit_code = 0
         self.checkpoint: Path | None = None
-        self.began_from: str | None = None  # the checkpoint that --resume named at first
         self.stop = StopRequest(self._end_at_once)
         self.watchdog = Watchdog(args.stall_minutes)
         self.saver: Saver | None = None  # once the training has begun
@@ -75,16 +74,13 @@ class Life:
 
     def _open_output(self) -> None:
         args = self.args
-        identities.check_flags(args)
-        if args.evaluate_only:
-            self.checkpoint = output.find_evaluated(self.directory, args)
-        else:
-            self.checkpoint, status = output.open_output(self.directory, args.resume, self.script)
+        identity.compare_ranks(identity.of_flags(args))
+        if not args.evaluate_only:
+            status = ranks.on_rank_zero(output.prepare_directory, self.directory)
             self._was_finished = status == "finished"
-        if self.checkpoint is not None:  # else the run begins anew, whatever an earlier one did
-            self.began_from = ranks.on_rank_zero(output.began_from, self.directory, args.resume)
-        finished = self.directory if self._was_finished else None
-        args.began = ranks.on_rank_zero(identities.began, self.checkpoint, finished)
+        # An evaluation reads --model-name, except for adapters, which are beside its weights.
+        if not args.evaluate_only or getattr(args, "lora_rank", 0):
+            self.checkpoint = checkpoints.find_newest(self.directory)
 
     def _start_training(self, saver: Saver) -> None:
         """Have `saver` save what a stop would lose; errors are no user's mistakes from now on."""

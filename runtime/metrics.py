@@ -170,11 +170,8 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def log_start(self, loader: DataLoader, began_from: str | None) -> None:
-        """Cut metrics.jsonl to the restored step, and say what this run is.
-
-        `began_from` is the checkpoint, resolved, that --resume named when the run began.
-        """
+    def log_start(self, loader: DataLoader) -> None:
+        """Cut metrics.jsonl to the restored step, and say what this run is."""
         args, state = self.args, self.state
         attention = attention_of(unwrapped(state.model))
         load_memory = ranks.on_every_rank(peak_memory, state.device)
@@ -208,7 +205,6 @@ class Metrics:
             load_memory=load_memory,
             directory=str(Path.cwd()),
             attention=attention,
-            began_from=began_from,
             arguments=vars(args),
         )
         how = args.strategy

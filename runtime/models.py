@@ -22,12 +22,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def note_shapes(model: nn.Module) -> None:
-    """Set `model.shapes`, of each parameter by name. Call it before wrapping: FSDP1's shards are
-    flat."""
-    model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
 def plain_name(name: str) -> str:
     """Return a tensor's name before wrapping, and without the adapter beside it."""
     return WRAPPERS.sub("", name).replace(".base_layer.", ".")

@@ -1,20 +1,23 @@
 """A run as its script sees it: what it begins from, logs, saves and exports."""
 
+import json
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from . import arguments, checkpoints, hf_export, identities, models, output, ranks, screen, trained
+from . import arguments, checkpoints, hf_export, identity, models, output, ranks, screen
 from .batches import Batch
-from .checkpoints import Saver
+from .checkpoints import SaveError, Saver
 from .life import Life, launch
 from .metrics import Metrics, last_start
 from .state import TrainState
@@ -23,6 +26,7 @@ from .stops import Stopped
 
 __all__ = ["Run", "launch"]
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
+BEST = "validation.json"  # in best/: the step and the loss of its weights
 
 
 class Run(Life):
@@ -34,17 +38,22 @@ class Run(Life):
 
     state: TrainState  # since `restore`
     metrics: Metrics  # since `begin`
-    _identity: dict[str, Any]  # since `describe`
+    _identity: dict[str, Any] | None = None  # since `describe`
+    _tokenizer: Tokenizer  # since `describe`
 
-    def describe(self, model: nn.Module) -> None:
-        """Print a model's size, and note what it is; call it before wrapping.
+    def describe(self, model: nn.Module, tokenizer: Tokenizer) -> None:
+        """Print a model's size; note its identity, the shapes that wrapping hides, and the
+        tokenizer for best/. Call it before wrapping.
 
-        Raises ValueError if the nodes have different ones.
+        Raises ValueError if the nodes have different models.
         """
         sizes = [models.whole_shape(parameter).numel() for parameter in model.parameters()]
         trainable = [x.numel() for x in model.parameters() if x.requires_grad]
         ranks.say(f"{self.args.model_name}: {sum(sizes):,} parameters, {sum(trainable):,} trained")
-        self._identity = identities.of_model(self.args, self.script, model)
+        model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._tokenizer = tokenizer
+        model_identity = identity.of_model(self.args, self.script, model, tokenizer)
+        self._identity = identity.compare_ranks(model_identity)
 
     def restore(
         self,
@@ -65,18 +74,34 @@ class Run(Life):
         Raises ValueError if the ranks have different data, or the checkpoint is of another run.
         """
         args = self.args
-        kind = type(optimizer).__name__.removeprefix("Paged")  # which has AdamW's state
-        identity = self._identity | {"optimizer": kind}
-        identity |= identities.of_data(args, loader, val_loaders)
+        if self._identity is None:
+            raise RuntimeError("Call run.describe(model, tokenizer) before wrapping the model.")
+        whole = self._identity | identity.of_data(args, loader, val_loaders)
+        whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # it has AdamW's state
+        whole["run.restore's further arguments"] = sorted(others)
         sampler = loader.batch_sampler
         total = args.max_steps or args.epochs * sampler.steps_per_epoch
         self.state = TrainState(
-            model, optimizer, scheduler, scaler, self.device, total, identity, others
+            model, optimizer, scheduler, scaler, self.device, total, whole, others
         )
         ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         self._loader = loader
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
+            self._check_best()
+
+    def _check_best(self) -> None:
+        """Forget the best step unless best/ holds its weights: a run that resumes from an older
+        checkpoint, or that has lost best/, exports again."""
+        state = self.state
+        if self.args.save_best and ranks.on_rank_zero(self._best_step) != state.best_step:
+            state.best_loss, state.best_step = float("inf"), 0
+
+    def _best_step(self) -> int:
+        try:
+            return json.loads((self.directory / "best" / BEST).read_text())["step"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
 
     def begin(self) -> bool:
         """Begin the training, in status and metrics; return False if no steps are left."""
@@ -98,7 +123,7 @@ class Run(Life):
             free_space.require(state, args)
         self._start_training(self._new_saver())
         self.metrics = self._stack.enter_context(Metrics(args, self.directory, self.script, state))
-        self.metrics.log_start(self._loader, self.began_from)
+        self.metrics.log_start(self._loader)
         self.metrics.log_memory("load")
         self.metrics.log_first_forward()
         return True
@@ -115,7 +140,7 @@ class Run(Life):
         lost = f"{self.directory} is finished, and its checkpoints are gone"
         start = ranks.on_rank_zero(last_start, self.directory)
         had = start.get("identity", state.identity)
-        identities.compare(f"{lost}: it is a run", had, state.identity, self.directory, self.args)
+        identity.compare(self.directory, had, state.identity)
         step = ranks.on_rank_zero(output.saved_step, self.directory)
         if state.total_steps > step:
             raise ValueError(
@@ -167,13 +192,41 @@ class Run(Life):
         self.metrics.log("train", **values, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
-        """Log a validation, and save the weights if its `loss` is the lowest so far, unless nothing
-        is trained yet."""
+        """Log a validation, and export best/ if its `loss` is the lowest so far, unless nothing is
+        trained yet.
+
+        Raises Stopped, on all ranks, if one was asked to stop before the export.
+        """
         self._lock.check()
+        state = self.state
         self.metrics.log("val", **results)
-        self.state.validation_due = False
-        if self.state.step and results["loss"] < self.state.best_loss:
-            self.saver.save_best(results["loss"])
+        state.validation_due = False
+        if state.step and results["loss"] < state.best_loss:
+            if self.args.save_best:
+                self._export_best(results["loss"])
+            else:
+                state.best_loss, state.best_step = results["loss"], state.step
+
+    def _export_best(self, loss: float) -> None:
+        state, path = self.state, self.directory / "best"
+        if ranks.true_on_any(self.stop.begin_step()):
+            state.validation_due = True
+            raise Stopped
+        self.stop.end_step()
+        start = time.perf_counter()
+        self.watchdog.phase(f"the export of best/ after step {state.step}")
+        try:
+            self._export(state.model, self._tokenizer, path)
+            text = json.dumps({"step": state.step, "loss": loss})
+            ranks.on_rank_zero((path / BEST).write_text, text)
+        except OSError as error:
+            ranks.say(f"{error} The best weights before stay.")
+        else:
+            state.best_loss, state.best_step = loss, state.step
+            ranks.say(
+                f"best/ is of step {state.step}, exported in {time.perf_counter() - start:.1f} s"
+            )
+        self.watchdog.phase(None)
 
     def save(self) -> None:
         """Save a checkpoint that a run can continue from. After the last step it is complete."""
@@ -191,47 +244,49 @@ class Run(Life):
         return saved
 
     def export(self, model: nn.Module, tokenizer: Tokenizer, **results: float) -> None:
-        """Write final/ and, with the weights of the best step, best/; log `results` as the end's.
-
-        The model has the best weights then.
-        """
+        """Write final/, as a copy of best/ if that is of the last step; log `results` as the
+        end's."""
         state = self.state
         final, best = self.directory / "final", self.directory / "best"
-        self._export(model, tokenizer, final)
-        # 0: no validation followed on a checkpoint taken from elsewhere.
-        if state.best_step in (0, state.step):
-            with checkpoints.told(best):
-                hf_export.copy_export(final, best)
+        if self.args.save_best and state.best_step == state.step:
+            hf_export.copy_export(best, final)
         else:
-            checkpoints.load_weights(checkpoints.best_path(self.directory, state), model)
-            self._export(model, tokenizer, best)
-        ranks.say(f"last model: {final}, of lowest validation loss: {best}")
+            self._export(model, tokenizer, final)
+        text = f"Last model: {final}"
+        if self.args.save_best:
+            text += f", of the lowest validation loss: {best}"
+        ranks.say(text)
         ends = {"best_loss": state.best_loss, "best_step": state.best_step}
         self.metrics.log("done", **ends, **self.metrics.memory(), **results)
 
-    def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Any) -> None:
+    def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
         self._lock.check()
-        with checkpoints.told(path):
-            trained.of(model).export(model, tokenizer, path, self.args)
+        adapters = getattr(models.unwrapped(model), "adapters", None)
+        export = adapters.export if adapters else hf_export.export_model
+        try:
+            export(model, tokenizer, path, self.args)
+        except (OSError, SafetensorError) as error:
+            raise SaveError(f"{path} could not be written ({error}). Is the disk full?") from None
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Write final/ from the newest checkpoint, at any world size."""
         if self.checkpoint is None:
             raise ValueError(f"--export-only finds no checkpoint in {self.directory}")
-        self._load_checkpoint(model)
+        saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())
+        identity.compare(self.checkpoint, saved["identity"], self._identity)
+        checkpoints.load_weights(self.checkpoint, model)
         self._export(model, tokenizer, self.directory / "final")
         ranks.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")
 
-    def _load_checkpoint(self, model: nn.Module) -> None:
-        identities.compare_saved(self.checkpoint, self._identity, self.args)
-        checkpoints.load_weights(self.checkpoint, model)
-
     def load_evaluated(self, model: nn.Module, val_loaders: Loaders) -> None:
-        """Give the model the weights that --evaluate-only means, if they are a checkpoint's; raises
-        ValueError if not all ranks have the same data."""
-        identities.of_data(self.args, None, val_loaders)
+        """Load the newest checkpoint's adapters, with --lora-rank. Raises ValueError if there is
+        none, or if nodes have different data."""
+        identity.of_data(self.args, None, val_loaders)
         if self.checkpoint:
-            self._load_checkpoint(model)
+            checkpoints.load_weights(self.checkpoint, model)
+        elif getattr(self.args, "lora_rank", 0):
+            raise ValueError(f"--evaluate-only with --lora-rank finds no checkpoint in "
+                             f"{self.directory}: pass --output-dir")  # fmt: skip
         self.watchdog.phase(None)
         ranks.say(f"evaluating {self.checkpoint or self.args.model_name}, without training")
 

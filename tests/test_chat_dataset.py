@@ -36,7 +36,7 @@ from tokenizers import (
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
-from runtime.identities import as_lists
+from runtime.identity import as_lists
 from runtime.rows import bad_rows, chat_formats, chat_templates, readers
 from runtime.rows.chat_templates import PROMPTER
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
 
-from runtime.identities import as_lists
+from runtime.identity import as_lists
 from runtime.rows.readers import Rows
 
 FEATURES = Features({"ids": List(Value("int32")), "count": Value("int64")})

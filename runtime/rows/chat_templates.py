@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import (
 from .. import ranks
 from .chat_formats import THOUGHTS
 
+DATE = "2024-07-26"  # in templates that ask for today's
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
 {{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}
@@ -251,12 +252,12 @@ def asks_for_date(tokenizer: Tokenizer) -> bool:
 
 
 @functools.lru_cache(maxsize=4)
-def with_date(template: str, began: str) -> str:
-    """Return a chat template that writes the day `began`, such as 2026-11-23, in place of today, so
-    that every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
+def with_date(template: str) -> str:
+    """Return a chat template that writes DATE in place of today, so that every start of a run
+    renders the same on all nodes. Raises ValueError if it cannot."""
 
     def as_literal(call: re.Match) -> str:
-        return json.dumps(date.fromisoformat(began).strftime(call[2]))
+        return json.dumps(date.fromisoformat(DATE).strftime(call[2]))
 
     dated = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", as_literal, template)
     if re.search(r"strftime_now\s*\(", dated):
