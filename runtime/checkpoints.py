@@ -27,11 +27,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_unflatten,
+)
 
 from . import identity, ranks
 from .checkpoint_reader import FULL, SafeReader, open_checkpoint
@@ -73,7 +79,9 @@ class Saver:
         self.failures = 0  # in a row
         self._path = self.directory  # of the last save
         self.under_way: Future | None = None  # a save in the background
-        self._stager = _Stager(state)
+        is_on_gpu = state.optimizer.param_groups[0]["params"][0].device.type != "cpu"
+        # Copies of the tensors on a GPU are pinned, and written over by the next save.
+        self._stager = DefaultStager(StagingOptions(is_on_gpu, False, False, is_on_gpu))
 
     def save(self) -> bool:
         """Save the state as step-N; in the background, start to. Return False if the step is saved
@@ -90,10 +98,25 @@ class Saver:
             save = partial(dcp.save, storage_writer=writer, process_group=cpu_group())
             self._attempt(save, tensors)
             return self.failures == 0
-        self.under_way = dcp.async_save(
-            tensors, storage_writer=writer, process_group=self.group, async_stager=self._stager
-        )
+        tensors = self._host_copies(tensors)
+        self.under_way = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
         return True
+
+    def _host_copies(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Return `tensors` with a host copy of each that training would change.
+
+        FSDP1's state dicts are copies on the host already (`_options`): a second copy would double
+        the memory and the time of a save.
+        """
+        state = self.state
+        moments = tree_leaves(list(state.optimizer.state.values()))
+        others = tree_leaves([other.state_dict() for other in state.others.values()])
+        changing = [*state.model.parameters(), *state.model.buffers(), *moments, *others]
+        storages = {_storage(value) for value in changing if isinstance(value, torch.Tensor)}
+        leaves, structure = tree_flatten(tensors)
+        copies = iter(self._stager.stage([x for x in leaves if _storage(x) in storages]))
+        leaves = [next(copies) if _storage(x) in storages else x for x in leaves]
+        return tree_unflatten(leaves, structure)
 
     def wait(self) -> None:
         """Wait for a save in the background, and report its error."""
@@ -140,6 +163,10 @@ class _Writer(dcp.FileSystemWriter):
         self.full = full
         self.device = device
         self.random_states = _random_states()
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the tensors as they are: `Saver` has copied what training changes."""
+        return state_dict
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         """Empty the directory; rank 0 only. Shards of a larger world size would stay there."""
@@ -188,33 +215,6 @@ def _make_full(directory: Path) -> dict[str, list[int]]:
     for file in [*directory.glob("*.distcp"), directory / ".metadata"]:
         file.unlink()
     return {FULL: file_sum(directory / FULL)}
-
-
-class _Stager(AsyncStager):
-    """Copy to host memory the tensors that training changes; copies from a GPU are pinned and kept.
-
-    FSDP1's state dicts are copies on the host already (`_options`): a second copy would double the
-    memory and the time of a save.
-    """
-
-    _synchronize_after_execute = False  # `stage` returns when the copies are made
-
-    def __init__(self, state: TrainState) -> None:
-        self.state = state
-        is_on_gpu = state.optimizer.param_groups[0]["params"][0].device.type != "cpu"
-        self.stager = DefaultStager(StagingOptions(is_on_gpu, False, False, is_on_gpu))
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return `state_dict` with a copy of each tensor that training would change."""
-        state = self.state
-        moments, others = tree_flatten(list(state.optimizer.state.values()))[0], state.others
-        changing = [*state.model.parameters(), *state.model.buffers(), *moments]
-        changing += tree_flatten([other.state_dict() for other in others.values()])[0]
-        live = {_storage(value) for value in changing if isinstance(value, torch.Tensor)}
-        leaves, structure = tree_flatten(state_dict)
-        copies = iter(self.stager.stage([leaf for leaf in leaves if _storage(leaf) in live]))
-        leaves = [next(copies) if _storage(leaf) in live else leaf for leaf in leaves]
-        return tree_unflatten(leaves, structure)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -335,24 +335,15 @@ def _all_tensors(state: TrainState) -> dict[str, Any]:
 
 def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a model's state dict that is saved: tied weights once, adapters alone."""
-    tied = _tied_names(model)
-    adapters = getattr(unwrapped(model), "adapters", None)
+    inner = unwrapped(model)
+    names = {plain_name(name) for name, _ in inner.named_parameters(remove_duplicate=False)}
+    tied = names - {plain_name(name) for name, _ in inner.named_parameters()}
+    adapters = getattr(inner, "adapters", None)
     part = {}
     for name, tensor in state_dict.items():
         if name not in tied and (adapters is None or adapters.is_saved(name)):
             part[name] = tensor
     return part
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the second and further names of tied weights, each with the first one."""
-    first: dict[nn.Parameter, str] = {}
-    further = {}
-    for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
-        name = plain_name(name)
-        if first.setdefault(parameter, name) != name:
-            further[name] = first[parameter]
-    return further
 
 
 def _random_states() -> dict[str, list]:
@@ -413,9 +404,6 @@ def _read_weights(fill: Callable, model: nn.Module) -> None:
     options = _options(model)
     weights = _saved_part(model, dcp_state.get_model_state_dict(model, options=options))
     fill({"model": weights})
-    for name, first in _tied_names(model).items():
-        if first in weights:
-            weights[name] = weights[first]
     dcp_state.set_model_state_dict(model, weights, options=options)
 
 
