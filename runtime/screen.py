@@ -7,13 +7,14 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
+from . import watchdog
 from .ranks import say
 
 LINE_SECONDS = 30.0  # between two lines
 
 
 class Lines:
-    """Prints, at most every LINE_SECONDS, what is done, how fast, and the time that is left."""
+    """Print, at most every LINE_SECONDS, the work done, its speed, and the time left."""
 
     def __init__(self, text: str, total: int, done: int = 0) -> None:
         self.text = text
@@ -31,40 +32,39 @@ class Lines:
         now = time.monotonic()
         if now - self._last < LINE_SECONDS or done == self._began_at:
             return
-        self.rest()  # first: tqdm draws its bars again after each line, which may lead here
+        self.rest()  # first: tqdm redraws its bars after each line, which may call this again
         rate = (done - self._began_at) / (now - self._start)
-        speed = f"{1 / rate:.3g} s each"
-        if rate >= 1:
-            speed = f"{rate:,.0f} a second"
+        speed = f"{rate:,.0f} a second" if rate >= 1 else f"{1 / rate:.3g} s each"
         say(f"{self.text} {done:,}/{self.total:,}  {speed}  left {self.left(done)}")
 
     def rest(self) -> None:
-        """Take note that something else was printed just now."""
+        """Note that something else was printed just now."""
         self._last = time.monotonic()
 
 
 class Progress:
-    """Shows on rank 0 how far a piece of work of `total` units is, of which some may be `done`."""
+    """Show on rank 0 how much of `total` units of work is done, a bar until all is."""
 
     def __init__(self, text: str, total: int, unit: str = "it", done: int = 0) -> None:
         self.done = done
-        is_hidden = True
-        if dist.get_rank() == 0:
-            is_hidden = None  # shown, but only on a terminal
+        is_hidden = None if dist.get_rank() == 0 else True  # None: shown on a terminal only
         self._bar = tqdm(
             desc=text, total=total, initial=done, unit=unit, leave=False, dynamic_ncols=True,
-            disable=is_hidden,
+            disable=is_hidden, delay=1e-9,
         )  # fmt: skip
-        self.lines: Lines | None = None  # where there is no terminal, on rank 0
+        self.lines: Lines | None = None  # without a terminal, on rank 0
         if dist.get_rank() == 0 and self._bar.disable:
             self.lines = Lines(text, total, done)
 
     def update(self) -> None:
-        """Take note of a unit that is done."""
+        """Note that a unit is done; the last one clears the bar."""
+        watchdog.touch()
         self.done += 1
         self._bar.update()
         if self.lines:
             self.lines.show(self.done)
+        if self.done == self._bar.total:
+            self.close()
 
     def close(self) -> None:
         """Clear the bar."""
