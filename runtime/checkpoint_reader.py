@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from .ranks import cpu_group
 
@@ -78,16 +78,21 @@ def open_checkpoint(path: Path) -> Callable[[dict[str, Any]], None]:
         except (pickle.UnpicklingError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{path / FULL} is not a file of tensors: {reason}") from None
+        for keys, value in tree_flatten_with_path(stored)[0]:
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"{path / FULL}{keystr(keys)} is not a tensor: not loaded")
         return partial(_copy_shards, stored)
     reader = SafeReader(path)
     reader.read_metadata()  # dcp.load would turn its ValueError into another error
     return partial(dcp.load, storage_reader=reader, process_group=cpu_group())
 
 
-def _copy_shards(stored: dict[str, torch.Tensor], tensors: dict[str, Any]) -> None:
-    """Copy this rank's parts of the whole tensors `stored` into `tensors`."""
+def _copy_shards(stored: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Copy this rank's parts of the whole tensors in `stored` into `tensors`."""
     for keys, tensor in tree_flatten_with_path(tensors)[0]:
-        source = stored[".".join(key.key for key in keys)]
+        source = stored
+        for key in keys:
+            source = source[key.key]
         if isinstance(tensor, DTensor):
             (chunk,) = tensor.__create_chunk_list__()  # DCP's own protocol
             for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):

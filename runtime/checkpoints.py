@@ -24,31 +24,23 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_unflatten,
-)
 
 from . import identity, ranks
-from .checkpoint_reader import FULL, SafeReader, open_checkpoint
+from .checkpoint_reader import FULL, open_checkpoint
 from .models import plain_name, unwrapped
-from .ranks import accelerator, cpu_group, on_every_rank, on_rank_zero, set_seed
-from .state import TrainState
+from .state import COUNTERS, TrainState
 
 STATE = "train_state.json"
-COUNTERS = (
-    "step", "epoch", "consumed", "tokens", "best_loss", "best_step", "validation_due", "identity",
-)  # fmt: skip
+OWN = " (this rank's)"  # ends the name of a tensor that other ranks do not share
 
 # torch.save would sum every tensor, a tenth of a save's time; `file_sum` sums the files themselves.
 torch.serialization.set_crc32_options(False)
@@ -77,25 +69,24 @@ class Saver:
         self.group = group
         self.saved_step = saved_step
         self.failures = 0  # in a row
-        self._path = self.directory  # of the last save
         self.under_way: Future | None = None  # a save in the background
+        self._path = self.directory  # of the last save
         is_on_gpu = state.optimizer.param_groups[0]["params"][0].device.type != "cpu"
         # Copies of the tensors on a GPU are pinned, and written over by the next save.
         self._stager = DefaultStager(StagingOptions(is_on_gpu, False, False, is_on_gpu))
 
     def save(self) -> bool:
-        """Save the state as step-N; in the background, start to. Return False if the step is saved
-        already or the save failed."""
+        """Save the state as step-N, or start to. Return False if it is saved or the save failed."""
         self.wait()
         state = self.state
         if self.saved_step == state.step:
             return False
         self.saved_step = state.step
         self._path = self.directory / f"step-{state.step:08d}"
-        writer = _Writer(self._path, _describe(state), self.full, state.device)
+        writer = _Writer(self._path, state, self.full)
         tensors = _all_tensors(state)
         if self.group is None:
-            save = partial(dcp.save, storage_writer=writer, process_group=cpu_group())
+            save = partial(dcp.save, storage_writer=writer, process_group=ranks.cpu_group())
             self._attempt(save, tensors)
             return self.failures == 0
         tensors = self._host_copies(tensors)
@@ -105,18 +96,17 @@ class Saver:
     def _host_copies(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """Return `tensors` with a host copy of each that training would change.
 
-        FSDP1's state dicts are copies on the host already (`_options`): a second copy would double
-        the memory and the time of a save.
+        FSDP1's state dicts are copies already: a second one would double a save's memory and time.
         """
         state = self.state
-        moments = tree_leaves(list(state.optimizer.state.values()))
-        others = tree_leaves([other.state_dict() for other in state.others.values()])
-        changing = [*state.model.parameters(), *state.model.buffers(), *moments, *others]
+        others = [other.state_dict() for other in state.others.values()]
+        changing = pytree.tree_leaves([list(state.optimizer.state.values()), others])
+        changing += [*state.model.parameters(), *state.model.buffers()]
         storages = {_storage(value) for value in changing if isinstance(value, torch.Tensor)}
-        leaves, structure = tree_flatten(tensors)
+        leaves, structure = pytree.tree_flatten(tensors)
         copies = iter(self._stager.stage([x for x in leaves if _storage(x) in storages]))
         leaves = [next(copies) if _storage(x) in storages else x for x in leaves]
-        return tree_unflatten(leaves, structure)
+        return pytree.tree_unflatten(leaves, structure)
 
     def wait(self) -> None:
         """Wait for a save in the background, and report its error."""
@@ -153,19 +143,17 @@ class Saver:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Write a checkpoint, the sums of its files, and at last `description` with them."""
+    """Write shards, their sums and the random states, and at last train_state.json."""
 
-    def __init__(
-        self, path: Path, description: dict[str, Any], full: bool, device: torch.device
-    ) -> None:
+    def __init__(self, path: Path, state: TrainState, full: bool) -> None:
         super().__init__(path, overwrite=True)
-        self.description = description
+        self.description = _describe(state)
+        self.device = state.device
         self.full = full
-        self.device = device
         self.random_states = _random_states()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors as they are: `Saver` has copied what training changes."""
+        """Return the tensors as they are: `Saver` has made the copies."""
         return state_dict
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
@@ -188,13 +176,17 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         """Complete the checkpoint when all ranks have written; rank 0 only."""
         super().finish(metadata, results)
-        files = {".metadata": file_sum(self.path / ".metadata")}
-        for rank in range(dist.get_world_size()):
-            files |= json.loads((self.path / f"rank-{rank}.json").read_text())["files"]
+        own = [self.path / f"rank-{rank}.json" for rank in range(dist.get_world_size())]
+        files = {file.name: file_sum(file) for file in own}
         if self.full:
-            files = _make_full(self.path)
-        for file in self.path.glob("rank-*.json"):
-            files[file.name] = file_sum(file)
+            dcp_to_torch_save(self.path, self.path / FULL)
+            for file in [*self.path.glob("*.distcp"), self.path / ".metadata"]:
+                file.unlink()
+            files[FULL] = file_sum(self.path / FULL)
+        else:
+            files[".metadata"] = file_sum(self.path / ".metadata")
+            for file in own:
+                files |= json.loads(file.read_text())["files"]
         description = self.description | {"files": files}
         temporary = self.path / f"{STATE}.tmp"
         with temporary.open("w") as file:
@@ -204,24 +196,10 @@ class _Writer(dcp.FileSystemWriter):
         temporary.rename(self.path / STATE)
 
 
-def _make_full(directory: Path) -> dict[str, list[int]]:
-    """Make one file of the shards in `directory`; rank 0 only. Return its name and `file_sum`."""
-    reader = SafeReader(directory)
-    tensors = {}
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
-        tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    torch.save(tensors, directory / FULL)
-    for file in [*directory.glob("*.distcp"), directory / ".metadata"]:
-        file.unlink()
-    return {FULL: file_sum(directory / FULL)}
-
-
 def _storage(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's memory, of a DTensor this rank's."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return tensor.untyped_storage().data_ptr()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def file_sum(path: Path) -> list[int]:
@@ -244,9 +222,9 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the directories of checkpoints, oldest first, complete or not; rank 0 only.
+    """Return the directories named like checkpoints, oldest first, complete or not; rank 0 only.
 
-    Directories with other names are the user's. Nothing reads or deletes them.
+    Nothing reads or deletes directories with other names.
     """
     paths = [x for x in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", x.name)]
     return sorted(paths, key=step_of)
@@ -268,14 +246,14 @@ def find_newest(output: Path) -> Path | None:
 
     Prints a line for each one that is skipped. Raises ValueError if all are damaged.
     """
-    paths = on_rank_zero(list_checkpoints, output / "checkpoints")
+    paths = ranks.on_rank_zero(list_checkpoints, output / "checkpoints")
     for path in reversed(paths):
         try:
-            on_every_rank(_verify, path)
+            ranks.on_every_rank(_verify, path)
             return path
         except ValueError as error:
             ranks.say(f"{error} {path.name} is skipped.")
-    if on_rank_zero(lambda: any((path / STATE).is_file() for path in paths)):
+    if ranks.on_rank_zero(lambda: any((path / STATE).is_file() for path in paths)):
         raise ValueError(f"No checkpoint in {output} is intact. Pass another --output-dir.")
     return None
 
@@ -323,10 +301,10 @@ def _all_tensors(state: TrainState) -> dict[str, Any]:
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer, options=options)
     # DCP would pickle the settings. A resume uses those of its own optimizer.
     del optimizer["param_groups"]
-    for path, value in tree_flatten_with_path(optimizer)[0]:
+    for path, value in pytree.tree_flatten_with_path(optimizer)[0]:
         if not isinstance(value, torch.Tensor):
             raise ValueError(
-                f"The optimizer's state{keystr(path[1:])} is {value!r}. "
+                f"The optimizer's state{pytree.keystr(path[1:])} is {value!r}. "
                 "Checkpoints hold tensors only: keep it as a tensor."
             )
     others = _other_tensors(state)
@@ -339,23 +317,20 @@ def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     names = {plain_name(name) for name, _ in inner.named_parameters(remove_duplicate=False)}
     tied = names - {plain_name(name) for name, _ in inner.named_parameters()}
     adapters = getattr(inner, "adapters", None)
-    part = {}
-    for name, tensor in state_dict.items():
-        if name not in tied and (adapters is None or adapters.is_saved(name)):
-            part[name] = tensor
-    return part
+    part = {name: tensor for name, tensor in state_dict.items() if name not in tied}
+    if adapters is None:
+        return part
+    return {name: tensor for name, tensor in part.items() if adapters.is_saved(name)}
 
 
 def _random_states() -> dict[str, list]:
     """Return the states of this rank's random generators, as JSON can hold them."""
     kind, keys, *others = numpy.random.get_state()
-    states = {
-        "python": list(random.getstate()),
-        "numpy": [kind, keys.tolist(), *others],
-        "torch": torch.get_rng_state().tolist(),
-    }
-    if accelerator() is not None:
-        states["device"] = torch.get_device_module(accelerator()).get_rng_state().tolist()
+    states = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *others]}
+    states["torch"] = torch.get_rng_state().tolist()
+    if ranks.accelerator() is not None:
+        device_state = torch.get_device_module(ranks.accelerator()).get_rng_state()
+        states["device"] = device_state.tolist()
     return states
 
 
@@ -367,37 +342,45 @@ def _set_random_states(states: dict[str, list]) -> None:
     torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
     if "device" in states:
         device_state = torch.tensor(states["device"], dtype=torch.uint8)
-        torch.get_device_module(accelerator()).set_rng_state(device_state)
+        torch.get_device_module(ranks.accelerator()).set_rng_state(device_state)
 
 
 def _other_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors and numbers of `state.others`, by names that all ranks share; the name of
-    a plain tensor, which each rank has for itself, begins with the rank."""
+    """Return the tensors and numbers of `state.others` by name."""
     tensors = {}
     for name, other in state.others.items():
-        for path, value in tree_flatten_with_path(other.state_dict())[0]:
+        for path, value in pytree.tree_flatten_with_path(other.state_dict())[0]:
             if isinstance(value, torch.Tensor | int | float):
                 tensors[_other_name(name, path, value)] = torch.as_tensor(value)
     return tensors
 
 
 def _other_name(name: str, path: Any, value: Any) -> str:
-    is_own = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    return f"{dist.get_rank()} " * is_own + name + keystr(path)
+    """Return a name that all ranks share; of a plain tensor one of this rank."""
+    name += pytree.keystr(path)
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+        name += f" {dist.get_rank()}{OWN}"
+    return name
 
 
-def _read_others(fill: Callable, state: TrainState) -> None:
-    """Restore `state.others`; values that are neither tensors nor numbers stay as they are."""
+def _read_others(fill: Callable, state: TrainState, world_size: int) -> None:
+    """Restore `state.others`, saved by so many ranks; values of other types stay as they are."""
     tensors = _other_tensors(state)
+    has_own = any(name.endswith(OWN) for name in tensors)
+    if has_own and world_size != dist.get_world_size():
+        raise ValueError(
+            f"{', '.join(state.others)} has tensors of each rank, saved by {world_size} processes. "
+            "Resume with as many."
+        )
     fill({"others": tensors})
     for name, other in state.others.items():
-        leaves, structure = tree_flatten_with_path(other.state_dict())
+        leaves, structure = pytree.tree_flatten_with_path(other.state_dict())
         values = []
         for path, value in leaves:
             loaded = tensors.get(_other_name(name, path, value), value)
             is_number = isinstance(value, int | float)
             values.append(type(value)(loaded.item()) if is_number else loaded)
-        other.load_state_dict(tree_unflatten(values, structure))
+        other.load_state_dict(pytree.tree_unflatten(values, structure))
 
 
 def _read_weights(fill: Callable, model: nn.Module) -> None:
@@ -413,7 +396,6 @@ def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Opt
     # A forward pass leaves gradients on offloaded parameters. A state dict that finds one takes the
     # optimizer for one without state, and nothing would be loaded.
     optimizer.zero_grad()
-    settings = [group | {"params": []} for group in optimizer.param_groups]
     if isinstance(model, FSDPModule):
         _make_moments(optimizer)
     state_dict = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
@@ -427,8 +409,6 @@ def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Opt
     fill({"optimizer": state_dict})
     state_dict["param_groups"] = groups
     dcp_state.set_optimizer_state_dict(model, optimizer, state_dict, options=options)
-    for group, kept in zip(optimizer.param_groups, settings, strict=True):
-        group |= kept | {"params": group["params"]}
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -461,33 +441,24 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     """
     saved = json.loads((path / STATE).read_text())
     identity.compare(path, saved["identity"], state.identity)
-    here = [dist.get_world_size(), state.device.type]
-    has_own = any(name[0].isdigit() for name in _other_tensors(state))
-    if has_own and here[0] != saved["ranks"][0]:
-        raise ValueError(
-            f"Each rank has tensors of its own in {', '.join(state.others)}, saved by "
-            f"{saved['ranks'][0]} processes. Resume with as many."
-        )
     fill = open_checkpoint(path)
     _read_weights(fill, state.model)
     _read_optimizer(fill, state.model, state.optimizer)
-    _read_others(fill, state)
+    _read_others(fill, state, saved["ranks"][0])
     while state.scheduler.last_epoch < saved["schedule"]:  # any schedule, with this run's flags
         state.scheduler.step()
     lr = state.scheduler.get_last_lr()[0]
     if not math.isclose(lr, saved["lr"]):
-        ranks.say(
-            f"The learning rate is now {lr:.3g}, not {saved['lr']:.3g} as planned before: --lr, "
-            "the schedule or the number of steps has changed."
-        )
+        ranks.say(f"The learning rate is {lr:.3g}, not {saved['lr']:.3g} as planned at the save.")
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
         setattr(state, name, saved[name])
     # Last: the code above may draw random numbers.
+    here = [dist.get_world_size(), state.device.type]
     if here == saved["ranks"]:
         own = json.loads((path / f"rank-{dist.get_rank()}.json").read_text())
         _set_random_states(own["random"])
         return
-    set_seed(args.seed + state.step * here[0] + dist.get_rank())
+    ranks.set_seed(args.seed + state.step * here[0] + dist.get_rank())
     ranks.say(f"Saved by {saved['ranks']}, resuming with {here}: dropout is reseeded.")

@@ -6,6 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
+COUNTERS = (  # of TrainState, that a checkpoint holds as JSON
+    "step", "epoch", "consumed", "tokens", "best_loss", "best_step", "validation_due", "identity",
+)  # fmt: skip
+
 
 @dataclass
 class TrainState:

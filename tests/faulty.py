@@ -61,15 +61,15 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
 
     before_each_step(harm)
-    write = checkpoints._write
+    write = checkpoints._Writer.write_data
 
     def slow_write(*args):
         """The real one, after a while."""
         time.sleep(10)
-        write(*args)
+        return write(*args)
 
     if fault == "slow":
-        checkpoints._write = slow_write
+        checkpoints._Writer.write_data = slow_write
     if fault == "told":
         life.StopRequest = functools.partial(life.StopRequest, patience=2.0)
     life.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))

@@ -58,7 +58,7 @@ def wrap(directory: Path, strategy: str, checkpoint: Path | None = None) -> torc
     """Return the model in `directory` under a strategy, allocated only if a checkpoint fills it."""
     config = PegasusConfig.from_pretrained(directory)
     model = hf_load.meta_model(CountingPegasus, config, directory)
-    models.note_shapes(model)
+    model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     args = Namespace(
         fsdp=1, cpu_offload=False, precision="fp32", strategy=strategy, prepare_only=False
     )
@@ -121,7 +121,7 @@ def main() -> None:
         checkpoints.load_checkpoint(
             checkpoint,
             state,
-            Namespace(seed=0, output_dir=path, model_name="made"),
+            Namespace(seed=0),
         )
         hf_export.export_model(state.model, ByT5Tokenizer(), path / "resumed", EXPORT)
         train(state)

@@ -24,7 +24,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import gpt2_fsdp
 from benchmarks.driven import Driven
 from runtime import free_space, models, ranks
-from runtime.output import open_output
 
 
 def bad_steps(driven: Driven) -> dict[str, tuple]:
@@ -137,7 +136,6 @@ def main() -> None:
     results = {}
     for name, flags in json.loads(variants).items():
         args = gpt2_fsdp.parse_args([*common, *flags])
-        open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
         results[name], trained = ten_steps(gpt2_fsdp, args, device)
         resumed = Driven(gpt2_fsdp, args, device, trained.save(keep=1))
         results[name]["counted"] = free_space.count_parameters(trained.model)

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import policies
-from runtime import checkpoints, hf_export, run
+from runtime import checkpoints, run
 from runtime.rows import readers
 from runtime.steps import Step
 
@@ -33,9 +33,9 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
         "first step": (Step, "__enter__", range(1)),
         "step": (Step, "__enter__", later),
         "validation": (script, "validation", later),
-        "save": (checkpoints, "_write", None),
+        "save": (checkpoints._Writer, "write_data", None),
         "generation": (policies, "generation", None),
-        "export": (hf_export, "export_model", None),
+        "export": (run.Run, "_export", None),
     }
 
 

@@ -59,9 +59,7 @@ def main() -> None:
         if loss < 0.05:
             break
     results["overfitted"] = loss.item()
-    state = driven.state
-    checkpoints.Saver(driven.directory, state, keep=1, full=False).save_best(loss.item())
-    best = checkpoints.best_path(driven.directory, state)
+    best = driven.save()
 
     # Generation by that model, of seven examples in batches of 2: one rank has none in the last.
     flags += ["--rouge-samples", "7", "--batch-size", "2"]

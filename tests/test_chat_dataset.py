@@ -109,7 +109,7 @@ def arguments(**changes: object) -> Namespace:
     """Return the defaults of the flags, a seed, and `changes`."""
     parser = ArgumentParser()
     chat_dataset.add_arguments(parser)
-    args = vars(parser.parse_args([])) | {"seed": 0, "began": "2026-11-23"} | changes
+    args = vars(parser.parse_args([])) | {"seed": 0} | changes
     return Namespace(**args | chat_dataset.resolve_arguments(Namespace(**args)))
 
 

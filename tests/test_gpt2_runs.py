@@ -127,10 +127,10 @@ def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple)
 def test_evaluation_by_one_process(
     uninterrupted: Path, flags: list[str], texts: tuple, tmp_path: Path
 ) -> None:
-    """Of two ranks' checkpoint, and of final/ with nothing but the validation text."""
+    """final/ with the run's flags, and with nothing but the validation text."""
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     final = ["--model-name", str(run / "final"), "--val-file", str(texts[1]), "--block-size", "32"]
-    for more, output in ((flags, run), (final, tmp_path / "other")):
+    for more, output in (([*flags, *final[:2]], run), (final, tmp_path / "other")):
         words = [*more, "--evaluate-only", "--strategy", "ddp", "--output-dir", str(output)]
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(words))
         found = json.loads((output / "evaluation.json").read_text())

@@ -32,7 +32,6 @@ import T5_training
 from runtime.attention import per_document, register, set_attention
 from runtime.metrics import Metrics, flops_per_token, peak_tflops
 from runtime.model_checks import check_logits, fit_config
-from runtime.models import note_shapes
 from runtime.optimization import parameter_groups
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -755,7 +754,7 @@ def test_weight_decay_is_as_it_was(name: str) -> None:
     script = importlib.import_module(name)
     config = script.MODEL.config_class(vocab_size=384, **script.BYTES, **script.TINY)
     model = getattr(script, "LossModel", script.MODEL)(config)
-    note_shapes(model)
+    model.shapes = {name: p.shape for name, p in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, others = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
@@ -782,7 +781,7 @@ def test_weight_decay_by_kind_and_shape(device: torch.device) -> None:
     model = transformers.Qwen3NextForCausalLM(config)
     model.rows = nn.ParameterDict({"gate_up_proj_bias": torch.zeros(4, 8)})  # as gpt-oss's experts
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    note_shapes(model)
+    model.shapes = {name: p.shape for name, p in model.named_parameters()}
     wrapped = FSDP(model, device_id=device, use_orig_params=True)
     names = {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in model.named_parameters()}
     for parameter in wrapped.parameters():

@@ -29,7 +29,6 @@ import block_dataset
 import chat_dataset
 import summarization_dataset
 from runtime import hf_load
-from runtime.models import note_shapes
 from runtime.optimization import parameter_groups
 from runtime.rows.chat_templates import LLAMA_2
 
@@ -283,7 +282,7 @@ def test_changes(name: str, alone: None, tmp_path: Path) -> None:
     assert model.config.eos_token_id == tokenizer.eos_token_id
     for block in copy.BLOCKS:
         assert any(isinstance(module, block) for module in model.modules())
-    note_shapes(model)
+    model.shapes = {name: p.shape for name, p in model.named_parameters()}
     decayed, others = parameter_groups(model, weight_decay=0.1)
     assert all(parameter.dim() > 1 for parameter in decayed["params"])
     assert all(parameter.dim() == 1 for parameter in others["params"])
