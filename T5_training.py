@@ -17,6 +17,7 @@ import sys
 from argparse import Namespace
 from datetime import timedelta
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -326,7 +327,8 @@ def summarize(
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
             mine += rouge.generated_texts(batch, output, tokenizer)
-    return ranks.gather_in_turn(mine, args.rouge_samples)
+    turns = zip_longest(*ranks.on_every_rank(lambda: mine))  # one example of each rank in turn
+    return [x for turn in turns for x in turn if x is not None][: args.rouge_samples]
 
 
 if __name__ == "__main__":

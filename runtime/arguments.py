@@ -155,7 +155,6 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add("--save-best", **ON, help="export best/ after each validation with the lowest loss so far")
     add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
     add("--max-shard-size", type=float, default=5.0, help="largest exported file, in GB")
-    add("--ignore-free-space", **OFF, help="begin though the disk is too full for what it saves")
     add(
         "--track",
         nargs="+",
@@ -163,12 +162,11 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="send the numbers of metrics.jsonl to these trackers too",
     )
-    add("--profile", type=int, default=0, metavar="N", help="trace step N of rank 0 into "
-        "OUTPUT_DIR, and write there what fills a GPU's memory if it is not enough")  # fmt: skip
-    add("--track-memory", **OFF, help="report peak memory: allocated and reserved, or RSS")
-    add("--stall-minutes", type=float, default=10.0, help="a step, save or load that takes longer "
-        "has every rank print where it is (0: never)")  # fmt: skip
-    add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download")
+    add(
+        "--profile", type=int, default=0, metavar="N", help="trace step N of rank 0 into OUTPUT_DIR"
+    )
+    add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download; "
+        "after a third of it a rank without progress writes its stacks into OUTPUT_DIR")  # fmt: skip
 
 
 def _add_optimization(parser: argparse.ArgumentParser) -> None:
@@ -287,14 +285,12 @@ LIMITS = {
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
     **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (LEAST, 1_000_000)),
     **dict.fromkeys(("max_shard_size", "timeout_minutes"), (LEAST, 1_000_000)),
-    "stall_minutes": (0, ANY),
     "warmup_ratio": (0, 1),
 }
 
 
 OPTIONAL = {  # flags, by the file of this folder that a copy may leave out
     "track": "trackers.py",
-    "profile": "profiling.py",
     "prepare_only": "rows/tokens.py",
     "load_in_4bit": "nf4.py",
 }

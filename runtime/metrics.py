@@ -1,5 +1,6 @@
 """The numbers of a run: metrics.jsonl, the lines and the bar on the screen, and trackers."""
 
+import contextlib
 import json
 import resource
 import subprocess
@@ -27,46 +28,28 @@ PEAK_TFLOPS = {
     "A100": 312, "H100": 989, "H200": 989, "L40S": 362,
 }  # fmt: skip
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
-HIDDEN = {  # in metrics.jsonl only
-    "tokens_per_second_per_rank", "tflops_per_gpu", "assumed_peak_tflops", "peak_memory_mb",
-    "peak_reserved_mb",
-}  # fmt: skip
+HIDDEN = {"tflops_per_gpu", "peak_memory_mb", "peak_reserved_mb"}  # in metrics.jsonl only
 
 
 def shown(number: float, digits: int) -> str:
     """Return a number for the screen: 0.01184, 12,380."""
-    if abs(number) >= 1000:
-        return f"{number:,.0f}"
-    return f"{number:.{digits}g}"
-
-
-def read_events(directory: Path) -> list[dict[str, Any]]:
-    """Return the events in metrics.jsonl; invalid lines, as after a power failure, are left out."""
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        return []
-    events = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and {"event", "step"} <= event.keys():
-            events.append(event)
-    return events
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.{digits}g}"
 
 
 def truncate(directory: Path, step: int, without_val: bool) -> None:
-    """Drop the events after `step` (0: all); rank 0 only.
+    """Drop the events after `step` (0: all) and invalid lines from metrics.jsonl; rank 0 only.
 
     `without_val` drops the validation of that step too, which is repeated.
     """
+    path = directory / "metrics.jsonl"
     kept = []
-    for event in read_events(directory):
-        is_repeated = without_val and (event["event"], event["step"]) == ("val", step)
-        if step and event["step"] <= step and not is_repeated:
-            kept.append(json.dumps(event) + "\n")
-    replace_text(directory / "metrics.jsonl", "".join(kept))
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # torn by a power failure
+            event = json.loads(line)
+            is_repeated = without_val and (event["event"], event["step"]) == ("val", step)
+            if step and event["step"] <= step and not is_repeated:
+                kept.append(line + "\n")
+    replace_text(path, "".join(kept))
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -163,11 +146,11 @@ class Metrics:
             self.trackers = Trackers(args, self.directory, self.script, state.step)
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        device = ranks.device_name(state.device)
+        device, processes = ranks.device_name(state.device), dist.get_world_size()
         self.log(
             "start",
             script=self.script,
-            world_size=dist.get_world_size(),
+            world_size=processes,
             device=device,
             torch=torch.__version__,
             transformers=transformers.__version__,
@@ -179,10 +162,8 @@ class Metrics:
             arguments=vars(args),
         )
         strategy = f"{args.strategy} (FSDP2)" if args.fsdp == 2 else args.strategy
-        ranks.say(
-            f"{dist.get_world_size()} x {device}, {strategy}, {args.precision}, "
-            f"attention {attention_of(model)}"
-        )
+        attention = attention_of(model)
+        ranks.say(f"{processes} x {device}, {strategy}, {args.precision}, attention {attention}")
         ranks.say(
             f"{len(loader.dataset):,} samples, global batch {state.identity['global batch']:,}: "
             f"{loader.batch_sampler.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"
@@ -191,28 +172,24 @@ class Metrics:
     def log(self, event: str, **values: Any) -> None:
         """Append an event to metrics.jsonl, and print its numbers. Tensors become numbers."""
         state = self.state
-        values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
         if dist.get_rank() != 0:
             return
+        values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
         line = {"event": event, "step": state.step, "epoch": state.epoch, **values}
         try:
             with (self.directory / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk is no reason to end
             ranks.say(f"metrics.jsonl could not be written ({error.strerror}).")
+        if event == "start":
+            return
         words = [f"{event:5} {state.step}/{state.total_steps}"]
         for key, value in values.items():
             if type(value) is float and key not in HIDDEN:
                 digits = 3 if key in ("lr", "grad_norm") else 4
                 words.append(f"{SHORT.get(key, key)} {shown(value, digits)}")
-        lines = self._progress.lines
-        if lines and event == "train":
-            words.append(f"left {lines.left(state.step)}")
-        if lines:
-            lines.rest()
-        if event != "start":
-            ranks.say("  ".join(words))
-        if self.trackers and event != "start":  # they have its values as configuration
+        ranks.say("  ".join(words))
+        if self.trackers:
             self.trackers.log(event, state.step, values)
 
     def count_step(self, seconds: float) -> None:
@@ -227,14 +204,12 @@ class Metrics:
         """
         state = self.state
         per_second = (state.tokens - self._tokens) / self._seconds
-        per_rank = per_second / dist.get_world_size()
         self._tokens, self._seconds = state.tokens, 0.0
         values = {"tokens": state.tokens, "tokens_per_second": per_second}
-        values["tokens_per_second_per_rank"] = per_rank
         if self.flops_per_token:
-            values["tflops_per_gpu"] = per_rank * self.flops_per_token / 1e12
+            flops = per_second / dist.get_world_size() * self.flops_per_token
+            values["tflops_per_gpu"] = flops / 1e12
             peak = peak_tflops(ranks.device_name(state.device))
             if peak:
-                values["mfu"] = values["tflops_per_gpu"] / peak
-                values["assumed_peak_tflops"] = peak
+                values["mfu"] = flops / 1e12 / peak
         return values | peak_memory(state.device)

@@ -1,6 +1,6 @@
 """The processes of a run: their device, work on all or one of them, and exits with a message.
 
-All ranks call a function together unless it says otherwise. This file imports no other one of ours.
+All ranks call a function together unless it says otherwise.
 """
 
 import contextlib
@@ -26,9 +26,8 @@ from tqdm import tqdm
 GRACE_SECONDS = 20  # in which another rank can report the error
 JOIN_SECONDS = 300.0  # limit for ranks to connect, once all have started
 APART = (
-    "The ranks cannot reach each other: all have started, but did not connect in {:.0f} s. Set "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between the nodes "
-    "(ip -br address lists them)."
+    "The ranks have not reached each other in {:.0f} s. Set GLOO_SOCKET_IFNAME and "
+    "NCCL_SOCKET_IFNAME to the network interface between the nodes (ip -br address lists them)."
 )
 
 _cpu_group: dist.ProcessGroup | None = None
@@ -37,14 +36,12 @@ _joins = itertools.count()  # numbers the calls of `joining`
 
 
 def accelerator() -> str | None:
-    """Return the type of this machine's accelerator, such as cuda; None on a CPU.
-
-    One without a process-group backend of its own, such as mps, is not used.
-    """
-    if not torch.accelerator.is_available():
+    """Return the type of this machine's accelerator, such as cuda; None on a CPU, and for one that
+    has no process-group backend, such as mps."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or dist.get_default_backend_for_device(device) == "gloo":
         return None
-    kind = torch.accelerator.current_accelerator().type
-    return None if dist.get_default_backend_for_device(kind) == "gloo" else kind
+    return device.type
 
 
 def device_count() -> int:
@@ -54,34 +51,28 @@ def device_count() -> int:
 
 def local_device() -> torch.device:
     """Return this process's accelerator, which becomes the current one, or the CPU."""
-    kind = accelerator()
-    if kind is None:
+    if accelerator() is None:
         return torch.device("cpu")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-    torch.accelerator.set_device_index(device.index)
-    return device
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device(accelerator(), torch.accelerator.current_device_index())
 
 
 def device_name(device: torch.device) -> str:
     """Return a device's name, such as NVIDIA H100 80GB HBM3, or cpu."""
-    if device.type == "cpu":
-        return "cpu"
-    return torch.get_device_module(device).get_device_name()
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
 
 
 def has_bf16() -> bool:
     """Tell whether there is an accelerator that computes bf16 natively."""
-    kind = accelerator()
-    if kind is None:
-        return False
-    return torch.get_device_module(kind).is_bf16_supported(including_emulation=False)
+    module = torch.get_device_module(accelerator() or "cpu")
+    return accelerator() is not None and module.is_bf16_supported(including_emulation=False)
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, NumPy and PyTorch. Importing Transformers' function takes seconds."""
+    """Seed Python, NumPy and PyTorch, on all devices."""
     random.seed(seed)
     numpy.random.seed(seed)
-    torch.manual_seed(seed)  # of every device
+    torch.manual_seed(seed)
 
 
 def use_all_cores() -> None:
@@ -91,26 +82,24 @@ def use_all_cores() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def connect(timeout: timedelta) -> dict[str, Any]:
-    """Return store, rank and world size for `init_process_group`: torchrun's, or of one process."""
-    global _store
-    if "RANK" not in os.environ:
-        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # After a restart by torchrun, the store still holds the addresses of the old workers.
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    _store = store.clone()
-    return {"store": store, "rank": rank, "world_size": world_size}
-
-
 @contextlib.contextmanager
 def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of the `init_process_group` that is called inside, then join the group of
-    `cpu_group`. Both have the limit of `joining`."""
-    place = connect(timeout)
+    """Yield store, rank and world size to the `init_process_group` that is called inside: those of
+    torchrun, or of one process. Then make the group of `cpu_group`."""
+    global _store, _cpu_group
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        # After a restart by torchrun, the store still holds the addresses of the old workers.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        _store = store.clone()
     with joining(timeout):
-        yield place
-        join_cpu_group(timeout)
+        yield {"store": store, "rank": rank, "world_size": world_size}
+        # The default group has the backend of the device alone: with cpu:gloo,cuda:nccl FSDP1 keeps
+        # the optimizer's shards on the GPU when a state dict should go to the host.
+        _cpu_group = None
+        if dist.get_backend() != "gloo":
+            _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -123,14 +112,7 @@ def joining(timeout: timedelta, limit: float = JOIN_SECONDS) -> Iterator[None]:
     if _store is not None:
         name = f"join/{next(_joins)}"
         barrier(_store, int(os.environ["WORLD_SIZE"]), name, timeout.total_seconds())
-
-    def end() -> NoReturn:
-        if int(os.environ.get("RANK", 0)) != 0:
-            time.sleep(GRACE_SECONDS)  # rank 0's end ends this one too
-        say_error(APART.format(limit))
-        os._exit(1)
-
-    timer = threading.Timer(limit, end)
+    timer = threading.Timer(limit, _end_apart, [limit])
     timer.daemon = True
     timer.start()
     try:
@@ -139,29 +121,21 @@ def joining(timeout: timedelta, limit: float = JOIN_SECONDS) -> Iterator[None]:
         timer.cancel()
 
 
-def join_cpu_group(timeout: timedelta) -> None:
-    """Make the group for objects and tensors in CPU memory, after `init_process_group`.
-
-    The default group has the backend of the device alone. With a mixed one (cpu:gloo,cuda:nccl)
-    FSDP1 takes the optimizer's shards for CPU tensors (`_get_pg_default_device` answers cpu) and
-    leaves them on the GPU when a state dict should go to the host: 8 bytes per parameter.
-    """
-    global _cpu_group
-    _cpu_group = None  # gloo is the default group on a CPU
-    if dist.get_backend() != "gloo":
-        _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+def _end_apart(limit: float) -> NoReturn:
+    if int(os.environ.get("RANK", 0)) != 0:
+        time.sleep(GRACE_SECONDS)  # rank 0's end ends this one too
+    say_error(APART.format(limit))
+    os._exit(1)
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """Return the group that `join_cpu_group` made; None is the default group."""
+    """Return the group for objects and tensors in CPU memory; None is the default group."""
     return _cpu_group
 
 
 def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function` on each rank; all ranks return all results.
-
-    The lowest failing rank's OSError or ValueError is raised on all ranks.
-    """
+    """Run `function` on each rank; all ranks return all results. The lowest failing rank's OSError
+    or ValueError is raised on all ranks."""
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, _outcome(function, *args), group=cpu_group())
     for _, error in outcomes:
@@ -188,10 +162,8 @@ def _outcome(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception |
 
 
 def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on one process per node, then on the others, which find its files cached.
-
-    Return its result. An OSError or ValueError on any rank is raised on all of them.
-    """
+    """Run `function` on one process per node, then on the others, which find its files cached, and
+    return its result. An OSError or ValueError on any rank is raised on all of them."""
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     result = None
 
@@ -215,12 +187,6 @@ def ranks_where(condition: bool) -> list[int]:
 def true_on_any(condition: bool) -> bool:
     """Tell whether `condition` is true on any rank."""
     return bool(ranks_where(condition))
-
-
-def gather_in_turn(mine: list[Any], count: int | None) -> list[Any]:
-    """Return the first `count` items of all ranks (None: all), one of each rank in turn."""
-    turns = itertools.zip_longest(*on_every_rank(lambda: mine))
-    return [item for turn in turns for item in turn if item is not None][:count]
 
 
 def say(text: str) -> None:
@@ -266,7 +232,6 @@ def report_failure() -> None:
 
 def has_failed() -> bool:
     """Tell whether any rank has reported a failure. Any thread of any rank may call it."""
-    if _store is not None:
-        with contextlib.suppress(RuntimeError):
-            return _store.check(["failure"])
+    with contextlib.suppress(RuntimeError):
+        return _store is not None and _store.check(["failure"])
     return False

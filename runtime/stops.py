@@ -70,6 +70,11 @@ class StopRequest:
         if is_first:
             ranks.say(f"{name}: stopping after this step or the next")
 
+    @property
+    def is_asked(self) -> bool:
+        """True if this rank was asked to stop."""
+        return bool(self.name)
+
     def set_nothing_to_lose(self, value: bool) -> None:
         """Set whether a request should end this process at once; one that has come does so now."""
         with self._lock:

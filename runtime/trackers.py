@@ -3,9 +3,11 @@
 A tracker that fails is named once, and not used after that: the training continues.
 """
 
+import contextlib
 import importlib
 import uuid
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +18,25 @@ class Trackers:
     """The trackers of --track. A run that resumes at `step` continues in them."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, step: int) -> None:
-        self.config = {name: str(value) for name, value in vars(args).items()}
-        self.directory = directory / "track"
-        self.script = script
-        self.step = step
         self.open: dict[str, Any] = {}
+        place = directory / "track"
         for name in args.track:
-            start = self._tensorboard if name == "tensorboard" else self._module
-            self._try(name, lambda name=name, start=start: self.open.update({name: start(name)}))
+            with self._tolerant(name):
+                place.mkdir(exist_ok=True)
+                if name == "tensorboard":
+                    from torch.utils.tensorboard import SummaryWriter
 
-    def _tensorboard(self, _: str) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
-        # Steps after the restored one are trained again.
-        return SummaryWriter(self.directory / "tensorboard", purge_step=self.step + 1)
-
-    def _module(self, name: str) -> Any:
-        """Start a run of wandb or trackio, which have the same functions."""
-        self.directory.mkdir(exist_ok=True)
-        path = self.directory / "id"  # shared by all starts in this directory
-        if not path.exists():
-            path.write_text(uuid.uuid4().hex[:8])
-        place = {"name": path.read_text()}
-        if name == "wandb":
-            place |= {"id": path.read_text(), "dir": self.directory}
-        module = importlib.import_module(name)
-        return module.init(project=self.script, resume="allow", config=self.config, **place)
+                    # Steps after the restored one are trained again.
+                    self.open[name] = SummaryWriter(place / name, purge_step=step + 1)
+                    continue
+                path = place / "id"  # shared by all starts in this directory
+                if not path.exists():
+                    path.write_text(uuid.uuid4().hex[:8])
+                options = {"project": script, "name": path.read_text(), "resume": "allow"}
+                options["config"] = {key: str(value) for key, value in vars(args).items()}
+                if name == "wandb":
+                    options |= {"id": path.read_text(), "dir": place}
+                self.open[name] = importlib.import_module(name).init(**options)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
         """Send an event's numbers, as event/name; those of an inner dict as event/name/key."""
@@ -52,9 +47,25 @@ class Trackers:
                 if isinstance(number, int | float):
                     numbers[f"{event}/{name}/{key}".rstrip("/")] = number
         for name, tracker in list(self.open.items()):
-            self._try(name, lambda name=name, tracker=tracker: _send(name, tracker, numbers, step))
+            with self._tolerant(name):
+                if name != "tensorboard":
+                    tracker.log(numbers, step=step)
+                    continue
+                for key, number in numbers.items():
+                    tracker.add_scalar(key, number, step)
+                tracker.flush()
 
     def close(self) -> None:
         """Close all trackers."""
-        for name, tracker in list(self.open.items()):
-            self._try(name, tracker.close if name == "tensorboard" else tracker.finish)
+        for name, tracker in self.open.items():
+            with self._tolerant(name):
+                tracker.close() if name == "tensorboard" else tracker.finish()
+
+    @contextlib.contextmanager
+    def _tolerant(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of any type: the training does not depend on a tracker
+            self.open = {key: tracker for key, tracker in self.open.items() if key != name}
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            tqdm.write(f"--track {name} failed and is not used any more: {reason}")
