@@ -165,8 +165,13 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     add(
         "--profile", type=int, default=0, metavar="N", help="trace step N of rank 0 into OUTPUT_DIR"
     )
-    add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download; "
-        "after a third of it a rank without progress writes its stacks into OUTPUT_DIR")  # fmt: skip
+    add(
+        "--timeout-minutes",
+        type=float,
+        default=30.0,
+        help="limit of a collective or a download; a rank without progress for a third of it "
+        "writes its stacks into OUTPUT_DIR",
+    )
 
 
 def _add_optimization(parser: argparse.ArgumentParser) -> None:

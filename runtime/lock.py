@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
 
 from . import ranks
@@ -59,7 +58,7 @@ class Lock:
 
         That may be so if this process was suspended, or cut off from its files.
         """
-        if dist.get_rank() != 0:
+        if not self.lease.is_locked:  # as on other ranks than 0
             return
         for _ in range(3):  # reading may fail now and then on a network file system
             if self.lease.is_lock_held_by_us:

@@ -40,19 +40,12 @@ class Run:
     """A script's run, which owns OUTPUT_DIR while it is entered; all ranks call a method together.
 
     Entering finds the `checkpoint` to resume (None: a new run). A training then calls `describe`,
-    `restore` and `begin`, iterates over `steps`, and calls `export`. --export-only, --prepare-only
-    and --evaluate-only have a method each. Leaving waits for the last save and writes how the run
-    ended into the file status:
-
-    - finished;
-    - stopped, with `exit_code` 75, after a request to stop: a checkpoint is saved first. Before the
-      first step ends and after the last save, a request ends the process at once;
-    - failed, after an error. An OSError or ValueError before the training begins, and a SaveError,
-      are the user's to solve: they become a message and exit code 1.
+    `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving waits for the last
+    save and writes the file status: finished, failed, or stopped, after a request to stop, for
+    which a checkpoint is saved and `exit_code` becomes 75. Before the first step ends and after the
+    last save, a request ends the process at once. An OSError or ValueError before the training, and
+    a SaveError, are the user's to solve: they become a message and exit code 1.
     """
-
-    state: TrainState  # since `restore`
-    metrics: Metrics  # since `begin`
 
     def __init__(self, args: Namespace, device: torch.device, script: str) -> None:
         self.args = args
@@ -63,6 +56,8 @@ class Run:
         self.checkpoint: Path | None = None
         self.stop = StopRequest(self._end_at_once)
         self.lock = Lock(self.directory)
+        self.state: TrainState | None = None  # since `restore`
+        self.metrics: Metrics | None = None  # since `begin`
         self.saver: Saver | None = None  # since `begin`
         self._identity: dict[str, Any] | None = None  # since `describe`
         self._last_status = ""  # of an earlier start
@@ -92,26 +87,25 @@ class Run:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         with self._stack:
             try:
-                if self.saver is None and error is None:
-                    self.stop.set_nothing_to_lose(False)
-                    return True
-                if self.saver is not None and (error is None or isinstance(error, Stopped)):
-                    self._end_training(is_stopped=error is not None)
-                    return True
+                self._end(error)
             except BaseException as failure:
                 self._fail(failure)
                 raise
-            self._fail(error)
-            return False
+        return True
 
-    def _end_training(self, is_stopped: bool) -> None:
-        if not is_stopped:
+    def _end(self, error: BaseException | None) -> None:
+        """End a run that is complete, or was stopped; raise any other error."""
+        if error is not None and not isinstance(error, Stopped):
+            raise error
+        if error is not None:
+            self._save()
+        if self.saver is not None:
             self.saver.finish()
+        if error is None:
             self.stop.set_nothing_to_lose(False)
-            self._write_status("finished")
+            if self.saver is not None:
+                self._write_status("finished")
             return
-        self._save()
-        self.saver.finish()
         self._write_status("stopped")
         self.exit_code = STOPPED
         step, total = self.state.step, self.state.total_steps
@@ -161,12 +155,9 @@ class Run:
         args = self.args
         is_training = not (args.evaluate_only or args.prepare_only or args.export_only)
         if dist.get_rank() == 0 and is_training:
-            path = self.directory / "status"
+            text = f"{word}\nsaved step {newest_step(self.directory)}\n"
             try:
-                path.touch()
-                with path.open("r+") as file:  # not truncated first: the disk may be full
-                    file.write(f"{word}\nsaved step {newest_step(self.directory)}\n")
-                    file.truncate()
+                replace_text(self.directory / "status", text)
             except OSError as error:
                 ranks.say(f"status could not become {word} ({error.strerror}).")
 
@@ -186,20 +177,14 @@ class Run:
         self._identity = identity.compare_ranks(of_model)
 
     def restore(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
-        scaler: Any,
-        loader: DataLoader,
-        val_loaders: Loaders,
-        **others: Any,
-    ) -> None:
+        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, scaler: Any,
+        loader: DataLoader, val_loaders: Loaders, **others: Any,
+    ) -> None:  # fmt: skip
         """Take all that is trained, load the checkpoint if there is one, and seed dropout.
 
-        `others` are whatever else the script trains, such as `ema=...`: each has `state_dict` and
-        `load_state_dict`, whose tensors and numbers are saved and restored. DTensors are sharded;
-        plain tensors are each rank's own, and need the same number of ranks again.
+        `others` are whatever else the script trains, such as `ema=...`: tensors and numbers in
+        their `state_dict` are saved. DTensors are sharded; plain tensors are each rank's own, and
+        need the same number of ranks again.
 
         Raises ValueError if the ranks have different data, or the checkpoint is of another run.
         """
@@ -217,18 +202,15 @@ class Run:
         self._loader = loader
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
-            # best/ may be of a later step, or gone.
-            if args.save_best and ranks.on_rank_zero(best_step, self.directory) != (
-                self.state.best_step
-            ):
+            in_best = ranks.on_rank_zero(best_step, self.directory)  # may be later, or gone
+            if args.save_best and in_best != self.state.best_step:
                 self.state.best_loss, self.state.best_step = float("inf"), 0
 
     def begin(self) -> bool:
         """Begin the training, in status and metrics; return False if no steps are left."""
-        args, state = self.args, getattr(self, "state", None)
-        if state is None:
+        if self.state is None:
             raise RuntimeError("Call run.restore(...) before run.begin().")
-        total = state.total_steps
+        args, state, total = self.args, self.state, self.state.total_steps
         if state.step > total:
             raise ValueError(
                 f"The run has reached step {state.step}, beyond the {total} of --max-steps or "
@@ -246,14 +228,13 @@ class Run:
                 )
         if self.checkpoint is not None:
             ranks.say(f"Resuming at step {state.step} of {total}, from {self.checkpoint.name}")
-        group = None
+        group, limit = None, timedelta(minutes=args.timeout_minutes)
         if args.async_save:
-            limit = timedelta(minutes=args.timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=limit)
+        is_full = args.checkpoint_type == "full"
         self.saver = Saver(
-            self.directory, state, args.keep_checkpoints, args.checkpoint_type == "full", group,
-            saved_step=state.step,
-        )  # fmt: skip
+            self.directory, state, args.keep_checkpoints, is_full, group, saved_step=state.step
+        )
         self._write_status("running")
         self.metrics = Metrics(args, self.directory, self.script, state)
         self._stack.callback(self.metrics.close)
@@ -270,7 +251,7 @@ class Run:
 
         Raises Stopped, on all ranks, if one was asked to stop.
         """
-        if self.saver is None:
+        if self.metrics is None:
             raise RuntimeError("Call run.begin() before run.steps(loader).")
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
 
@@ -386,10 +367,7 @@ class Run:
         ranks.say(f"Evaluating {self.checkpoint or self.args.model_name}, without training")
 
     def write_evaluation(
-        self,
-        loaders: Loaders,
-        results: dict[str, Any],
-        triples: list[tuple[str, str, str]] | None = None,
+        self, loaders: Loaders, results: dict[str, Any], triples: list[tuple] | None = None
     ) -> None:
         """Print the results of `validation` and others, and write them to evaluation.json.
 

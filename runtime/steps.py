@@ -20,7 +20,9 @@ import math
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,7 @@ from .stops import Stopped, StopRequest
 warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
 NOT_ENTERED = "The step was not entered, so nothing counts it. Put `with step:` around it."
-NOT_GUARDED = (
-    "The step has no guard, so a NaN would be trained on. Call step.guard(optimizer, loss, "
-    "grad_norm) before the optimizer's step."
-)
+NOT_GUARDED = "Call step.guard(optimizer, loss, grad_norm) before the optimizer's step."
 
 
 class AsyncReadback:
@@ -51,61 +50,43 @@ class AsyncReadback:
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
-        self.has_arrived: torch.Event | None = None
-        if numbers.device.type != "cpu":
-            self.has_arrived = torch.Event(numbers.device)
-            self.has_arrived.record()
+        self.is_on_host = numbers.device.type == "cpu"
+        if not self.is_on_host:
+            self.arrival = torch.Event(numbers.device)
+            self.arrival.record()
 
     def read(self) -> list[Any]:
         """Wait for the numbers, but not for later work of the device."""
-        if self.has_arrived is not None:
-            self.has_arrived.synchronize()
+        if not self.is_on_host:
+            self.arrival.synchronize()
         return self.numbers.tolist()
 
 
-class FiniteCheck:
-    """A step's numbers, checked when the host can read them without waiting.
+def check_step(
+    scaler: Any, step: int, epoch: int, samples: list[int], counts: AsyncReadback,
+    numbers: AsyncReadback,
+) -> None:  # fmt: skip
+    """End the run, on all ranks, if a step had no targets, or no finite gradient norm.
 
-    `samples` are those of all ranks, `counts` begin with their targets, `loss` is this rank's.
+    `samples` are those of all ranks, `counts` begin with their targets, `numbers` are this rank's
+    loss and the norm. An overflow in fp16 has halved the scale; the run ends if it is below 1.
     """
-
-    def __init__(
-        self, state: TrainState, samples: list[int], counts: AsyncReadback, loss: Tensor,
-        grad_norm: Tensor,
-    ):  # fmt: skip
-        self.scaler = state.scaler
-        self.step = state.step + 1
-        self.epoch = state.epoch
-        self.samples = samples
-        self.counts = counts
-        share = loss.sum()
-        self.numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
-
-    def run(self) -> None:
-        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
-
-        After an overflow in fp16 the scale was halved. The run ends if it is below 1.
-        """
-        if self.counts.read()[0] == 0:
-            ranks.exit_with(f"Step {self.step} has no target tokens, in samples {self.samples}.")
-        loss, grad_norm = self.numbers.read()
-        if math.isfinite(grad_norm):
-            return
-        reason = ""
-        if self.scaler.is_enabled():
-            if self.scaler.get_scale() >= 1:
-                return
-            reason = " The loss scale of fp16 would fall below 1."
-        bad_ranks = ranks.ranks_where(not math.isfinite(loss))
-        samples, where = self.samples, "though every loss is finite"
-        if bad_ranks:
-            where = f"loss not finite on ranks {bad_ranks}"
-            samples = [i for rank in bad_ranks for i in samples[rank :: dist.get_world_size()]]
-        ranks.exit_with(
-            f"Step {self.step}: gradient norm {grad_norm}, {where}, samples {samples} of epoch "
-            f"{self.epoch}.{reason} Lower --lr, or look at these samples, which the script's "
-            "load_data returns as train_set[i]."
-        )
+    if counts.read()[0] == 0:
+        ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
+    loss, grad_norm = numbers.read()
+    if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
+        return
+    reason = " The loss scale of fp16 would fall below 1." if scaler.is_enabled() else ""
+    bad_ranks = ranks.ranks_where(not math.isfinite(loss))
+    where = "though every loss is finite"
+    if bad_ranks:
+        where = f"loss not finite on ranks {bad_ranks}"
+        samples = [i for rank in bad_ranks for i in samples[rank :: dist.get_world_size()]]
+    ranks.exit_with(
+        f"Step {step}: gradient norm {grad_norm}, {where}, samples {samples} of epoch {epoch}."
+        f"{reason} Lower --lr, or look at these samples, which the script's load_data returns as "
+        "train_set[i]."
+    )
 
 
 class Step:
@@ -114,12 +95,11 @@ class Step:
     targets: Tensor  # int64 [], on the device: of all ranks and micro-batches
 
     def __init__(self, steps: "Steps", fetch: Iterator[Batch], samples: list[int]) -> None:
-        self.samples = samples
         self.steps = steps
+        self.samples = samples
         self.is_over = False
         self._fetch = fetch
         self._batches: list[Batch] | None = None
-        self._counts: AsyncReadback  # targets, tokens, and how many ranks were asked to stop
         self._is_guarded = False
         self._stack = contextlib.ExitStack()  # the profiler's
 
@@ -138,7 +118,7 @@ class Step:
         on_host = torch.tensor(numbers, pin_memory=state.device.type != "cpu")
         sums = on_host.to(state.device, non_blocking=True)
         dist.all_reduce(sums)
-        self._counts = AsyncReadback(sums)
+        self._counts = AsyncReadback(sums)  # the last: how many ranks were asked to stop
         self.targets = sums[0]
         return self
 
@@ -159,8 +139,10 @@ class Step:
         """
         self._is_guarded = True
         state = self.steps.state
-        check = FiniteCheck(state, self.samples, self._counts, loss, grad_norm)
-        self.steps.unchecked.append(check)
+        share = loss.sum()
+        numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
+        facts = (state.scaler, state.step + 1, state.epoch, self.samples, self._counts, numbers)
+        self.steps.unchecked.append(partial(check_step, *facts))
         if state.scaler.is_enabled():
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -199,30 +181,26 @@ class Step:
         """Return whether an action of every so many steps (0: never) is due after this one. All are
         due at the end of an epoch, and of the run."""
         state = self.steps.state
-        if state.step == state.total_steps or state.consumed == self.steps.epoch_samples:
+        if state.step == state.total_steps or state.consumed == len(self.steps.loader.dataset):
             return True
         return every > 0 and state.step % every == 0
 
 
+@dataclass
 class Steps:
     """The steps that are left of a run, from where `state` is; iterate over it on all ranks.
 
     A data set whose samples differ between epochs has a method `set_epoch`.
     """
 
-    def __init__(
-        self, args: Namespace, state: TrainState, loader: DataLoader, metrics: Metrics,
-        stop: StopRequest,
-    ):  # fmt: skip
-        self.args = args
-        self.state = state
-        self.loader = loader
-        self.metrics = metrics
-        self.stop = stop
-        self.epoch_samples = len(loader.dataset)
-        self.unchecked: list[FiniteCheck] = []
-        self.is_stopping = False  # so the ranks agreed
-        self.done = 0  # by this process
+    args: Namespace
+    state: TrainState
+    loader: DataLoader
+    metrics: Metrics
+    stop: StopRequest
+    unchecked: list[Callable[[], None]] = field(default_factory=list)
+    is_stopping: bool = False  # so the ranks agreed
+    done: int = 0  # by this process
 
     def __iter__(self) -> Iterator[Step]:
         state, loader = self.state, self.loader
@@ -247,7 +225,7 @@ class Steps:
     def check(self, waiting: int = 0) -> None:
         """Check all steps but the last `waiting` ones; the run ends if one was bad."""
         while len(self.unchecked) > waiting:
-            self.unchecked.pop(0).run()
+            self.unchecked.pop(0)()
 
     def finish(self, seconds: float) -> None:
         """Count a step that took so long."""

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 from benchmarks.driven import Driven
-from runtime import free_space, models, ranks
+from runtime import models, ranks
 
 
 def bad_steps(driven: Driven) -> dict[str, tuple]:
@@ -138,7 +138,6 @@ def main() -> None:
         args = gpt2_fsdp.parse_args([*common, *flags])
         results[name], trained = ten_steps(gpt2_fsdp, args, device)
         resumed = Driven(gpt2_fsdp, args, device, trained.save(keep=1))
-        results[name]["counted"] = free_space.count_parameters(trained.model)
         unit = FSDPModule if args.fsdp == 2 else FSDP
         results[name]["units"] = sum(isinstance(m, unit) for m in resumed.model.modules())
         results[name]["tied"] = all(

@@ -41,7 +41,7 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
 
 def steps_done(of: Any) -> int:
     """Return how many steps are done, from a step or the run."""
-    return getattr(of, "_steps", of).state.step
+    return (of if isinstance(of, run.Run) else of.steps).state.step
 
 
 def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:

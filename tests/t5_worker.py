@@ -16,7 +16,7 @@ from ten_steps import CORE_VARIANTS, compile_without_compiler, strategy_flags, t
 import T5_training
 from benchmarks.driven import Driven
 from runtime import checkpoints
-from runtime.output import open_output
+from runtime.run import prepare_directory
 
 VARIANTS = CORE_VARIANTS | {
     "bf16": ["--precision", "bf16"],
@@ -33,7 +33,7 @@ def main() -> None:
               "0.5", "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
     args = T5_training.parse_args(common)
     device = T5_training.setup(args)
-    open_output(Path(args.output_dir), "auto", "T5_training")
+    prepare_directory(Path(args.output_dir))
     results = {}
     for name, flags in VARIANTS.items():
         args = T5_training.parse_args([*common, *flags])

@@ -124,14 +124,6 @@ def test_recomputation_changes_nothing(two_ranks: dict) -> None:
     )
 
 
-def test_parameters_are_counted_whatever_is_sharded(two_ranks: dict, gpt2_directory: Path) -> None:
-    """For the room that checkpoints need."""
-    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    for name in TWO_RANKS:
-        assert two_ranks[name]["counted"] == (count, count), name
-
-
 def test_nothing_waits_for_the_device(two_ranks: dict) -> None:
     """Nor are there other collectives in a step than each unit's three (the root stays gathered for
     the backward pass), the exchange, and the gradient norm."""

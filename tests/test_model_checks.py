@@ -471,7 +471,7 @@ def test_peaks_by_name() -> None:
 
 
 def test_speed_reads_no_config(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So not the fields that these three lack."""
+    """Of configurations with three sets of names."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     models = (

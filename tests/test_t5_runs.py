@@ -49,7 +49,7 @@ def one_process(flags: list[str], output: Path) -> None:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
     """A finished run of two ranks, with dropout."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
-    launch(2, "T5_training.py", *flags, *two_ranks(output), "--track-memory")
+    launch(2, "T5_training.py", *flags, *two_ranks(output))
     return output
 
 
