@@ -1,8 +1,9 @@
 """A script with a fault: faulty.py SCRIPT FAULT RANK STEP FLAGS..., before that step on that rank.
 
-raise: an error of NCCL's class. nan: the parameters become NaN. hang: the rank sleeps in its forward pass. full: no file can grow beyond 100 kB, as if the disk were
-full, until the step after; full for good: until the end. slow: saves take ten seconds. once:
-SIGKILL, but not after a restart by torchrun.
+raise: an error of NCCL's class. nan: the parameters become NaN. hang: the rank sleeps
+in its forward pass. full: no file can grow beyond 100 kB, as if the disk were full, until the step
+after; full for good: until the end. slow: saves take ten seconds. once: SIGKILL, but not after a
+restart by torchrun.
 """
 
 import importlib

@@ -35,7 +35,6 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .. import arguments, hub
-from ..screen import Lines
 from . import json_rows
 
 KINDS = {".csv": "csv", ".tsv": "csv"}
@@ -128,26 +127,17 @@ def docstrings() -> Iterator[dict[str, str]]:
 
 
 def show_progress(verbose: bool) -> None:
-    """Have `datasets` show its progress, if `verbose`: bars on a terminal, lines elsewhere."""
-    if not verbose:
+    """Have `datasets` show its progress, if `verbose`, on a terminal."""
+    if not verbose or not sys.stderr.isatty():
         datasets.disable_progress_bars()
         return
-    datasets.utils.tqdm.display = _show_bar if sys.stderr.isatty() else _show_line
+    datasets.utils.tqdm.display = _show_bar
 
 
 def _show_bar(bar: tqdm, *args: Any, **options: Any) -> bool:
     """Draw a bar of `datasets` as ever, but for its end, where it goes as all our bars do."""
     bar.leave = False
     return tqdm.display(bar, *args, **options)
-
-
-def _show_line(bar: tqdm, *_: object, **__: object) -> None:
-    """Take the place of drawing a bar of `datasets`, which is called at every change of it."""
-    bar.leave = False  # or its end would be an empty line
-    if bar.total:
-        if not hasattr(bar, "lines"):
-            bar.lines = Lines(bar.desc, bar.total, bar.n)
-        bar.lines.show(bar.n)
 
 
 def read_file(path: Path, skip_broken: bool = False) -> Dataset:
