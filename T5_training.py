@@ -16,6 +16,7 @@ in `train` the optimizer, the schedule and the step.
 import sys
 from argparse import Namespace
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def fsdp_main(args: Namespace) -> int:
             if args.prepare_only:
                 run.write_prepared(*load_data(args, tokenizer), tokenizer)
                 return 0
-            run.describe(model)
+            run.describe(model, tokenizer)
             if args.export_only:
                 run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
                 return 0
@@ -159,7 +160,6 @@ def wrap_model(
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    weights.note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
@@ -334,7 +334,8 @@ def summarize(
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
             mine += rouge.generated_texts(batch, output, tokenizer)
-    return ranks.gather_in_turn(mine, args.rouge_samples)
+    turns = zip_longest(*ranks.on_every_rank(lambda: mine))  # one example of each rank in turn
+    return [x for turn in turns for x in turn if x is not None][: args.rouge_samples]
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def fsdp_main(args: Namespace) -> int:
             if args.prepare_only:
                 run.write_prepared(*load_data(args, tokenizer), tokenizer)
                 return 0
-            run.describe(model)
+            run.describe(model, tokenizer)
             if args.export_only:
                 run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
                 return 0
@@ -197,7 +197,6 @@ def wrap_model(
     """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    weights.note_shapes(model)  # which FSDP1 flattens
     policy = policies.wrap_policy(units(model))
     if args.wrap != "block":
         policy = policies.size_policy(model, args.wrap)

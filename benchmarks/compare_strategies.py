@@ -57,7 +57,7 @@ def parse_args() -> argparse.Namespace:
 
 def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None:
     """Train a few steps on random tokens under torchrun; rank 0 prints what it cost as JSON."""
-    common = ["--model-name", directory, "--dataset", "docstrings", "--track-memory"]
+    common = ["--model-name", directory, "--dataset", "docstrings"]
     args = gpt2_fsdp.parse_args([*common, *flags])
     device = gpt2_fsdp.setup(args)
     if device.type == "cuda" and options.memory_limit_gb:

@@ -157,7 +157,7 @@ def main() -> None:
         "--source-column text --target-column date --source-prefix '' "
         "--target-length 16 --batch-size 64 "
     )
-    evaluate = "--evaluate-only --resume none --output-dir "
+    evaluate = "--evaluate-only --output-dir "
     if not (directory / "model").is_dir():
         directory.mkdir(parents=True, exist_ok=True)
         make(directory, args.rows)

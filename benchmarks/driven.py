@@ -47,11 +47,10 @@ class OffRecord(Run):
         sets: Sets | None = None,
     ) -> None:
         super().__init__(args, device, script.__name__)
-        args.began = args.began or "2026-01-01"
         self.module = script
         self.checkpoint = checkpoint
         self.model, self.tokenizer, self._init = script.load_model(args, device, checkpoint)
-        self.describe(self.model)
+        self.describe(self.model, self.tokenizer)
         self.train_set, self.val_sets = sets or script.load_data(args, self.tokenizer)
 
     def wrap(self) -> None:
@@ -70,8 +69,7 @@ class OffRecord(Run):
 
     def begin(self) -> bool:
         """Open the directory, and say nothing."""
-        nothing = SimpleNamespace(count_step=lambda _: None, log_memory=lambda _: None)
-        self.metrics = nothing
+        self.metrics = SimpleNamespace(count_step=lambda _: None)
         self.directory.mkdir(parents=True, exist_ok=True)
         return True
 
@@ -148,9 +146,7 @@ class Driven(OffRecord):
     def steps(self, loader: DataLoader) -> Iterator[Step]:
         """Yield a step whenever one is asked for."""
         self.loader = loader
-        self.all_steps = Steps(
-            self.args, self.state, loader, self.metrics, self.stop, self.watchdog
-        )
+        self.all_steps = Steps(self.args, self.state, loader, self.metrics, self.stop)
         regular = iter(self.all_steps)
         self._answers.put((None, None))
         while (asked := self._asked.get()) is not None:

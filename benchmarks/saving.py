@@ -81,6 +81,7 @@ class Ours:
     def load(self) -> None:
         """Load the model and shard it."""
         model, _, init = llama_fsdp.load_model(self.args, self.device)
+        model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.model = llama_fsdp.wrap_model(self.args, self.device, model, init)
 
     def begin(self, checkpoint: Path | None = None) -> float:

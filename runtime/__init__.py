@@ -12,7 +12,7 @@ The run
     lock          one run at a time writes to OUTPUT_DIR
     output        the checkpoints found there, the status
     checkpoints   save, check, load, prune
-    identities    what a run and its continuation must share
+    identity      values that all starts of a run must share
     stops         requests to stop
     watchdog      where a rank is that takes too long
     free_space    is there room on the disk

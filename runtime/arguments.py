@@ -145,10 +145,8 @@ def add_common(
 ) -> None:
     """Declare the flags of every script; `set_defaults` changes a default.
 
-    `strategies` and `precisions` are the choices that policies.py has. `began`, which is no flag,
-    is the day on which the run began, such as 2026-11-23, once `Run` knows it.
+    `strategies` and `precisions` are the choices that policies.py has.
     """
-    parser.set_defaults(began=None)
     _add_run(parser)
     _add_optimization(parser)
     _add_sharding(parser, list(strategies), list(precisions))
@@ -157,15 +155,14 @@ def add_common(
 def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", default="output", help="checkpoints, metrics and the final model")
-    add("--resume", default="auto", help="auto: the newest checkpoint; none; or a PATH")
     add("--export-only", **OFF, help="write the newest checkpoint to final/ and exit")
     add("--prepare-only", **OFF, help="write the tokens to OUTPUT_DIR/prepared, for --dataset, "
         "and exit")  # fmt: skip
     add(
         "--evaluate-only",
         **OFF,
-        help="validate the newest checkpoint, or that of --resume; --model-name itself if there "
-        "is none, or with --resume none",
+        help="validate --model-name, such as OUTPUT_DIR/best; with --lora-rank the newest "
+        "checkpoint of --output-dir",
     )
     add("--log-every", type=int, default=10, help="steps between training metrics")
     add("--eval-every", type=int, default=0, help="steps between validations (0: epochs only)")
@@ -178,8 +175,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     )
     add("--async-save", **OFF, help="save while training goes on, from a copy in host memory")
     add("--keep-checkpoints", type=int, default=2, help="how many of the newest to keep")
+    add("--save-best", **ON, help="export best/ after each validation with the lowest loss so far")
     add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
-    add("--ignore-free-space", **OFF, help="begin though the disk is too full for what it saves")
     add(
         "--track",
         nargs="+",
@@ -187,12 +184,16 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="send the numbers of metrics.jsonl to these trackers too",
     )
-    add("--profile", type=int, default=0, metavar="N", help="trace step N of rank 0 into "
-        "OUTPUT_DIR, and write there what fills a GPU's memory if it is not enough")  # fmt: skip
-    add("--track-memory", **OFF, help="report peak memory: allocated and reserved, or RSS")
-    add("--stall-minutes", type=float, default=10.0, help="a step, save or load that takes longer "
-        "has every rank print where it is (0: never)")  # fmt: skip
-    add("--timeout-minutes", type=float, default=30.0, help="limit of a collective or a download")
+    add(
+        "--profile", type=int, default=0, metavar="N", help="trace step N of rank 0 into OUTPUT_DIR"
+    )
+    add(
+        "--timeout-minutes",
+        type=float,
+        default=30.0,
+        help="limit of a collective or a download; a rank without progress for a third of it "
+        "writes its stacks into OUTPUT_DIR",
+    )
 
 
 def _add_optimization(parser: argparse.ArgumentParser) -> None:
@@ -301,14 +302,12 @@ LIMITS = {
     **dict.fromkeys(("weight_decay", "shard_group_size"), (0, ANY)),
     **dict.fromkeys(("lr", "gamma", "max_grad_norm"), (LEAST, 1_000_000)),
     "timeout_minutes": (LEAST, 1_000_000),
-    "stall_minutes": (0, ANY),
     "warmup_ratio": (0, 1),
 }
 
 
 OPTIONAL = {  # flags, by the file of this folder that a copy may leave out
     "track": "trackers.py",
-    "profile": "profiling.py",
     "prepare_only": "tokens.py",
     "load_in_4bit": "nf4.py",
 }

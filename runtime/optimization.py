@@ -6,16 +6,18 @@ from collections.abc import Callable
 
 from torch import nn
 
-from .weights import WRAPPERS
+from .weights import WRAPPERS, unwrapped
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return groups of the trained parameters for an optimizer, with and without weight decay.
 
-    None is there for norms, for biases, and for what is one-dimensional, though FSDP1 has flattened
-    all: `weights.note_shapes` knows their shapes.
+    Norms, biases and one-dimensional parameters get none. FSDP1 has flattened all: `run.describe`
+    has noted their shapes.
     """
-    inner = next(module for module in model.modules() if hasattr(module, "shapes"))
+    inner = unwrapped(model)
+    if not hasattr(inner, "shapes"):
+        raise RuntimeError("Call run.describe(model, tokenizer) before wrapping the model.")
     norms = set()  # what the names of their parameters begin with
     for name, module in inner.named_modules():
         if "norm" in type(module).__name__.lower():

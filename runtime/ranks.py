@@ -1,10 +1,10 @@
-"""Helpers for the processes of a run: work on all or some of them, and exits that say why.
+"""The processes of a run: their device, work on all or one of them, and exits with a message.
 
-Imports nothing else of this repository. All ranks call a function together unless it says
-otherwise.
+All ranks call a function together unless it says otherwise.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -20,83 +20,59 @@ from typing import Any, NoReturn
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier
 from tqdm import tqdm
 
-GRACE_SECONDS = 20  # in which another rank can say what went wrong
-JOIN_SECONDS = 300.0  # limit in which ranks must reach each other, once all have come
+GRACE_SECONDS = 20  # in which another rank can report the error
+JOIN_SECONDS = 300.0  # limit for ranks to connect, once all have started
 APART = (
-    "all ranks have come, but after {:.0f} s they have not reached each other: set "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between the nodes (ip -br "
-    "address lists them), as a host name may stand for 127.0.1.1"
-)
-LOST = (  # parts of the errors of gloo, the store and NCCL if a peer is gone
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection was likely closed",
-    "Broken pipe",
-    "Timed out waiting",
-    "ncclRemoteError",
+    "The ranks have not reached each other in {:.0f} s. Set GLOO_SOCKET_IFNAME and "
+    "NCCL_SOCKET_IFNAME to the network interface between the nodes (ip -br address lists them)."
 )
 
 _cpu_group: dist.ProcessGroup | None = None
-_join_store: dist.Store | None = None  # of several processes; a connection of its own
-_failure_store: dist.Store | None = None  # another connection, which no waiting call blocks
-_joins = 0  # how often all have come to `joining`
-_has_failed = False  # this rank has failed, and has told the others
+_store: dist.Store | None = None  # a connection of our own: the process groups' may be blocked
+_joins = itertools.count()  # numbers the calls of `joining`
 
 
 def accelerator() -> str | None:
-    """Return the type of the accelerator that this machine's processes use, such as cuda; None on a
-    CPU.
-
-    One without a process-group backend of its own, such as mps, is not used.
-    """
-    if not torch.accelerator.is_available():
+    """Return the type of this machine's accelerator, such as cuda; None on a CPU, and for one that
+    has no process-group backend, such as mps."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or dist.get_default_backend_for_device(device) == "gloo":
         return None
-    kind = torch.accelerator.current_accelerator().type
-    if dist.get_default_backend_for_device(kind) == "gloo":
-        return None
-    return kind
+    return device.type
 
 
 def device_count() -> int:
     """Return the number of accelerators that this process sees; 0 on a CPU."""
-    if accelerator() is None:
-        return 0
-    return torch.accelerator.device_count()
+    return 0 if accelerator() is None else torch.accelerator.device_count()
 
 
 def local_device() -> torch.device:
     """Return this process's accelerator, which becomes the current one, or the CPU."""
-    kind = accelerator()
-    if kind is None:
+    if accelerator() is None:
         return torch.device("cpu")
-    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)))
-    torch.accelerator.set_device_index(device.index)
-    return device
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    return torch.device(accelerator(), torch.accelerator.current_device_index())
 
 
 def device_name(device: torch.device) -> str:
     """Return a device's name, such as NVIDIA H100 80GB HBM3, or cpu."""
-    if device.type == "cpu":
-        return "cpu"
-    return torch.get_device_module(device).get_device_name()
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name()
 
 
 def has_bf16() -> bool:
     """Tell whether there is an accelerator that computes bf16 natively."""
-    kind = accelerator()
-    if kind is None:
-        return False
-    return torch.get_device_module(kind).is_bf16_supported(including_emulation=False)
+    module = torch.get_device_module(accelerator() or "cpu")
+    return accelerator() is not None and module.is_bf16_supported(including_emulation=False)
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's random numbers. Transformers' function does so too, but
-    importing it takes as long as all the rest of Transformers."""
+    """Seed Python, NumPy and PyTorch, on all devices."""
     random.seed(seed)
     numpy.random.seed(seed)
-    torch.manual_seed(seed)  # of every device
+    torch.manual_seed(seed)
 
 
 def use_all_cores() -> None:
@@ -106,51 +82,72 @@ def use_all_cores() -> None:
         torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
-def join_cpu_group(timeout: timedelta) -> None:
-    """Make the group for objects and tensors in CPU memory, after `init_process_group`.
+@contextlib.contextmanager
+def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
+    """Yield store, rank and world size to the `init_process_group` that is called inside: those of
+    torchrun, or of one process. Then make the group of `cpu_group`."""
+    global _store, _cpu_group
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        # After a restart by torchrun, the store still holds the addresses of the old workers.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        _store = store.clone()
+    with joining(timeout):
+        yield {"store": store, "rank": rank, "world_size": world_size}
+        # The default group has the backend of the device alone: with cpu:gloo,cuda:nccl FSDP1 keeps
+        # the optimizer's shards on the GPU when a state dict should go to the host.
+        _cpu_group = None
+        if dist.get_backend() != "gloo":
+            _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
 
-    The default group has the backend of the device alone. With a mixed one (cpu:gloo,cuda:nccl)
-    FSDP1 takes the optimizer's shards for CPU tensors (`_get_pg_default_device` answers cpu) and
-    leaves them on the GPU when a state dict should go to the host: 8 bytes per parameter.
+
+@contextlib.contextmanager
+def joining(timeout: timedelta, limit: float = JOIN_SECONDS) -> Iterator[None]:
+    """End the process if the process groups made inside are not joined in `limit` seconds.
+
+    gloo and NCCL wait silently for a rank that they cannot reach. `limit` counts from when all
+    ranks have come, which takes `timeout` at most: imports may be slow.
     """
-    global _cpu_group
-    _cpu_group = None  # gloo is the default group on a CPU
-    if dist.get_backend() != "gloo":
-        _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+    if _store is not None:
+        name = f"join/{next(_joins)}"
+        barrier(_store, int(os.environ["WORLD_SIZE"]), name, timeout.total_seconds())
+    timer = threading.Timer(limit, _end_apart, [limit])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_apart(limit: float) -> NoReturn:
+    if int(os.environ.get("RANK", 0)) != 0:
+        time.sleep(GRACE_SECONDS)  # rank 0's end ends this one too
+    say_error(APART.format(limit))
+    os._exit(1)
 
 
 def cpu_group() -> dist.ProcessGroup | None:
-    """Return the group that `join_cpu_group` made; None is the default group."""
+    """Return the group for objects and tensors in CPU memory; None is the default group."""
     return _cpu_group
 
 
-def on_every_rank(
-    function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None
-) -> list[Any]:
-    """Run `function` on each rank; all ranks return all results.
-
-    The lowest failing rank's OSError or ValueError is raised on all ranks. `group` is one for CPU
-    tensors (default: that of `cpu_group`).
-    """
+def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function` on each rank; all ranks return all results. The lowest failing rank's OSError
+    or ValueError is raised on all ranks."""
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, _outcome(function, *args), group=group or cpu_group())
+    dist.all_gather_object(outcomes, _outcome(function, *args), group=cpu_group())
     for _, error in outcomes:
         if error is not None:
             raise error
     return [result for result, _ in outcomes]
 
 
-def on_rank_zero(
-    function: Callable[..., Any], *args: Any, group: dist.ProcessGroup | None = None
-) -> Any:
-    """Run `function` on rank 0 alone; all ranks return its result, or raise its error.
-
-    Rank 0 does not wait until all have the result, which is passed on in log2 N turns.
-    """
-    outcomes: list[Any] = [None]
-    if dist.get_rank() == 0:
-        outcomes = [_outcome(function, *args)]
-    dist.broadcast_object_list(outcomes, src=0, group=group or cpu_group())
+def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function` on rank 0 alone; all ranks return its result, or raise its error."""
+    outcomes = [_outcome(function, *args) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(outcomes, src=0, group=cpu_group())
     result, error = outcomes[0]
     if error is not None:
         raise error
@@ -165,10 +162,8 @@ def _outcome(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception |
 
 
 def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on one process per node, then on the others, which find its files cached.
-
-    Returns its result. An OSError or ValueError on any rank is raised on all of them.
-    """
+    """Run `function` on one process per node, then on the others, which find its files cached, and
+    return its result. An OSError or ValueError on any rank is raised on all of them."""
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     result = None
 
@@ -176,22 +171,22 @@ def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
         nonlocal result
         result = function(*args)
 
-    for turn_of_first in (True, False):
-        on_every_rank(run if turn_of_first == is_first else lambda: None)
+    for is_turn_of_first in (True, False):
+        on_every_rank(run if is_turn_of_first == is_first else lambda: None)
     return result
 
 
-def gather_in_turn(mine: list[Any], count: int | None) -> list[Any]:
-    """Return the first `count` items of all ranks (None: all), in the order in which they were
-    dealt out: one to each rank in turn."""
-    world_size = dist.get_world_size()
-    wanted = mine
-    if count is not None:
-        wanted = mine[: len(range(dist.get_rank(), count, world_size))]
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, wanted, group=cpu_group())
-    rounds = max(len(items) for items in everyone)
-    return [items[turn] for turn in range(rounds) for items in everyone if turn < len(items)]
+def ranks_where(condition: bool) -> list[int]:
+    """Return the ranks on which `condition` is true."""
+    flags = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    flags[dist.get_rank()] = condition
+    dist.all_reduce(flags, group=cpu_group())
+    return flags.nonzero().flatten().tolist()
+
+
+def true_on_any(condition: bool) -> bool:
+    """Tell whether `condition` is true on any rank."""
+    return bool(ranks_where(condition))
 
 
 def say(text: str) -> None:
@@ -200,107 +195,12 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
-def connect(timeout: timedelta) -> dict[str, Any]:
-    """Return store, rank and world size for `init_process_group`: torchrun's, or of one process."""
-    global _join_store, _failure_store
-    store, rank, world_size = dist.HashStore(), 0, 1
-    if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        # When torchrun restarts its workers, the addresses of the old ones are still in the store.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        _join_store = store.clone()
-        _failure_store = store.clone()
-        _failure_store.set_timeout(timedelta(seconds=5))
-    return {"store": store, "rank": rank, "world_size": world_size}
-
-
-@contextlib.contextmanager
-def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Yield store, rank and world size to the `init_process_group` that is called inside.
-
-    Afterwards joins the group of `cpu_group`. Both have the limit of `joining`.
-    """
-    place = connect(timeout)
-    with joining(timeout):
-        yield place
-        join_cpu_group(timeout)
-
-
-@contextlib.contextmanager
-def joining(timeout: timedelta, limit: float = JOIN_SECONDS) -> Iterator[None]:
-    """End the process if the process groups made inside are not joined in `limit` seconds.
-
-    Both gloo and NCCL wait in silence for a rank that they cannot reach, gloo for the group's
-    time-out. A thread ends that wait with a sentence. `limit` counts from when all ranks have come,
-    which takes `timeout` at most: some may import slowly.
-    """
-    global _joins
-    if _join_store is not None:
-        _joins += 1
-        count, all_there = f"join/{_joins}", f"join/{_joins}/all"
-        if _join_store.add(count, 1) == int(os.environ["WORLD_SIZE"]):
-            _join_store.set(all_there, "")
-        _join_store.wait([all_there], timeout)
-    timer = threading.Timer(limit, _end_apart, [limit])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _end_apart(limit: float) -> NoReturn:
-    tell_failure()
-    if int(os.environ.get("RANK", 0)) != 0:
-        time.sleep(GRACE_SECONDS)  # rank 0's end ends this one too
-    say_error(APART.format(limit))
-    os._exit(1)
-
-
-def tell_failure() -> None:
-    """Tell the other ranks that this one ends with an error, after which torchrun stops them."""
-    global _has_failed
-    _has_failed = True
-    if _failure_store is not None:
-        with contextlib.suppress(RuntimeError):  # torchrun is gone
-            _failure_store.set("failure", "")
-
-
-def failure_told() -> bool:
-    """Tell whether a rank has told its failure. Any thread may call it."""
-    if _failure_store is not None:
-        with contextlib.suppress(RuntimeError):
-            return _failure_store.check(["failure"])
-    return False
-
-
-def another_failed() -> bool:
-    """Tell whether another rank has told its failure, and not this one. Any thread may call it."""
-    return not _has_failed and failure_told()
-
-
-def true_on_any(condition: bool) -> bool:
-    """Tell whether `condition` is true on any rank."""
-    count = torch.tensor(int(condition))
-    dist.all_reduce(count, group=cpu_group())
-    return count.item() > 0
-
-
-def ranks_where(condition: bool) -> list[int]:
-    """Return the ranks on which `condition` is true, by a sum of one number for each rank."""
-    flags = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    flags[dist.get_rank()] = condition
-    dist.all_reduce(flags, group=cpu_group())
-    return flags.nonzero().flatten().tolist()
-
-
 def exit_with(error: object) -> NoReturn:
-    """End this rank with exit code 1 and one sentence, which rank 0 says. Any number of ranks may
-    call it."""
+    """End this rank with exit code 1 and a message, which rank 0 prints. Any rank may call it."""
+    report_failure()
     if int(os.environ.get("RANK", 0)) != 0:
-        # Rank 0's end ends this rank too. If this rank alone is in trouble, it speaks in the end.
-        with contextlib.suppress(ValueError):  # which another than the main thread gets
+        # Rank 0's end ends this rank too. A rank that fails alone prints the message itself.
+        with contextlib.suppress(ValueError):  # signal() works only in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE_SECONDS)
     say_error(error)
@@ -308,19 +208,14 @@ def exit_with(error: object) -> NoReturn:
 
 
 def say_error(error: object) -> None:
-    """Print one sentence, which torchrun's report repeats. Any rank and any thread may call it."""
+    """Print an error, which torchrun's report repeats. Any rank and any thread may call it."""
     text = f"error: {error}"
     print(text, file=sys.stderr, flush=True)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        print("(torchrun's report follows, and repeats it)", file=sys.stderr, flush=True)
-    leave_to_torchrun(text)
+    add_to_report(text)
 
 
-def leave_to_torchrun(text: str) -> None:
-    """Have torchrun's report of how this process ended, the last on the screen, repeat a sentence.
-
-    Any rank and any thread may call it.
-    """
+def add_to_report(text: str) -> None:
+    """Have torchrun's report, the last on the screen, repeat a text. Any rank may call it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
@@ -328,9 +223,15 @@ def leave_to_torchrun(text: str) -> None:
         Path(path).write_text(json.dumps(report))
 
 
-def peer_is_lost(error: BaseException) -> bool:
-    """Tell whether a collective failed because another rank is gone, or silent.
+def report_failure() -> None:
+    """Tell rank 0 that this rank ends with an error, so torchrun's SIGTERM asks for no stop."""
+    if _store is not None:
+        with contextlib.suppress(RuntimeError):  # torchrun is gone
+            _store.set("failure", "")
 
-    NCCL's other errors, such as of a full /dev/shm, have the same class, but are this rank's own.
-    """
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in LOST)
+
+def has_failed() -> bool:
+    """Tell whether any rank has reported a failure. Any thread of any rank may call it."""
+    with contextlib.suppress(RuntimeError):
+        return _store is not None and _store.check(["failure"])
+    return False

@@ -1,144 +1,249 @@
-"""A run as its script sees it: what it begins from, logs, saves and exports."""
+"""A run: OUTPUT_DIR, its lock and status, its log, saves and exports, and how it ends."""
 
+import contextlib
+import json
+import os
+import re
+import shutil
+import sys
 import time
-from collections.abc import Iterator
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from . import arguments, checkpoints, export, identities, output, ranks, screen, weights
+from . import arguments, checkpoints, export, identity, ranks, screen, watchdog, weights
 from .batches import Batch
-from .checkpoints import Saver
-from .life import Life, launch
-from .metrics import Metrics, last_start
+from .checkpoints import SaveError, Saver
+from .lock import Lock
+from .metrics import Metrics, product_weights, replace_text
 from .state import TrainState
 from .steps import Step, Steps
-from .stops import Stopped
+from .stops import STOPPED, Stopped, StopRequest, kill_forked
 
-__all__ = ["Run", "launch"]
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
+PEER_SECONDS = 5.0  # for torchrun to end this rank after another one
+BEST = "validation.json"  # in best/: the step and the loss of its weights
 
 
-class Run(Life):
-    """The run in a script's hands; all ranks call a method together.
+class Run:
+    """A script's run, which owns OUTPUT_DIR while it is entered; all ranks call a method together.
 
-    A training calls `describe`, `restore` and `begin`, then iterates over `steps`, and `export`s.
-    --export-only, --prepare-only and --evaluate-only have a method each.
+    Entering finds the `checkpoint` to resume (None: a new run). A training then calls `describe`,
+    `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving waits for the last
+    save and writes the file status: finished, failed, or stopped, after a request to stop, for
+    which a checkpoint is saved and `exit_code` becomes 75. Before the first step ends and after the
+    last save, a request ends the process at once. An OSError or ValueError before the training, and
+    a SaveError, are the user's to solve: they become a message and exit code 1.
     """
 
-    state: TrainState  # since `restore`
-    metrics: Metrics  # since `begin`
-    _identity: dict[str, Any]  # since `describe`
+    def __init__(self, args: Namespace, device: torch.device, script: str) -> None:
+        self.args = args
+        self.device = device
+        self.script = script
+        self.directory = Path(args.output_dir)
+        self.exit_code = 0
+        self.checkpoint: Path | None = None
+        self.stop = StopRequest(self._end_at_once)
+        self.lock = Lock(self.directory)
+        self.state: TrainState | None = None  # since `restore`
+        self.metrics: Metrics | None = None  # since `begin`
+        self.saver: Saver | None = None  # since `begin`
+        self._identity: dict[str, Any] | None = None  # since `describe`
+        self._last_status = ""  # of an earlier start
+        self._is_failing = False
+        self._stack = contextlib.ExitStack()  # closed when the run is left
 
-    def describe(self, model: nn.Module) -> None:
-        """Print a model's size, and note what it is; call it before wrapping.
+    def __enter__(self) -> "Run":
+        args = self.args
+        try:
+            self._stack.enter_context(self.stop)
+            self._stack.enter_context(self.lock)
+            identity.compare_ranks(identity.of_flags(args))
+            if not args.evaluate_only:
+                self._last_status = ranks.on_rank_zero(prepare_directory, self.directory)
+            # An evaluation reads --model-name, except for adapters, which are beside its weights.
+            if not args.evaluate_only or getattr(args, "lora_rank", 0):
+                self.checkpoint = checkpoints.find_newest(self.directory)
+        except (OSError, ValueError) as error:
+            self._stack.close()
+            if isinstance(error, OSError):
+                error = f"--output-dir {self.directory} cannot be used ({error}). Pass another one."
+            ranks.exit_with(error)
+        watchdog.start(self.directory, 20 * args.timeout_minutes)  # a third of it, in seconds
+        self._stack.callback(watchdog.stop)
+        return self
 
-        Raises ValueError if the nodes have different ones.
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        with self._stack:
+            try:
+                self._end(error)
+            except BaseException as failure:
+                self._fail(failure)
+                raise
+        return True
+
+    def _end(self, error: BaseException | None) -> None:
+        """End a run that is complete, or was stopped; raise any other error."""
+        if error is not None and not isinstance(error, Stopped):
+            raise error
+        if error is not None:
+            self._save()
+        if self.saver is not None:
+            self.saver.finish()
+        if error is None:
+            self.stop.set_nothing_to_lose(False)
+            if self.saver is not None:
+                self._write_status("finished")
+            return
+        self._write_status("stopped")
+        self.exit_code = STOPPED
+        step, total = self.state.step, self.state.total_steps
+        self._say_end(f"Saved at step {step:,} of {total:,}. Run the same command to resume.")
+        dist.barrier(group=ranks.cpu_group())  # a launcher may end all ranks when one has left
+
+    def _fail(self, error: BaseException) -> None:
+        """Note a failure. Raise SystemExit, with a message, where the user can solve it."""
+        if isinstance(error, RuntimeError):
+            # Another rank may have gone, by an error of its own or a request to stop: then torchrun
+            # asks this one to stop, too, and its traceback would hide that one's.
+            if not self.stop.nothing_to_lose:
+                self._write_status("failed")
+                self._is_failing = True
+                self.stop.set_nothing_to_lose(True)
+            time.sleep(PEER_SECONDS)
+        ranks.report_failure()
+        if self.saver is not None:
+            if isinstance(error, SystemExit):  # of all ranks: a save in the background is good
+                with contextlib.suppress(OSError):
+                    self.saver.wait()
+            self._write_status("failed")
+        is_users = self.saver is None and isinstance(error, OSError | ValueError)
+        if is_users or isinstance(error, SaveError):
+            ranks.exit_with(error)
+
+    def _end_at_once(self, why: str) -> NoReturn:
+        """End this process on request, from another thread than the main one."""
+        has_failed = self._is_failing or ranks.has_failed()
+        if dist.get_rank() == 0 and self.lock.lease.is_locked:
+            if not has_failed:
+                self._write_status("stopped")
+                self._say_end(f"{why}. Run the same command to resume.")
+            elif self.saver is not None:
+                self._write_status("failed")
+            self.lock.lease.release()
+        watchdog.stop()
+        kill_forked()
+        os._exit(1 if has_failed else STOPPED)
+
+    def _say_end(self, text: str) -> None:
+        ranks.add_to_report(text)
+        ranks.say(text)
+
+    def _write_status(self, word: str) -> None:
+        """Write the file status: the word, and the step of the newest checkpoint."""
+        args = self.args
+        is_training = not (args.evaluate_only or args.prepare_only or args.export_only)
+        if dist.get_rank() == 0 and is_training:
+            text = f"{word}\nsaved step {newest_step(self.directory)}\n"
+            try:
+                replace_text(self.directory / "status", text)
+            except OSError as error:
+                ranks.say(f"status could not become {word} ({error.strerror}).")
+
+    def describe(self, model: nn.Module, tokenizer: Tokenizer) -> None:
+        """Print a model's size; note its identity, the shapes that wrapping hides, and the
+        tokenizer for best/. Call it before wrapping.
+
+        Raises ValueError if the nodes have different models.
         """
         sizes = [weights.whole_shape(parameter).numel() for parameter in model.parameters()]
-        trainable = [x.numel() for x in model.parameters() if x.requires_grad]
-        ranks.say(f"{self.args.model_name}: {sum(sizes):,} parameters, {sum(trainable):,} trained")
-        self._identity = identities.of_model(self.args, self.script, model)
+        trained = [x.numel() for x in model.parameters() if x.requires_grad]
+        ranks.say(f"{self.args.model_name}: {sum(sizes):,} parameters, {sum(trained):,} trained")
+        model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        model.product_weights = product_weights(model)
+        self._tokenizer = tokenizer
+        of_model = identity.of_model(self.args, self.script, model, tokenizer)
+        self._identity = identity.compare_ranks(of_model)
 
     def restore(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        scheduler: LRScheduler,
-        scaler: Any,
-        loader: DataLoader,
-        val_loaders: Loaders,
-        **others: Any,
-    ) -> None:
-        """Take all that is trained, as the checkpoint left it if there is one, and seed dropout.
+        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, scaler: Any,
+        loader: DataLoader, val_loaders: Loaders, **others: Any,
+    ) -> None:  # fmt: skip
+        """Take all that is trained, load the checkpoint if there is one, and seed dropout.
 
-        `others` are whatever else the script trains, such as `ema=...`: each has `state_dict` and
-        `load_state_dict`, whose tensors and numbers are saved and restored. DTensors are sharded;
-        plain tensors are each rank's own, and want the same number of ranks again.
+        `others` are whatever else the script trains, such as `ema=...`: tensors and numbers in
+        their `state_dict` are saved. DTensors are sharded; plain tensors are each rank's own, and
+        need the same number of ranks again.
 
         Raises ValueError if the ranks have different data, or the checkpoint is of another run.
         """
         args = self.args
-        kind = type(optimizer).__name__.removeprefix("Paged")  # which has AdamW's state
-        identity = self._identity | {"optimizer": kind}
-        identity |= identities.of_data(args, loader, val_loaders)
-        sampler = loader.batch_sampler
-        total = args.max_steps or args.epochs * sampler.steps_per_epoch
+        if self._identity is None:
+            raise RuntimeError("Call run.describe(model, tokenizer) before wrapping the model.")
+        whole = self._identity | identity.of_data(args, loader, val_loaders)
+        whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # it has AdamW's state
+        whole["run.restore's further arguments"] = sorted(others)
+        total = args.max_steps or args.epochs * loader.batch_sampler.steps_per_epoch
         self.state = TrainState(
-            model, optimizer, scheduler, scaler, self.device, total, identity, others
+            model, optimizer, scheduler, scaler, self.device, total, whole, others
         )
         ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         self._loader = loader
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
+            in_best = ranks.on_rank_zero(best_step, self.directory)  # may be later, or gone
+            if args.save_best and in_best != self.state.best_step:
+                self.state.best_loss, self.state.best_step = float("inf"), 0
 
     def begin(self) -> bool:
         """Begin the training, in status and metrics; return False if no steps are left."""
-        args, state = self.args, self.state
-        if state.step > state.total_steps:
+        if self.state is None:
+            raise RuntimeError("Call run.restore(...) before run.begin().")
+        args, state, total = self.args, self.state, self.state.total_steps
+        if state.step > total:
             raise ValueError(
-                f"the run has reached step {state.step}, and --max-steps or --epochs now end it at "
-                f"{state.total_steps}: give at least that many, or another --output-dir"
+                f"The run has reached step {state.step}, beyond the {total} of --max-steps or "
+                "--epochs. Pass at least that many, or another --output-dir."
             )
-        if self._was_finished and self._is_done():
-            return False
-        if self.checkpoint is not None:
-            ranks.say(
-                f"going on at step {state.step} of {state.total_steps}, from {self.checkpoint.name}"
-            )
-        if not args.ignore_free_space:
-            from . import free_space
-
-            free_space.require(state, args)
-        self._start_training(self._new_saver())
-        self.metrics = self._stack.enter_context(Metrics(args, self.directory, self.script, state))
-        self.metrics.log_start(self._loader, self.began_from)
-        self.metrics.log_memory("load")
-        self.metrics.log_first_forward()
-        return True
-
-    def _is_done(self) -> bool:
-        """Say that a finished run has no steps left, if so. Raises ValueError if it has some, but
-        no checkpoint to train them from."""
-        state = self.state
-        if self.checkpoint is not None:
-            if state.step < state.total_steps:
+        word, _, saved = self._last_status.partition("\nsaved step ")
+        if word == "finished":
+            if total <= max(state.step, int(saved or 0)):
+                ranks.say(f"{self.directory} is finished. Raise --max-steps or --epochs to resume.")
                 return False
-            ranks.say(f"{self.directory} is finished, raise --max-steps or --epochs to train on")
-            return True
-        lost = f"{self.directory} is finished, and its checkpoints are gone"
-        start = ranks.on_rank_zero(last_start, self.directory)
-        had = start.get("identity", state.identity)
-        identities.compare(f"{lost}: it is a run", had, state.identity, self.directory, self.args)
-        step = ranks.on_rank_zero(output.saved_step, self.directory)
-        if state.total_steps > step:
-            raise ValueError(
-                f"{lost}: it cannot go on from step {step} to {state.total_steps}; another "
-                "--output-dir begins anew"
-            )
-        ranks.say(f"{lost}: another --output-dir begins anew")
-        return True
-
-    def _new_saver(self) -> Saver:
-        """Return what saves the state as the arguments say."""
-        args = self.args
-        group = None
+            if self.checkpoint is None:
+                raise ValueError(
+                    f"{self.directory} is finished, and its checkpoints are gone, so it cannot "
+                    f"resume from step {int(saved)}. Pass another --output-dir."
+                )
+        if self.checkpoint is not None:
+            ranks.say(f"Resuming at step {state.step} of {total}, from {self.checkpoint.name}")
+        group, limit = None, timedelta(minutes=args.timeout_minutes)
         if args.async_save:
-            limit = timedelta(minutes=args.timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=limit)
-        full = args.checkpoint_type == "full"
-        keep, step = args.keep_checkpoints, self.state.step
-        return Saver(self.directory, self.state, keep, full, group, saved_step=step)
+        is_full = args.checkpoint_type == "full"
+        self.saver = Saver(
+            self.directory, state, args.keep_checkpoints, is_full, group, saved_step=state.step
+        )
+        self._write_status("running")
+        self.metrics = Metrics(args, self.directory, self.script, state)
+        self._stack.callback(self.metrics.close)
+        self.metrics.log_start(self._loader)
+        return True
 
     @property
     def needs_validation(self) -> bool:
-        """True if a validation is due before the next step: of nothing trained, or cut short."""
+        """True if a validation is due before the next step: of the initial model, or cut short."""
         return self.state.step == 0 or self.state.validation_due
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
@@ -146,123 +251,149 @@ class Run(Life):
 
         Raises Stopped, on all ranks, if one was asked to stop.
         """
-        return iter(Steps(self.args, self.state, loader, self.metrics, self.stop, self.watchdog))
+        if self.metrics is None:
+            raise RuntimeError("Call run.begin() before run.steps(loader).")
+        return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
 
     def progress(self, loader: DataLoader, text: str) -> Iterator[Batch]:
         """Yield the batches of a validation, as many on all ranks, with a progress bar.
 
-        Raises Stopped, on all ranks, if one was asked to stop: the validation is made when the run
-        goes on.
+        Raises Stopped, on all ranks, if one was asked to stop. The validation is then repeated when
+        the run resumes.
         """
         for batch in screen.progress(loader, text):
-            if ranks.true_on_any(self.stop.begin_step()):
-                self.state.validation_due = True
-                raise Stopped
+            self._stop_if_asked()
             yield batch
-            self.stop.end_step()
 
-    def log_step(self, **values: Tensor | float) -> None:
-        """Log the step that is done, with the speed since the last call."""
-        self._lock.check()
-        numbers = {name: float(value) for name, value in values.items()}
-        self.metrics.log("train", **numbers, **self.metrics.speed())
+    def _stop_if_asked(self) -> None:
+        if ranks.true_on_any(self.stop.is_asked):
+            self.state.validation_due = True
+            raise Stopped
+
+    def log_step(self, **values: Any) -> None:
+        """Log numbers of the step that is done, with the speed since the last call."""
+        self.lock.check()
+        self.metrics.log("train", **values, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
-        """Log a validation, and save the weights if its `loss` is the lowest so far, unless nothing
-        is trained yet."""
-        self._lock.check()
+        """Log a validation, and export best/ if its `loss` is the lowest so far, unless nothing is
+        trained yet.
+
+        Raises Stopped, on all ranks, if one was asked to stop before the export.
+        """
+        self.lock.check()
+        state, loss = self.state, results["loss"]
         self.metrics.log("val", **results)
-        self.state.validation_due = False
-        if self.state.step and results["loss"] < self.state.best_loss:
-            self.saver.save_best(results["loss"])
+        state.validation_due = False
+        if state.step == 0 or loss >= state.best_loss:
+            return
+        if self.args.save_best:
+            self._stop_if_asked()
+            start, best = time.perf_counter(), self.directory / "best"
+            try:
+                self._export(state.model, self._tokenizer, best)
+                text = json.dumps({"step": state.step, "loss": loss})
+                ranks.on_rank_zero((best / BEST).write_text, text)
+            except OSError as error:
+                ranks.say(f"{error} The best weights before stay.")
+                return
+            seconds = time.perf_counter() - start
+            ranks.say(f"best/ is of step {state.step}, exported in {seconds:.1f} s")
+        state.best_loss, state.best_step = loss, state.step
 
     def save(self) -> None:
-        """Save a checkpoint that a run can continue from. After the last step it is complete."""
+        """Save a checkpoint that a run can resume from. After the last step it is complete."""
         self._save()
         if self.state.step == self.state.total_steps:
             self.saver.wait()
             if not self.saver.failures:
                 self.stop.set_nothing_to_lose(True)
 
-    def _save(self) -> bool:
+    def _save(self) -> None:
+        self.lock.check()
+        watchdog.touch()
         start = time.perf_counter()
-        saved = super()._save()
-        if saved:
+        if self.saver.save():
+            self._write_status("running")  # with the step, in case this process is killed
             self.metrics.log("save", seconds=time.perf_counter() - start)
-        return saved
+        watchdog.touch()
 
     def export(self, model: nn.Module, tokenizer: Tokenizer, **results: float) -> None:
-        """Write final/ and, with the weights of the best step, best/; log `results` as the end's.
-
-        The model has the best weights then.
-        """
+        """Write final/, a copy of best/ if that is of the last step, and log the end's results."""
         state = self.state
         final, best = self.directory / "final", self.directory / "best"
-        self._export(model, tokenizer, final)
-        # 0: no validation followed on a checkpoint taken from elsewhere.
-        if state.best_step in (0, state.step):
-            with checkpoints.told(best):
-                export.copy_export(final, best)
+        if self.args.save_best and state.best_step == state.step:
+            export.copy_export(best, final)
         else:
-            checkpoints.load_weights(checkpoints.best_path(self.directory, state), model)
-            self._export(model, tokenizer, best)
-        ranks.say(f"last model: {final}, of lowest validation loss: {best}")
-        ends = {"best_loss": state.best_loss, "best_step": state.best_step}
-        self.metrics.log("done", **ends, **self.metrics.memory(), **results)
+            self._export(model, tokenizer, final)
+        text = f"Last model: {final}"
+        if self.args.save_best:
+            text += f", of the lowest validation loss: {best}"
+        ranks.say(text)
+        self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
-    def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Any) -> None:
-        self._lock.check()
-        with checkpoints.told(path):
-            adapters = getattr(weights.unwrapped(model), "adapters", None)
-            write = adapters.export if adapters else export.export_model
+    def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
+        self.lock.check()
+        watchdog.touch()
+        adapters = getattr(weights.unwrapped(model), "adapters", None)
+        write = adapters.export if adapters else export.export_model
+        try:
             write(model, tokenizer, path, self.args)
+        except (OSError, SafetensorError) as error:
+            raise SaveError(f"{path} could not be written ({error}). Is the disk full?") from None
+        watchdog.touch()
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Write final/ from the newest checkpoint, at any world size."""
         if self.checkpoint is None:
-            raise ValueError(f"--export-only finds no checkpoint in {self.directory}")
-        self._load_checkpoint(model)
+            raise ValueError(f"--export-only finds no checkpoint in {self.directory}.")
+        saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())
+        identity.compare(self.checkpoint, saved["identity"], self._identity)
+        checkpoints.load_weights(self.checkpoint, model)
         self._export(model, tokenizer, self.directory / "final")
         ranks.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")
 
-    def _load_checkpoint(self, model: nn.Module) -> None:
-        identities.compare_saved(self.checkpoint, self._identity, self.args)
-        checkpoints.load_weights(self.checkpoint, model)
-
     def load_evaluated(self, model: nn.Module, val_loaders: Loaders) -> None:
-        """Give the model the weights that --evaluate-only means, if they are a checkpoint's; raises
-        ValueError if not all ranks have the same data."""
-        identities.of_data(self.args, None, val_loaders)
+        """Load the newest checkpoint's adapters, with --lora-rank. Raises ValueError if there is
+        none, or if nodes have different data."""
+        identity.of_data(self.args, None, val_loaders)
         if self.checkpoint:
-            self._load_checkpoint(model)
-        self.watchdog.phase(None)
-        ranks.say(f"evaluating {self.checkpoint or self.args.model_name}, without training")
+            checkpoints.load_weights(self.checkpoint, model)
+        elif getattr(self.args, "lora_rank", 0):
+            raise ValueError(
+                f"--evaluate-only with --lora-rank finds no checkpoint in {self.directory}. Pass "
+                "--output-dir."
+            )
+        ranks.say(f"Evaluating {self.checkpoint or self.args.model_name}, without training")
 
     def write_evaluation(
-        self,
-        loaders: Loaders,
-        results: dict[str, Any],
-        triples: list[tuple[str, str, str]] | None = None,
+        self, loaders: Loaders, results: dict[str, Any], triples: list[tuple] | None = None
     ) -> None:
-        """Print what `validation` and the like found, and write it to evaluation.json.
+        """Print the results of `validation` and others, and write them to evaluation.json.
 
         `loaders` are those of the data sets, by name. `triples`, of source, reference and generated
         text, go to predictions.jsonl.
         """
-        found = {
+        samples = {name: len(loader.dataset) for name, loader in loaders.items()}
+        evaluation = {
             "evaluated": str(self.checkpoint or self.args.model_name),
             "step": self.checkpoint and checkpoints.step_of(self.checkpoint),
             **results,
-            "samples": {name: len(loader.dataset) for name, loader in loaders.items()},
+            "samples": samples,
             "script": self.script,
             "world_size": dist.get_world_size(),
             "arguments": arguments.without_training(self.args),
         }
-        ranks.on_rank_zero(output.write_evaluation, self.directory, found, triples)
+        path = self.directory / "evaluation.json"
+        ranks.on_rank_zero(replace_text, path, json.dumps(evaluation, indent=1) + "\n")
+        if triples is not None:
+            keys = ("source", "reference", "generated")
+            lines = [json.dumps(dict(zip(keys, x, strict=True))) + "\n" for x in triples]
+            ranks.on_rank_zero(replace_text, path.with_name("predictions.jsonl"), "".join(lines))
         for name, loss in results["losses"].items():
-            ranks.say(f"{name}: loss {loss:.6g} of {found['samples'][name]:,} samples")
+            ranks.say(f"{name}: loss {loss:.6g} of {samples[name]:,} samples")
         numbers = [f"{key} {value:.6g}" for key, value in results.items() if key != "losses"]
-        ranks.say("  ".join([*numbers, f"in {self.directory / 'evaluation.json'}"]))
+        ranks.say("  ".join([*numbers, f"in {path}"]))
 
     def write_prepared(
         self, train_set: Any, val_sets: dict[str, Any], tokenizer: Tokenizer
@@ -271,9 +402,62 @@ class Run(Life):
         from . import tokens  # a copy may leave it out
 
         if len(val_sets) > 1:
-            raise ValueError(f"--prepare-only writes one validation set, not {len(val_sets)}. Pass "
-                             "one --dataset, or one --val-dataset.")  # fmt: skip
+            raise ValueError(
+                f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one --dataset "
+                "or one --val-dataset."
+            )
         path = self.directory / tokens.PREPARED
         sets = train_set, *val_sets.values()
         ranks.on_rank_zero(tokens.save, path, *sets, tokenizer, self.args)
-        ranks.say(f"the tokens are in {path}: --dataset {path}")
+        ranks.say(f"The tokens are in {path}. Pass --dataset {path}")
+
+
+def prepare_directory(directory: Path) -> str:
+    """Make OUTPUT_DIR, delete unfinished exports, and return the text of status; rank 0 only.
+
+    Raises ValueError if it holds exports of something else.
+    """
+    (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+    path = directory / "status"
+    status = path.read_text(errors="replace").strip() if path.exists() else ""
+    is_ours = status or checkpoints.list_checkpoints(directory / "checkpoints")
+    if not is_ours and any((directory / name).exists() for name in ("final", "best")):
+        raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else.")
+    for path in directory.glob("tmp-*"):
+        if re.fullmatch(r"tmp-(final|best)-\d+", path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    return status
+
+
+def newest_step(directory: Path) -> int:
+    """Return the step of the newest complete checkpoint, or 0; rank 0 only."""
+    paths = checkpoints.list_checkpoints(directory / "checkpoints")
+    return max(
+        (checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()), default=0
+    )
+
+
+def best_step(directory: Path) -> int:
+    """Return the step of the weights in best/, or 0; rank 0 only."""
+    try:
+        return json.loads((directory / "best" / BEST).read_text())["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
+    """Run a script's main function, and leave with its exit code, or 1 after an uncaught exception.
+
+    Python's own exit can hang or abort: NCCL's communicators are aborted there while other ranks
+    may be gone, and under FSDP gloo's threads outlive their group.
+    """
+    try:
+        code = main(args)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # torch's, which names the rank
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

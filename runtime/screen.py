@@ -1,82 +1,55 @@
 """Progress of long work on the screen: a bar on a terminal, a line now and then in a file."""
 
-import time
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 from tqdm import tqdm
 
+from . import watchdog
 from .ranks import say
 
-LINE_SECONDS = 30.0  # between two lines
+LINE_SECONDS = 30.0  # between two lines in a file
 
 
 class Lines:
-    """Prints, at most every LINE_SECONDS, what is done, how fast, and the time that is left."""
+    """The file to which tqdm writes where there is no terminal: each state of a bar is a line."""
 
-    def __init__(self, text: str, total: int, done: int = 0) -> None:
-        self.text = text
-        self.total = total
-        self._began_at = done
-        self._start = self._last = time.monotonic()
+    def write(self, text: str) -> None:
+        """Print the text unless it clears the bar."""
+        say(text.strip())
 
-    def left(self, done: int) -> str:
-        """Return the time that is left, as 1:02:03 or 02:03, at the speed so far."""
-        seconds = (time.monotonic() - self._start) / max(1, done - self._began_at)
-        return tqdm.format_interval(seconds * (self.total - done))
-
-    def show(self, done: int) -> None:
-        """Print a line if it is time for one."""
-        now = time.monotonic()
-        if now - self._last < LINE_SECONDS or done == self._began_at:
-            return
-        self.rest()  # first: tqdm draws its bars again after each line, which may lead here
-        rate = (done - self._began_at) / (now - self._start)
-        speed = f"{1 / rate:.3g} s each"
-        if rate >= 1:
-            speed = f"{rate:,.0f} a second"
-        say(f"{self.text} {done:,}/{self.total:,}  {speed}  left {self.left(done)}")
-
-    def rest(self) -> None:
-        """Take note that something else was printed just now."""
-        self._last = time.monotonic()
+    def flush(self) -> None:
+        """Do nothing: `write` has printed the text."""
 
 
-class Progress:
-    """Shows on rank 0 how far a piece of work of `total` units is, of which some may be `done`."""
+class Progress(tqdm):
+    """The progress of `total` units of work, on rank 0, until all are done."""
 
     def __init__(self, text: str, total: int, unit: str = "it", done: int = 0) -> None:
-        self.done = done
-        is_hidden = True
-        if dist.get_rank() == 0:
-            is_hidden = None  # shown, but only on a terminal
-        self._bar = tqdm(
+        options: dict[str, Any] = {"delay": 1e-9}  # the first update draws the bar
+        if not sys.stderr.isatty():
+            options = {"delay": LINE_SECONDS, "mininterval": LINE_SECONDS, "miniters": 1}
+            options["bar_format"] = "{desc} {n_fmt}/{total_fmt}  {rate_fmt}  left {remaining}"
+            options["file"] = Lines()
+        super().__init__(
             desc=text, total=total, initial=done, unit=unit, leave=False, dynamic_ncols=True,
-            disable=is_hidden,
+            disable=dist.get_rank() != 0, **options,
         )  # fmt: skip
-        self.lines: Lines | None = None  # where there is no terminal, on rank 0
-        if dist.get_rank() == 0 and self._bar.disable:
-            self.lines = Lines(text, total, done)
 
-    def update(self) -> None:
-        """Take note of a unit that is done."""
-        self.done += 1
-        self._bar.update()
-        if self.lines:
-            self.lines.show(self.done)
-
-    def close(self) -> None:
-        """Clear the bar."""
-        self._bar.close()
+    def update(self, n: float | None = 1) -> bool | None:
+        """Note that `n` units are done; the last one clears the bar."""
+        watchdog.touch()
+        is_drawn = super().update(n)
+        if self.n >= self.total:
+            self.close()
+        return is_drawn
 
 
 def progress(items: Any, text: str) -> Iterator[Any]:
     """Yield the items, which have a length, and show how many of them are done."""
-    shown = Progress(text, len(items))
-    try:
+    with Progress(text, len(items)) as bar:
         for item in items:
             yield item
-            shown.update()
-    finally:
-        shown.close()
+            bar.update()

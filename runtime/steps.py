@@ -9,9 +9,9 @@ A script's loop reads
             step.guard(optimizer, loss, grad_norm)
             ...  # the optimizer's step
 
-Entering a step fetches its micro-batches, counts the targets of all ranks, and hears whether one
-was asked to stop. Leaving it counts it as done, and checks the step before it: the host reads a
-step's numbers once the device has begun the next one, so nothing waits for the device.
+Entering a step fetches its micro-batches, and counts the targets of all ranks and the requests to
+stop. Leaving it counts the step, and checks the one before: the host reads a step's numbers when
+the device has begun the next one, so nothing waits for the device.
 """
 
 import contextlib
@@ -20,9 +20,10 @@ import math
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -36,132 +37,112 @@ from .batches import Batch, to_device
 from .metrics import Metrics
 from .state import TrainState
 from .stops import Stopped, StopRequest
-from .watchdog import Watchdog
 
-# Where fp16's scaler skips the first step of all, the schedule steps before the optimizer.
+# Where fp16's scaler skips the very first step, the schedule steps before the optimizer.
 warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
+NOT_ENTERED = "The step was not entered, so nothing counts it. Put `with step:` around it."
+NOT_GUARDED = "Call step.guard(optimizer, loss, grad_norm) before the optimizer's step."
 
-NOT_ENTERED = "the step is not entered, so nothing counts it: put `with step:` around it"
 
-
-class HostCopy:
+class AsyncReadback:
     """Numbers of the device, on their way to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers.to("cpu", non_blocking=True)  # which is in pinned memory
-        self._arrived = None
-        if numbers.device.type != "cpu":
-            self._arrived = torch.Event(numbers.device)
-            self._arrived.record()
+        self.numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
+        self.is_on_host = numbers.device.type == "cpu"
+        if not self.is_on_host:
+            self.arrival = torch.Event(numbers.device)
+            self.arrival.record()
 
     def read(self) -> list[Any]:
-        """Wait for the numbers, but not for what the device has been given to do since."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._numbers.tolist()
+        """Wait for the numbers, but not for later work of the device."""
+        if not self.is_on_host:
+            self.arrival.synchronize()
+        return self.numbers.tolist()
 
 
-class Check:
-    """A step's numbers, to be looked at when the host can know them without waiting."""
+def check_step(
+    scaler: Any, step: int, epoch: int, samples: list[int], counts: AsyncReadback,
+    numbers: AsyncReadback,
+) -> None:  # fmt: skip
+    """End the run, on all ranks, if a step had no targets, or no finite gradient norm.
 
-    def __init__(
-        self, state: TrainState, samples: list[int], counts: HostCopy, loss: Tensor,
-        grad_norm: Tensor,
-    ):  # fmt: skip
-        self.scaler = state.scaler
-        self.step = state.step + 1
-        self.epoch = state.epoch
-        self.samples = samples  # of all ranks
-        self.counts = counts  # of all ranks; the first is that of target tokens
-        share = loss.sum()  # this rank's
-        self.numbers = HostCopy(torch.stack([share, grad_norm.to(share)]))
-
-    def make(self) -> None:
-        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
-
-        fp16 may overflow: then the scale was halved. If it is below 1, the run ends too.
-        """
-        if self.counts.read()[0] == 0:
-            ranks.exit_with(f"step {self.step} has no target tokens, in samples {self.samples}")
-        loss, grad_norm = self.numbers.read()
-        if math.isfinite(grad_norm):
-            return
-        reason = ""
-        if self.scaler.is_enabled():
-            if self.scaler.get_scale() >= 1:
-                return
-            reason = ", and the loss scale of fp16 would fall below 1"
-        where = ranks.ranks_where(not math.isfinite(loss))
-        samples, whose = self.samples, "though every loss is finite"
-        if where:
-            whose = f"loss not finite on ranks {where}"
-            samples = [i for rank in where for i in samples[rank :: dist.get_world_size()]]
-        ranks.exit_with(
-            f"step {self.step}: gradient norm {grad_norm}, {whose}, samples {samples} of epoch "
-            f"{self.epoch}{reason}: lower --lr, or look at these samples, which the script's "
-            "load_data gives as train_set[i]"
-        )
+    `samples` are those of all ranks, `counts` begin with their targets, `numbers` are this rank's
+    loss and the norm. An overflow in fp16 has halved the scale; the run ends if it is below 1.
+    """
+    if counts.read()[0] == 0:
+        ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
+    loss, grad_norm = numbers.read()
+    if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
+        return
+    reason = " The loss scale of fp16 would fall below 1." if scaler.is_enabled() else ""
+    bad_ranks = ranks.ranks_where(not math.isfinite(loss))
+    where = "though every loss is finite"
+    if bad_ranks:
+        where = f"loss not finite on ranks {bad_ranks}"
+        samples = [i for rank in bad_ranks for i in samples[rank :: dist.get_world_size()]]
+    ranks.exit_with(
+        f"Step {step}: gradient norm {grad_norm}, {where}, samples {samples} of epoch {epoch}."
+        f"{reason} Lower --lr, or look at these samples, which the script's load_data returns as "
+        "train_set[i]."
+    )
 
 
 class Step:
     """One optimizer step; all ranks enter it. `samples` are those of all ranks."""
 
+    targets: Tensor  # int64 [], on the device: of all ranks and micro-batches
+
     def __init__(self, steps: "Steps", fetch: Iterator[Batch], samples: list[int]) -> None:
+        self.steps = steps
         self.samples = samples
-        self.targets: Tensor  # int64 [], on the device: of all ranks and micro-batches
-        self._steps = steps
-        self._fetch = fetch
-        self._batches: list[Batch] = []
-        self._counts: HostCopy  # targets, tokens, and how many ranks were asked to stop
-        self._start = 0.0
-        self._is_guarded = False
         self.is_over = False
+        self._fetch = fetch
+        self._batches: list[Batch] | None = None
+        self._is_guarded = False
+        self._stack = contextlib.ExitStack()  # the profiler's
 
     def __enter__(self) -> "Step":
+        steps, state = self.steps, self.steps.state
         self._start = time.perf_counter()
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._steps.profile())
-            self._batches = list(self._fetch)
-            self._count()
-            self._profile = stack.pop_all()
-        return self
-
-    def _count(self) -> None:
-        """Sum the numbers of targets and tokens over ranks; raises Stopped if one was asked to."""
-        steps = self._steps
+        if state.step + 1 == steps.args.profile and dist.get_rank() == 0:
+            self._stack.enter_context(trace(Path(steps.args.output_dir), state.step + 1))
+        self._batches = list(self._fetch)
         if steps.is_stopping:
             steps.check()
             raise Stopped
         targets = sum(batch["targets"] for batch in self._batches)
         tokens = sum(batch["tokens"] for batch in self._batches)
-        asked = int(steps.stop.begin_step())
-        device = steps.state.device
-        on_host = torch.tensor([targets, tokens, asked], pin_memory=device.type != "cpu")
-        sums = on_host.to(device, non_blocking=True)
+        numbers = [targets, tokens, int(steps.stop.is_asked)]
+        on_host = torch.tensor(numbers, pin_memory=state.device.type != "cpu")
+        sums = on_host.to(state.device, non_blocking=True)
         dist.all_reduce(sums)
-        self._counts = HostCopy(sums)
+        self._counts = AsyncReadback(sums)  # the last: how many ranks were asked to stop
         self.targets = sums[0]
+        return self
 
     def micro_batches(self) -> Iterator[tuple[Batch, bool]]:
         """Yield this rank's micro-batches, on the device, each with whether it is the last one."""
-        if not self._start:
+        if self._batches is None:
             raise RuntimeError(NOT_ENTERED)
         for number, batch in enumerate(self._batches, start=1):
-            yield to_device(batch, self._steps.state.device), number == len(self._batches)
+            yield to_device(batch, self.steps.state.device), number == len(self._batches)
 
     def guard(self, optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        """Have the optimizer's next step change nothing if the gradients are not finite, or if no
-        rank had a target; the run then ends. Call it before that step, in every step.
+        """Keep the optimizer's next step from changing anything if the gradients are not finite, or
+        no rank had a target; the run then ends. Call it before that step, in every step.
 
         `loss` is this rank's share, or its parts, `grad_norm` that of all ranks. A fused optimizer
-        is told on the device, and skips the step in its kernel. For any other the host waits for
-        the norm. In fp16 the scaler decides by itself.
+        skips the step on the device. For any other the host waits for the norm. In fp16 the scaler
+        decides.
         """
         self._is_guarded = True
-        state = self._steps.state
-        check = Check(state, self.samples, self._counts, loss, grad_norm)
-        self._steps.unchecked.append(check)
+        state = self.steps.state
+        share = loss.sum()
+        numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
+        facts = (state.scaler, state.step + 1, state.epoch, self.samples, self._counts, numbers)
+        self.steps.unchecked.append(partial(check_step, *facts))
         if state.scaler.is_enabled():
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -169,72 +150,57 @@ class Step:
             place = optimizer.param_groups[0]["params"][0].device  # the host's, under offload
             optimizer.found_inf = is_bad.float().to(place)
             return
-        self._steps.say_that_it_waits(optimizer)
-        self._steps.check()
+        if self.steps.done == 0 and state.device.type != "cpu":
+            name = type(optimizer).__name__
+            ranks.say(f"{name} is not fused: in each step the host waits for the gradient norm.")
+        self.steps.check()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._profile.__exit__(kind, error, traceback)
-            return
-        with self._profile:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._stack:
+            if kind is not None:
+                return
             if not self._is_guarded:
-                raise RuntimeError(
-                    "the step has no guard, so a NaN would be trained on: call step.guard("
-                    "optimizer, loss, grad_norm) before the optimizer's step"
-                )
-            state = self._steps.state
+                raise RuntimeError(NOT_GUARDED)
+            steps, state = self.steps, self.steps.state
             state.step += 1
             state.consumed += len(self.samples)
-            _, tokens, asked = self._counts.read()  # when the device has begun the step
+            _, tokens, asked = self._counts.read()  # available since the device began the step
             state.tokens += tokens
-            self._steps.is_stopping = asked > 0
-            self._steps.check(waiting=0 if self._is_read_at_once() else 1)
+            steps.is_stopping = asked > 0
+            steps.check(waiting=0 if self._is_read_at_once() else 1)
         self.is_over = True
-        self._steps.finish(time.perf_counter() - self._start)
+        steps.finish(time.perf_counter() - self._start)
 
     def _is_read_at_once(self) -> bool:
-        """Return whether the host must know how the step went before the next one begins."""
-        args, steps = self._steps.args, self._steps
+        """Return whether the host must check the step before the next one begins."""
+        args, steps = self.steps.args, self.steps
         is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
         return is_due or steps.done == 0 or steps.state.scaler.is_enabled()
 
     def due(self, every: int) -> bool:
-        """Return whether what happens every so many steps (0: never) is due after this one.
-
-        All is due at the end of an epoch, and of the run.
-        """
-        state = self._steps.state
-        if state.step == state.total_steps or state.consumed == self._steps.epoch_samples:
+        """Return whether an action of every so many steps (0: never) is due after this one. All are
+        due at the end of an epoch, and of the run."""
+        state = self.steps.state
+        if state.step == state.total_steps or state.consumed == len(self.steps.loader.dataset):
             return True
         return every > 0 and state.step % every == 0
 
 
+@dataclass
 class Steps:
     """The steps that are left of a run, from where `state` is; iterate over it on all ranks.
 
     A data set whose samples differ between epochs has a method `set_epoch`.
     """
 
-    def __init__(
-        self, args: Namespace, state: TrainState, loader: DataLoader, metrics: Metrics,
-        stop: StopRequest, watchdog: Watchdog,
-    ):  # fmt: skip
-        self.args = args
-        self.state = state
-        self.loader = loader
-        self.metrics = metrics
-        self.stop = stop
-        self.watchdog = watchdog
-        self.epoch_samples = len(loader.dataset)
-        self.unchecked: list[Check] = []
-        self.is_stopping = False  # so the ranks agreed
-        self.done = 0  # by this process
-        self._has_said = False  # that the host waits
+    args: Namespace
+    state: TrainState
+    loader: DataLoader
+    metrics: Metrics
+    stop: StopRequest
+    unchecked: list[Callable[[], None]] = field(default_factory=list)
+    is_stopping: bool = False  # so the ranks agreed
+    done: int = 0  # by this process
 
     def __iter__(self) -> Iterator[Step]:
         state, loader = self.state, self.loader
@@ -256,38 +222,25 @@ class Steps:
             state.epoch += 1
             state.consumed = 0
 
-    @contextlib.contextmanager
-    def profile(self) -> Iterator[None]:
-        """Watch the step that begins, and with --profile trace it."""
-        number = self.state.step + 1
-        self.watchdog.phase(f"step {number}")
-        if number != self.args.profile:
-            yield
-            return
-        from . import profiling  # a copy may leave it out
-
-        with profiling.trace(Path(self.args.output_dir), number):
-            yield
-
     def check(self, waiting: int = 0) -> None:
-        """Check all steps but the last few, which are `waiting`; the run ends if one was bad."""
+        """Check all steps but the last `waiting` ones; the run ends if one was bad."""
         while len(self.unchecked) > waiting:
-            self.unchecked.pop(0).make()
-
-    def say_that_it_waits(self, optimizer: Optimizer) -> None:
-        """Print, once, that an optimizer has the host wait for the device in every step."""
-        if not self._has_said and self.state.device.type != "cpu":
-            name = type(optimizer).__name__
-            ranks.say(f"{name} is not fused: in every step the host waits for the gradient norm")
-        self._has_said = True
+            self.unchecked.pop(0)()
 
     def finish(self, seconds: float) -> None:
-        """Do what follows a step that took so long."""
-        self.watchdog.phase(None)
-        self.stop.end_step()
+        """Count a step that took so long."""
         self.metrics.count_step(seconds)
         if self.done == 0:
             dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
             self.stop.set_nothing_to_lose(False)
-            self.metrics.log_memory("first step")
         self.done += 1
+
+
+@contextlib.contextmanager
+def trace(directory: Path, step: int) -> Iterator[None]:
+    """Trace the step that is run inside, on its CPU and GPU; rank 0 only."""
+    with torch.profiler.profile() as profiler:  # waits for the device at the end
+        yield
+    path = directory / f"trace-step-{step}.json.gz"
+    profiler.export_chrome_trace(str(path))
+    ranks.say(f"Step {step} is in {path}. Open it in https://ui.perfetto.dev.")

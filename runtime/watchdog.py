@@ -1,46 +1,41 @@
-"""A watchdog that prints where a rank is when it takes too long, to see which rank differs."""
+"""Stacks of a rank that makes no progress, in OUTPUT_DIR/stacks-rank-N.txt."""
 
 import faulthandler
-import os
-import sys
-import threading
 import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+_file: Any = None  # open while the watchdog runs
+_seconds = 0.0
+_armed = 0.0  # when the timer was last started
 
 
-class Watchdog:
-    """A thread that prints this rank's phase and Python stacks, once, if a phase lasts too long.
+def start(directory: Path, seconds: float) -> None:
+    """Write all stacks of this process when `touch` is not called for so many seconds."""
+    global _file, _seconds
+    _file = (directory / f"stacks-rank-{dist.get_rank()}.txt").open("w")
+    _seconds = seconds
+    touch()
 
-    It runs while entered; `minutes` is the limit of a phase (0: never).
-    """
 
-    def __init__(self, minutes: float) -> None:
-        self.seconds = 60 * minutes
-        self.name: str | None = None  # the phase that is watched
-        self.since = 0.0
-        self._left = threading.Event()
+def touch() -> None:
+    """Note progress, and start the timer again: at most once a second, as that takes a thread."""
+    global _armed
+    now = time.monotonic()
+    if _file is not None and now - _armed > 1:
+        faulthandler.dump_traceback_later(_seconds, file=_file)
+        _armed = now
 
-    def phase(self, name: str | None) -> None:
-        """Begin a phase, such as "step 7"; None: one without a limit."""
-        self.since = time.monotonic()
-        self.name = name
 
-    def __enter__(self) -> "Watchdog":
-        if self.seconds:
-            threading.Thread(target=self._watch, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._left.set()
-
-    def _watch(self) -> None:
-        while not self._left.wait(min(5.0, self.seconds / 4)):
-            lasted = time.monotonic() - self.since
-            if self.name and lasted > self.seconds:
-                rank = os.environ.get("RANK", "0")
-                text = f"rank {rank} has been in {self.name} for {lasted / 60:.1f} minutes:\n"
-                with open(os.memfd_create("traceback"), "w+") as file:
-                    faulthandler.dump_traceback(file)  # of all threads
-                    file.seek(0)
-                    text += file.read()
-                print(text, file=sys.stderr, flush=True)  # at once: other ranks print theirs, too
-                self.name = None
+def stop() -> None:
+    """Stop the timer, and delete the file if it is empty."""
+    global _file, _armed
+    if _file is not None:
+        faulthandler.cancel_dump_traceback_later()
+        _file.close()
+        path = Path(_file.name)
+        if path.exists() and not path.stat().st_size:
+            path.unlink()
+    _file, _armed = None, 0.0

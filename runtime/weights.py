@@ -54,12 +54,6 @@ def whole_shape(parameter: Tensor) -> torch.Size:
     return torch.Size(getattr(parameter, "whole_shape", parameter.shape))
 
 
-def note_shapes(model: nn.Module) -> None:
-    """Set `model.shapes`, of each parameter by name. Call it before wrapping: FSDP1's shards are
-    flat."""
-    model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
 def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:
     """Return the class of Transformers that a script's, or FSDP2's, extends. Transformers renames
     and stacks the tensors of files for its own classes only."""

@@ -116,9 +116,9 @@ def is_over(pid: int) -> bool:
 
 
 def steps_saved(output: Path) -> int:
-    """Step of the newest checkpoint."""
-    names = [path.name for path in (output / "checkpoints").glob("step-*")]
-    return max((int(name.removeprefix("step-")) for name in names), default=0)
+    """Step of the newest complete checkpoint."""
+    paths = (output / "checkpoints").glob("step-*/train_state.json")
+    return max((int(path.parent.name.removeprefix("step-")) for path in paths), default=0)
 
 
 def steps_logged(output: Path) -> int:
@@ -226,7 +226,8 @@ def compare(torn: Path, whole: Path, near: bool) -> None:
         else:
             assert losses(torn, event) == losses(whole, event)
     if not near:
-        check_equal_weights(torn / "final", whole / "final")
+        for name in ("final", "best"):
+            check_equal_weights(torn / name, whole / name)
         return
     there = weights(whole / "final")
     for name, tensor in weights(torn / "final").items():

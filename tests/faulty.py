@@ -1,13 +1,11 @@
 """A script with a fault: faulty.py SCRIPT FAULT RANK STEP FLAGS..., before that step on that rank.
 
-raise: an error of NCCL's class. told: the rank tells its failure and hangs; another one ends two
-seconds later. memory: a GPU's is not enough. nan: the parameters become NaN. hang: the rank sleeps
+raise: an error of NCCL's class. nan: the parameters become NaN. hang: the rank sleeps
 in its forward pass. full: no file can grow beyond 100 kB, as if the disk were full, until the step
 after; full for good: until the end. slow: saves take ten seconds. once: SIGKILL, but not after a
 restart by torchrun.
 """
 
-import functools
 import importlib
 import os
 import resource
@@ -22,7 +20,7 @@ import torch
 import torch.distributed as dist
 from killed import before_each_step
 
-from runtime import checkpoints, life, ranks
+from runtime import checkpoints, run
 from runtime.state import TrainState
 
 
@@ -43,12 +41,6 @@ if __name__ == "__main__":
         if here and state.step + 1 == step:
             if fault == "raise":
                 raise dist.DistBackendError(f"NCCL error: the fault of rank {rank}")
-            if fault == "told":
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)  # or torchrun waits for this rank
-                ranks.tell_failure()
-                time.sleep(100)
-            if fault == "memory":
-                torch.empty(2**50, dtype=torch.uint8, device="cuda")
             if fault == "nan":
                 with torch.no_grad():
                     for parameter in state.model.parameters():
@@ -61,15 +53,13 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
 
     before_each_step(harm)
-    write = checkpoints._write
+    write = checkpoints._Writer.write_data
 
     def slow_write(*args):
         """The real one, after a while."""
         time.sleep(10)
-        write(*args)
+        return write(*args)
 
     if fault == "slow":
-        checkpoints._write = slow_write
-    if fault == "told":
-        life.StopRequest = functools.partial(life.StopRequest, patience=2.0)
-    life.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))
+        checkpoints._Writer.write_data = slow_write
+    run.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))

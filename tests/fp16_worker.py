@@ -21,7 +21,7 @@ from ten_steps import local, strategy_flags
 
 from benchmarks.driven import Driven
 from runtime import ranks
-from runtime.output import open_output
+from runtime.run import prepare_directory
 
 STRATEGIES = {  # what differs between them is the same in every script
     "T5_training": ("full_shard",),
@@ -92,7 +92,7 @@ def try_strategy(
 ) -> dict:
     """Train in both precisions, overflow, resume, overflow with a scale that is small."""
     script = importlib.import_module(name)
-    open_output(directory, "auto", name)
+    prepare_directory(directory)
     flags = [*flags, *strategy_flags(strategy), "--output-dir", str(directory)]
     exact, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
     args = script.parse_args([*flags, "--precision", "fp16"])

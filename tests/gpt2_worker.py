@@ -23,8 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 from benchmarks.driven import Driven
-from runtime import free_space, ranks, weights
-from runtime.output import open_output
+from runtime import ranks, weights
 
 
 def bad_steps(driven: Driven) -> dict[str, tuple]:
@@ -137,10 +136,8 @@ def main() -> None:
     results = {}
     for name, flags in json.loads(variants).items():
         args = gpt2_fsdp.parse_args([*common, *flags])
-        open_output(Path(args.output_dir), "auto", "gpt2_fsdp")
         results[name], trained = ten_steps(gpt2_fsdp, args, device)
         resumed = Driven(gpt2_fsdp, args, device, trained.save(keep=1))
-        results[name]["counted"] = free_space.count_parameters(trained.model)
         unit = FSDPModule if args.fsdp == 2 else FSDP
         results[name]["units"] = sum(isinstance(m, unit) for m in resumed.model.modules())
         results[name]["tied"] = all(

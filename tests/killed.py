@@ -18,7 +18,7 @@ def before_each_step(harm: Callable[[TrainState], None]) -> None:
     enter = Step.__enter__
 
     def begin(step: Step) -> Step:
-        harm(step._steps.state)
+        harm(step.steps.state)
         return enter(step)
 
     Step.__enter__ = begin

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
 from runtime import weights
-from runtime.output import open_output
+from runtime.run import prepare_directory
 
 
 def rotary(model: torch.nn.Module) -> torch.nn.Module:
@@ -82,7 +82,7 @@ def main() -> None:
     llama_fsdp.wrap_model = watched
     for name, flags in json.loads(variants).items():
         args = llama_fsdp.parse_args([*named, *flags])
-        open_output(Path(args.output_dir), "auto", "llama_fsdp")
+        prepare_directory(Path(args.output_dir))
         results[name], trained = ten_steps(llama_fsdp, args, device)
         results[name]["frequencies"] = frequencies[-1]
         results[name]["begun"] = begun[-1]

@@ -14,9 +14,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import policies
-from runtime import checkpoints, export, run
 from runtime.rows import readers
+
+import policies
+from runtime import checkpoints, run
 from runtime.steps import Step
 
 RANK = os.environ.get("RANK", "0")
@@ -33,15 +34,15 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
         "first step": (Step, "__enter__", range(1)),
         "step": (Step, "__enter__", later),
         "validation": (script, "validation", later),
-        "save": (checkpoints, "_write", None),
+        "save": (checkpoints._Writer, "write_data", None),
         "generation": (policies, "generation", None),
-        "export": (export, "export_model", None),
+        "export": (run.Run, "_export", None),
     }
 
 
 def steps_done(of: Any) -> int:
     """Return how many steps are done, from a step or the run."""
-    return getattr(of, "_steps", of).state.step
+    return (of if isinstance(of, run.Run) else of.steps).state.step
 
 
 def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:

@@ -35,7 +35,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import gpt2_fsdp
 from benchmarks.driven import Driven
 from runtime import checkpoints
-from runtime.output import open_output
 from runtime.state import TrainState
 
 
@@ -93,13 +92,13 @@ def in_background(args: Namespace, device: torch.device) -> dict:
     the checkpoints whether they are of the weights as they were when their saves were asked for."""
     driven = prepared(args, device, 2)
     state, saver = driven.state, driven._new_saver()
-    write, asked = checkpoints._write, []
+    write, asked = checkpoints._Writer.write_data, []
 
-    def slowly(*arguments: object) -> None:
+    def slowly(*arguments: object) -> object:
         time.sleep(2)  # the next save is asked for in the meantime
-        write(*arguments)
+        return write(*arguments)
 
-    checkpoints._write = slowly
+    checkpoints._Writer.write_data = slowly
     saver.saved_step, saver.keep = 0, 3
     found = {"shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters())}
     for name in ("first", "second", "third"):
@@ -123,7 +122,6 @@ def main() -> None:
               "--batch-size", "1", "--output-dir", output]  # fmt: skip
     args = gpt2_fsdp.parse_args([*common, *flags])
     device = gpt2_fsdp.setup(args)
-    open_output(Path(output), "auto", "gpt2_fsdp")
     measure = in_background if args.async_save else saved_and_resumed
     found = measure(args, device)
     if dist.get_rank() == 0:

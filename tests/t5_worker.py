@@ -16,7 +16,7 @@ from ten_steps import CORE_VARIANTS, compile_without_compiler, strategy_flags, t
 import T5_training
 from benchmarks.driven import Driven
 from runtime import checkpoints
-from runtime.output import open_output
+from runtime.run import prepare_directory
 
 VARIANTS = CORE_VARIANTS | {
     "bf16": ["--precision", "bf16"],
@@ -33,7 +33,7 @@ def main() -> None:
               "0.5", "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
     args = T5_training.parse_args(common)
     device = T5_training.setup(args)
-    open_output(Path(args.output_dir), "auto", "T5_training")
+    prepare_directory(Path(args.output_dir))
     results = {}
     for name, flags in VARIANTS.items():
         args = T5_training.parse_args([*common, *flags])
@@ -59,9 +59,7 @@ def main() -> None:
         if loss < 0.05:
             break
     results["overfitted"] = loss.item()
-    state = driven.state
-    checkpoints.Saver(driven.directory, state, keep=1, full=False).save_best(loss.item())
-    best = checkpoints.best_path(driven.directory, state)
+    best = driven.save()
 
     # Generation by that model, of seven examples in batches of 2: one rank has none in the last.
     flags += ["--rouge-samples", "7", "--batch-size", "2"]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import policies
 from benchmarks.driven import Driven
-from runtime import identities
+from runtime import identity
 
 SHARED_VARIANTS = {
     "full_shard": [],
@@ -217,7 +217,7 @@ def ten_steps(
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())
         result["samples"].append((driven.state.epoch, samples))
-        result["rows"].append(identities.as_lists([driven.loader.dataset[i] for i in samples]))
+        result["rows"].append(identity.as_lists([driven.loader.dataset[i] for i in samples]))
     moments = [
         v for s in driven.state.optimizer.state.values() for k, v in s.items() if k != "step"
     ]

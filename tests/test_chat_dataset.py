@@ -24,6 +24,8 @@ from chat_templates import (
 from conftest import ROOT
 from datasets import Dataset, Features
 from jinja2 import TemplateError
+from runtime.rows import bad_rows, chat_formats, chat_templates, readers
+from runtime.rows.chat_templates import PROMPTER
 from tokenizers import (
     Tokenizer,
     decoders,
@@ -36,9 +38,7 @@ from tokenizers import (
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import chat_dataset
-from runtime.identities import as_lists
-from runtime.rows import bad_rows, chat_formats, chat_templates, readers
-from runtime.rows.chat_templates import PROMPTER
+from runtime.identity import as_lists
 
 SEED_TASKS = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -109,7 +109,7 @@ def arguments(**changes: object) -> Namespace:
     """Return the defaults of the flags, a seed, and `changes`."""
     parser = ArgumentParser()
     chat_dataset.add_arguments(parser)
-    args = vars(parser.parse_args([])) | {"seed": 0, "began": "2026-11-23"} | changes
+    args = vars(parser.parse_args([])) | {"seed": 0} | changes
     return Namespace(**args | chat_dataset.resolve_arguments(Namespace(**args)))
 
 

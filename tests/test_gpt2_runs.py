@@ -53,7 +53,7 @@ def reloaded(directory: Path, text: Path, size: int) -> dict:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
     """A finished run of two ranks under FSDP2, with dropout."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
-    command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", output, "--track-memory"]
+    command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", output]
     launch(2, "gpt2_fsdp.py", *command, "--profile", 3)
     return output
 
@@ -110,7 +110,7 @@ def test_resumed_by_one_process_under_ddp(
 
 
 def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple) -> None:
-    """Plain transformers gives the run's perplexity; peaks of the phases are logged."""
+    """Plain transformers gives the run's perplexity; peak memory is logged."""
     val = losses(uninterrupted, "val")
     found = reloaded(uninterrupted / "final", texts[1], 32)
     assert math.exp(found["loss"]) == pytest.approx(math.exp(val[8]), rel=1e-5)
@@ -118,19 +118,16 @@ def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple)
     assert "lm_head.weight" not in weights(uninterrupted / "final")
     check_tied_once(uninterrupted)
     assert metrics(uninterrupted, "val")[-1]["perplexity"] == pytest.approx(math.exp(val[8]))
-    phases = [line["phase"] for line in metrics(uninterrupted, "memory")]
-    assert phases == ["load", "first forward", "first step"]
-    line = metrics(uninterrupted, "train")[-1]
-    assert line["tokens_per_second"] == pytest.approx(2 * line["tokens_per_second_per_rank"])
+    assert metrics(uninterrupted, "train")[-1]["peak_memory_mb"] > 100
 
 
 def test_evaluation_by_one_process(
     uninterrupted: Path, flags: list[str], texts: tuple, tmp_path: Path
 ) -> None:
-    """Of two ranks' checkpoint, and of final/ with nothing but the validation text."""
+    """final/ with the run's flags, and with nothing but the validation text."""
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     final = ["--model-name", str(run / "final"), "--val-file", str(texts[1]), "--block-size", "32"]
-    for more, output in ((flags, run), (final, tmp_path / "other")):
+    for more, output in (([*flags, *final[:2]], run), (final, tmp_path / "other")):
         words = [*more, "--evaluate-only", "--strategy", "ddp", "--output-dir", str(output)]
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(words))
         found = json.loads((output / "evaluation.json").read_text())

@@ -46,7 +46,7 @@ def run(script: str, directory: Path, output: Path, data: list, *flags: str) -> 
 def begun(directory: Path, output: Path, data: list, *flags: str) -> list:
     """The flags of a run that saves at every twentieth step."""
     return ["--model-name", directory, *data, "--output-dir", output, "--lr", "3e-3", "--log-every",
-            "1", "--save-every", "20", "--track-memory", *flags]  # fmt: skip
+            "1", "--save-every", "20", *flags]  # fmt: skip
 
 
 def check_run(output: Path) -> None:
@@ -308,17 +308,6 @@ def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
         assert torch.as_tensor(ours[place] - exact[place]).norm() < 2 * error + 1e-3
 
 
-def test_what_fills_the_memory_is_written(
-    llama_directory: Path, chats: Path, tmp_path: Path
-) -> None:
-    """A step that needs more than any GPU has: with --profile there is a record to look at."""
-    command = ["llama_fsdp", "memory", 0, 2, "--model-name", llama_directory, "--dataset", chats,
-               "--output-dir", tmp_path, "--max-seq-length", 128, "--profile", 1]  # fmt: skip
-    result = launch(0, "tests/faulty.py", *command, check=False)
-    assert "OutOfMemoryError" in result.stderr and "memory_viz" in result.stdout
-    assert (tmp_path / "memory-rank-0.pickle").stat().st_size > 1000
-
-
 @pytest.mark.slow
 def test_lora_of_7b_shape(tmp_path: Path) -> None:
     """Random weights of Llama 2 7B, as a script's user would load them; its loss falls, in bf16.
@@ -337,7 +326,7 @@ def test_lora_of_7b_shape(tmp_path: Path) -> None:
     command = ["--model-name", tmp_path / "model", "--lora-rank", "16", "--lr", "1e-3",
                "--max-steps", "10", "--log-every", "1", "--num-train-samples", "1000",
                "--num-val-samples", "10", "--eval-every", "0", "--save-every", "0",
-               "--output-dir", tmp_path / "run", "--track-memory"]  # fmt: skip
+               "--output-dir", tmp_path / "run"]  # fmt: skip
     launch(RANKS, "llama_fsdp.py", *command, timeout=480)
     found = losses(tmp_path / "run")
     assert found[10] < found[1]

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import check_equal_weights, launch, losses, metrics, weights
+from runtime.rows.chat_templates import LLAMA_2
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
-from runtime.rows.chat_templates import LLAMA_2
 
 RELOAD = """
 import json, sys, torch
@@ -164,15 +164,14 @@ def test_export_only_in_bf16(flags: list[str], uninterrupted: Path, tmp_path: Pa
 
 
 def test_evaluation_by_one_process(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
-    """Of two ranks' checkpoint, and of final/: the run's own loss of each data set."""
+    """final/ of two ranks has the run's own loss of each data set."""
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
-    for more in ([], ["--resume", "none", "--model-name", str(run / "final")]):
-        words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", str(run), *more]
-        llama_fsdp.fsdp_main(llama_fsdp.parse_args(words))
-        found = json.loads((run / "evaluation.json").read_text())
-        expected = metrics(run, "val")[-1]
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-        assert found["samples"].keys() == expected["losses"].keys()
+    words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", str(run)]
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, "--model-name", str(run / "final")]))
+    found = json.loads((run / "evaluation.json").read_text())
+    expected = metrics(run, "val")[-1]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert found["samples"].keys() == expected["losses"].keys()
     for name in ("status", "metrics.jsonl"):
         assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()

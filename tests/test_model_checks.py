@@ -32,7 +32,6 @@ from runtime.attention import per_document, register, set_attention
 from runtime.metrics import Metrics, flops_per_token, peak_tflops
 from runtime.model_checks import check_logits, fit_config
 from runtime.optimization import parameter_groups
-from runtime.weights import note_shapes
 from tools import memory_estimator
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -475,7 +474,7 @@ def test_peaks_by_name() -> None:
 
 
 def test_speed_reads_no_config(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So not the fields that these three lack."""
+    """Of configurations with three sets of names."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     models = (
@@ -758,7 +757,7 @@ def test_weight_decay_is_as_it_was(name: str) -> None:
     script = importlib.import_module(name)
     config = script.MODEL.config_class(vocab_size=384, **script.BYTES, **script.TINY)
     model = getattr(script, "LossModel", script.MODEL)(config)
-    note_shapes(model)
+    model.shapes = {name: p.shape for name, p in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, others = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
@@ -785,7 +784,7 @@ def test_weight_decay_by_kind_and_shape(device: torch.device) -> None:
     model = transformers.Qwen3NextForCausalLM(config)
     model.rows = nn.ParameterDict({"gate_up_proj_bias": torch.zeros(4, 8)})  # as gpt-oss's experts
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    note_shapes(model)
+    model.shapes = {name: p.shape for name, p in model.named_parameters()}
     wrapped = FSDP(model, device_id=device, use_orig_params=True)
     names = {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in model.named_parameters()}
     for parameter in wrapped.parameters():

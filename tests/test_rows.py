@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_from_disk
-
-from runtime.identities import as_lists
 from runtime.rows.readers import Rows
+
+from runtime.identity import as_lists
 
 FEATURES = Features({"ids": List(Value("int32")), "count": Value("int64")})
 

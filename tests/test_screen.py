@@ -9,13 +9,12 @@ import sys
 import termios
 from pathlib import Path
 
-import datasets
 import pytest
+import tqdm
 from conftest import ROOT
 
 from runtime import ranks, screen
 from runtime.metrics import shown
-from runtime.rows import readers
 
 TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
 
@@ -27,51 +26,21 @@ def test_numbers() -> None:
     ]  # fmt: skip
 
 
-def test_lines_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """One says what is done, how fast and what is left; none comes before its time."""
-    clock = [0.0]
-    monkeypatch.setattr(screen.time, "monotonic", lambda: clock[0])
-    lines = screen.Lines("validation on x", 4000, done=1000)
-    said = []
-    for clock[0], done in ((29, 1300), (31, 1310), (40, 1400), (62, 1620), (6200, 1999)):
-        lines.show(done)
-        said.append(capsys.readouterr().out)
-    assert said == [
-        "",
-        "validation on x 1,310/4,000  10 a second  left 04:29\n",
-        "",
-        "validation on x 1,620/4,000  10 a second  left 03:58\n",
-        "validation on x 1,999/4,000  6.21 s each  left 3:26:58\n",
-    ]
-
-
-def test_a_line_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though tqdm, when it has written one, draws the bars again of which the line speaks."""
-    lines, said = screen.Lines("preparing rows", 10), []
-
-    def say(text: str) -> None:
-        said.append(text)
-        lines.show(1)
-
-    monkeypatch.setattr(screen, "say", say)
-    lines._last -= 2 * screen.LINE_SECONDS
-    lines.show(1)
-    assert len(said) == 1
-
-
-def test_lines_of_tokenising(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_lines_in_a_file(
+    alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """`datasets` draws no bar into a file; it prints lines, which end as lines do."""
-    monkeypatch.setattr(screen, "LINE_SECONDS", 0)
-    monkeypatch.setattr(datasets.utils.tqdm, "display", datasets.utils.tqdm.display)
-    datasets.enable_progress_bars()  # whatever was loaded before
-    readers.show_progress(verbose=True)
-    rows = datasets.Dataset.from_dict({"x": list(range(3000))})
-    rows.map(lambda batch: batch, batched=True, desc="preparing rows", load_from_cache_file=False)
-    found = capsys.readouterr()
-    assert found.out.startswith("preparing rows ") and "/3,000  " in found.out
-    assert not found.err.strip()
+    """After 30 seconds each: the work done, how fast, and the time left. The end prints nothing."""
+    clock = [0.0]
+    monkeypatch.setattr(tqdm.std, "time", lambda: clock[0])
+    bar = screen.Progress("validation on x", 4000, done=1000)
+    bar._time = lambda: clock[0]
+    for clock[0], count in ((29, 290), (31, 20), (40, 90), (62, 220), (90, 2380)):
+        bar.update(count)
+    assert capsys.readouterr().out.splitlines() == [
+        "validation on x 1310/4000  10.00it/s  left 04:29",
+        "validation on x 1620/4000  10.00it/s  left 03:57",
+    ]
+    assert bar.disable  # it is closed
 
 
 def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
@@ -98,7 +67,7 @@ def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
     for line in left:
         if line.startswith(("train ", "val  ", "save ", "done ", "64 samples", "1 x cpu")):
             assert len(line) <= 80, line
-    assert "validation on docstrings:   0%" in text.decode()  # of a total that is known
+    assert "validation on docstrings: " in text.decode()
 
 
 def test_torchrun_repeats_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

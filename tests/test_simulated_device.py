@@ -26,7 +26,7 @@ CHAIN = [
     ["--precision", "bf16"],
     ["--precision", "bf16", "--cpu-offload", "--async-save"],
     ["--precision", "bf16", "--strategy", "ddp", "--checkpoint-type", "full", "--async-save"],
-    ["--precision", "fp16", "--track-memory"],
+    ["--precision", "fp16"],
     ["--precision", "fp16", "--strategy", "shard_grad_op", "--checkpoint-type", "full",
      "--async-save"],
     ["--precision", "fp16", "--cpu-offload"],

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from conftest import ROOT, launch
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
-from runtime.checkpoints import _HostCopies
+from runtime.checkpoints import Saver
 
 SIMULATOR = ROOT.parent / "shared/simdev"
 
@@ -54,36 +55,24 @@ def test_on_the_cpu(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
     assert found["momentum_saved"] > 0
 
 
-def test_copies_are_pinned_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where parameters are on a device: the next save writes to the copies of the last, and pins
-    what is new. What is no tensor is as it is now, and what nothing changes is not copied."""
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+def test_background_save_copies_only_what_training_changes() -> None:
+    """The copies keep their values; tensors that nothing changes are not copied."""
     model = torch.nn.Linear(3, 2)
-    on_device = SimpleNamespace(device=torch.device("cuda"))
-    optimizer = SimpleNamespace(state={}, param_groups=[{"params": [on_device]}])
-    copies = _HostCopies(SimpleNamespace(model=model, optimizer=optimizer, others={}))
-    drawn = torch.get_rng_state()
-
-    def save(lr: float) -> dict:
-        tensors = dict(model.named_parameters()), {"lr": lr, "betas": (0.9, 0.99)}
-        found = copies.make({"model": tensors[0], "optimizer": tensors[1], "rng": drawn})
-        assert found["rng"] is drawn
-        assert found["optimizer"] == {"lr": lr, "betas": (0.9, 0.99)}
-        for name, parameter in model.named_parameters():
-            assert torch.equal(found["model"][name], parameter)
-            assert found["model"][name].data_ptr() != parameter.data_ptr()
-        return found["model"]
-
-    first = save(0.5)
-    assert len(pinned) == 2
-    torch.nn.init.ones_(model.weight)
-    assert not torch.equal(first["weight"], model.weight)
-    second = save(0.25)
-    assert second["weight"] is first["weight"] and second["bias"] is first["bias"]
-    assert len(pinned) == 2
-    model.register_parameter("late", torch.nn.Parameter(torch.zeros(4)))
-    assert save(0.1).keys() == {"weight", "bias", "late"}
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = SimpleNamespace(model=model, optimizer=optimizer, others={})
+    saver = Saver(Path(), state, keep=1)
+    fixed = torch.ones(3)
+    for _ in range(2):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        moments = optimizer.state_dict()["state"]
+        tensors = {"model": dict(model.named_parameters()), "optimizer": moments, "rng": fixed}
+        before = [x.detach().clone() for x in pytree.tree_leaves(tensors)]
+        copies = saver._host_copies(tensors)
+        assert copies["rng"] is fixed
+        optimizer.step()
+        assert not torch.equal(model.weight, before[0])
+        assert all(map(torch.equal, pytree.tree_leaves(copies), before))
 
 
 @pytest.mark.slow
@@ -132,18 +121,16 @@ def test_on_a_simulated_device(
 def test_a_save_in_the_background(
     flags: list[str], deep_gpt2: Path, texts: tuple, tmp_path: Path
 ) -> None:
-    """Under FSDP2 and DDP the first one pins its copies, which the others write to; FSDP1's state
-    dicts, and what is offloaded, are copied anew. None is written over while a save reads it."""
+    """Under FSDP2 and DDP, and with offload, the copies of the first save are kept for the next;
+    FSDP1's state dicts are copied anew. None is written over while a save reads it."""
     simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
     found = measured(deep_gpt2, texts[0], tmp_path, *flags, "--async-save", **simulated)
     parameter = found["shard"] / 4
     assert found["exact"] == [True] * 3
     saves = [found[name] for name in ("first", "second", "third")]
     assert all(save["device"] < parameter for save in saves)
-    is_pinned = flags in (["--fsdp", "2"], ["--strategy", "ddp"])
-    kind, other = ("pinned", "host") if is_pinned else ("host", "pinned")
-    assert saves[0][kind] == pytest.approx(12 * parameter, rel=0.02)
-    assert saves[0][other] < parameter
+    # PyTorch's stager pins memory by CUDA's own functions, which the simulated device lacks.
+    assert saves[0]["host"] == pytest.approx(12 * parameter, rel=0.02)
     for save in saves[1:]:
         assert save["pinned"] == 0
         assert save["host"] < parameter  # above the copy before, which goes first

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch, metrics, status
+from runtime.rows.chat_templates import LLAMA_2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -30,8 +31,6 @@ import chat_dataset
 import summarization_dataset
 from runtime import weights
 from runtime.optimization import parameter_groups
-from runtime.rows.chat_templates import LLAMA_2
-from runtime.weights import note_shapes
 
 Changes = list[tuple[str, str]]  # what stands in the script, and what takes its place
 
@@ -283,7 +282,7 @@ def test_changes(name: str, alone: None, tmp_path: Path) -> None:
     assert model.config.eos_token_id == tokenizer.eos_token_id
     for block in copy.BLOCKS:
         assert any(isinstance(module, block) for module in model.modules())
-    note_shapes(model)
+    model.shapes = {name: p.shape for name, p in model.named_parameters()}
     decayed, others = parameter_groups(model, weight_decay=0.1)
     assert all(parameter.dim() > 1 for parameter in decayed["params"])
     assert all(parameter.dim() == 1 for parameter in others["params"])

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import ROOT, errors_said, losses, metrics
+from conftest import ROOT, errors_said
 from datasets import Dataset
+from runtime.rows import chat_templates
 from test_chat_dataset import arguments as chats_arguments
 from transformers import AutoTokenizer, ByT5Tokenizer
 
@@ -21,8 +21,7 @@ import gpt2_fsdp
 import llama_fsdp
 import summarization_dataset
 import T5_training
-from runtime import identities, ranks
-from runtime.rows import chat_templates
+from runtime import identity, ranks
 
 DATED = (
     "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>"
@@ -53,21 +52,6 @@ def model_with(llama_directory: Path, tmp_path: Path) -> Callable:
         return path
 
     return make
-
-
-@pytest.fixture
-def today(monkeypatch: pytest.MonkeyPatch) -> Callable:
-    """Sets the day."""
-
-    def set_day(number: int) -> None:
-        class Day(date):
-            @classmethod
-            def today(cls) -> date:
-                return date(2026, 11, number)
-
-        monkeypatch.setattr(identities, "date", Day)
-
-    return set_day
 
 
 def test_prepared_chats_of_another_template(
@@ -119,7 +103,7 @@ def test_another_chat_template_is_another_run(
         for what in (["--max-steps", 4], ["--export-only"]):
             assert start(llama_fsdp, *flags, *more, *what) == 1
             said = capfd.readouterr().err
-            assert "differs in " in said and "--chat-template (chatml there, " in said
+            assert "was saved by a different run: " in said and "chat template is " in said
     assert start(llama_fsdp, *flags, *chatml, "--max-steps", 3) == 0
     made = [*flags[:-1], tmp_path / "made"]
     assert start(llama_fsdp, *made, "--chat-template", file, "--prepare-only") == 0
@@ -130,7 +114,7 @@ def test_another_chat_template_is_another_run(
     assert start(llama_fsdp, *again, "--chat-template", file) == 0
     file.write_text(UNDATED.replace("<", "["))  # the same name
     assert start(llama_fsdp, *again, "--chat-template", file, "--export-only") == 1
-    assert "--chat-template (a file, crc " in capfd.readouterr().err
+    assert "chat template is " in capfd.readouterr().err
 
 
 def test_prepared_text_of_another_eos(
@@ -152,56 +136,6 @@ def test_prepared_text_of_another_eos(
     assert start(gpt2_fsdp, *again, other["a"]) == 1
     assert "eos_token (</s> there, <pad> here)" in capfd.readouterr().err
     assert start(gpt2_fsdp, *again, other["b"]) == 0
-
-
-def test_the_date_is_that_on_which_the_run_began(
-    model_with: Callable,
-    chats: Path,
-    today: Callable,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-) -> None:
-    """Goes on the next day, with the same cache; prepared tokens train on any day."""
-    model = model_with("dated", chat_template=DATED)
-    flags = ["--max-seq-length", 64, "--dataset", chats, "--model-name", model, "--output-dir"]
-    today(1)
-    assert start(llama_fsdp, *flags, tmp_path / "run") == 0
-    said = capfd.readouterr().out
-    assert "the chat template asks for the date: 2026-11-01, on which this run began" in said
-    assert "01 Nov 2026" in said  # in the example
-    assert start(llama_fsdp, *flags, tmp_path / "made", "--prepare-only") == 0
-    today(2)
-    capfd.readouterr()
-    assert start(llama_fsdp, *flags, tmp_path / "run", "--max-steps", 4) == 0
-    assert "2026-11-01, on which this run began" in capfd.readouterr().out
-    assert list(losses(tmp_path / "run")) == [1, 2, 3, 4]
-    assert start(llama_fsdp, *flags, tmp_path / "run", "--evaluate-only") == 0
-    found = json.loads((tmp_path / "run/evaluation.json").read_text())
-    assert found["losses"][str(chats)] == metrics(tmp_path / "run", "val")[-1]["loss"]
-    flags[3] = tmp_path / "made/prepared"
-    capfd.readouterr()
-    assert start(llama_fsdp, *flags, tmp_path / "prepared") == 0
-    assert "the date in its chats is 2026-11-01" in capfd.readouterr().out
-    first = losses(tmp_path / "prepared")[1]
-    assert first == losses(tmp_path / "run")[1]
-    flags[3] = chats
-    assert start(llama_fsdp, *flags, tmp_path / "next") == 0  # another cache
-    assert losses(tmp_path / "next")[1] != first
-    shutil.rmtree(tmp_path / "run/checkpoints")
-    assert start(llama_fsdp, *flags, tmp_path / "run") == 0  # finished all the same
-
-
-def test_a_template_without_a_date(model_with: Callable, chats: Path, today: Callable) -> None:
-    """Nothing of it depends on the day."""
-    path = model_with("undated", chat_template=UNDATED)
-    found = []
-    for day in 1, 2:
-        today(day)
-        output = path.parent / f"run {day}"
-        flags = ["--max-seq-length", 64, "--dataset", chats, "--model-name", path]
-        assert start(llama_fsdp, *flags, "--output-dir", output) == 0
-        found.append(metrics(output, "start")[0]["identity"])
-    assert found[0]["data"] == found[1]["data"] and found[0]["began"] != found[1]["began"]
 
 
 def test_nodes_with_other_data_do_not_train_together(
@@ -228,15 +162,14 @@ def test_nodes_with_other_data_do_not_train_together(
     ended = [process.communicate(timeout=120)[1] for process in processes]
     assert all(process.returncode for process in processes)
     said = errors_said(ended[0])[0]
-    assert "training on train.txt: the nodes have different data (node 0 (" in said
-    assert ", node 1 (" in said and f"empty {folders[0] / 'cache'} on each" in said
+    assert "training data is " in said and "on node 0 (" in said and "on node 1 (" in said
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_another_model_of_the_same_shapes(
     gpt2_directory: Path, texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """Other heads compute something else; another name is said, and changes nothing."""
+    """Other heads compute something else; another name changes nothing."""
     other = {}
     for name, heads in ("copy", 4), ("heads", 2):
         other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
@@ -245,12 +178,10 @@ def test_another_model_of_the_same_shapes(
     files = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", 32]
     flags = [*files, "--output-dir", tmp_path / "run", "--model-name"]
     assert start(gpt2_fsdp, *flags, gpt2_directory) == 0
-    for more in ["--max-steps", 4], ["--export-only"], ["--evaluate-only"]:
-        assert start(gpt2_fsdp, *flags, other["heads"], "--resume", "auto", *more) in (0, 1)
-        said = capfd.readouterr()
-        assert "differs in model (" in said.err or more == ["--evaluate-only"]
+    for more in ["--max-steps", 4], ["--export-only"]:
+        assert start(gpt2_fsdp, *flags, other["heads"], *more) == 1
+        assert "model is gpt2, crc " in capfd.readouterr().err
     assert start(gpt2_fsdp, *flags, other["copy"], "--max-steps", 4) == 0
-    assert f"the run began with --model-name {gpt2_directory}, not" in capfd.readouterr().out
 
 
 def test_rows_saved_anew_by_the_same_code(tmp_path: Path) -> None:
@@ -281,28 +212,39 @@ def test_own_tokens_with_the_columns_of_prepared_ones(tmp_path: Path) -> None:
 
 
 def test_other_flags_on_another_node(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by name; where things lie may differ."""
+    """Refused by name; places of files may differ."""
     args = Namespace(lr=1e-3, dataset="a", seed=0)
-    there = vars(args) | {"dataset": "b"}
+    there = identity.of_flags(args) | {}
     monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), ("node 1 (b)", there)])
-    identities.check_flags(args)
-    there["lr"] = 1e-4
-    with pytest.raises(ValueError, match=r"--lr is 0.001 on node 0 .*, 0.0001 on node 1 \(b\)"):
-        identities.check_flags(args)
+    assert identity.of_flags(args) == identity.of_flags(Namespace(lr=1e-3, dataset="b", seed=0))
+    identity.compare_ranks(identity.of_flags(args))
+    there["--lr"] = "0.0001"
+    with pytest.raises(ValueError, match=r"--lr is 0.001 on node 0 .*; 0.0001 on node 1 \(b\)"):
+        identity.compare_ranks(identity.of_flags(args))
 
 
-def test_what_is_compared(
-    alone: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+def test_validation_data_of_an_evaluation_is_compared(
+    alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lengths too, and what an evaluation reads. A list is known by some of its samples."""
+    """Its length and up to 256 samples."""
     loader = Namespace(dataset=[{"input_ids": [i]} for i in range(600)])
-    args = Namespace(dataset="x")
-    assert identities.of_data(args, None, {"mine": loader}) == {}
-    assert "known by 200 of 600 samples" in capfd.readouterr().out
-    mine = identities.sum_of(loader.dataset, "mine")
-    monkeypatch.setattr(
-        ranks, "on_every_rank", lambda f: [f(), ("node 1 (b)", {"validation on mine": [450, 0]})]
-    )
-    with pytest.raises(ValueError, match=r"600 samples, node 1 \(b\): 450 samples\): give all"):
-        identities.of_data(args, None, {"mine": loader})
-    assert mine[0] == 600
+    args = Namespace(dataset="x", seed=0)
+    (mine, _) = identity.of_data(args, None, {"mine": loader}).values()
+    assert mine == identity.fingerprint(loader.dataset) and mine.startswith("600 samples, crc ")
+    there = "node 1 (b)", {"validation data 1": "450 samples, crc 0"}
+    monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), there])
+    with pytest.raises(ValueError, match=r"450 samples, crc 0 on node 1 \(b\). Give all nodes"):
+        identity.of_data(args, None, {"mine": loader})
+
+
+def test_the_date_in_a_template_is_always_the_same(
+    model_with: Callable, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """A log line names it; the exported tokenizer keeps its own template."""
+    model = model_with("dated", chat_template=DATED)
+    flags = ["--max-seq-length", 64, "--dataset", chats, "--model-name", model, "--output-dir"]
+    assert start(llama_fsdp, *flags, tmp_path / "run") == 0
+    said = capfd.readouterr().out
+    assert "The chat template asks for the date: it is always 2024-07-26." in said
+    assert "26 Jul 2024" in said  # in the example
+    assert "strftime_now" in AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template

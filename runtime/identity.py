@@ -1,0 +1,114 @@
+"""The identity of a run: values that all its ranks and all its starts must share, as one dict."""
+
+import os
+import socket
+import zlib
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from . import ranks, readers
+from .weights import unwrapped, whole_shape
+
+OF_FILES = {  # keys of a configuration that describe its files
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+PLACES = {"output_dir", "model_name", "dataset", "val_dataset", "data_dir"}  # may differ by node
+SAMPLES = 256  # at most, of a data set whose rows are not a `datasets.Dataset`
+
+
+def of_flags(args: Namespace) -> dict[str, str]:
+    """Return the flags that all ranks must share."""
+    flags = {name: value for name, value in vars(args).items() if name not in PLACES}
+    return {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
+
+
+def of_model(
+    args: Namespace, script: str, model: nn.Module, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Return the identity of a model before wrapping: names, shapes, configuration, template."""
+    shapes = [(name, list(whole_shape(value))) for name, value in model.named_parameters()]
+    config = model.config.to_diff_dict()
+    settings = sorted((key, repr(value)) for key, value in config.items() if key not in OF_FILES)
+    name = f"{model.config.model_type}, {checksum([shapes, settings])}"
+    identity = {"script": script, "model": name}
+    identity["chat template"] = checksum(getattr(tokenizer, "chat_template", None))
+    adapters = getattr(unwrapped(model), "adapters", None)
+    return identity | (adapters.identity(args, model) if adapters else {})
+
+
+def of_data(
+    args: Namespace, loader: DataLoader | None, val_loaders: dict[str, DataLoader]
+) -> dict[str, Any]:
+    """Return the identity of the data, the batch and the seed; all ranks.
+
+    Raises ValueError if nodes have different data. `loader` is None in an evaluation.
+    """
+    sets = {} if loader is None else {"training data": loader.dataset}
+    sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # the others of a node have its files
+    mine = {name: fingerprint(dataset) for name, dataset in sets.items()} if is_first else {}
+    identity = compare_ranks(mine) | {"--seed": args.seed}
+    if loader is not None:
+        identity["global batch"] = loader.batch_sampler.global_batch
+        identity["--group-by-length"] = loader.batch_sampler.lengths is not None
+    return identity
+
+
+def fingerprint(dataset: Any) -> str:
+    """Return the length of a data set and the CRC of its rows, or of up to SAMPLES samples."""
+    stride = len(dataset) // SAMPLES + 1
+    samples = [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
+    crc = zlib.crc32(repr(samples).encode())
+    if isinstance(getattr(dataset, "dataset", None), Dataset):
+        crc = readers.content_sum(dataset.dataset, crc)
+    return f"{len(dataset):,} samples, crc {crc:08x}"
+
+
+def as_lists(sample: Any) -> Any:
+    """Return a sample with lists in place of arrays, which print only some of their numbers."""
+    if isinstance(sample, dict):
+        return {name: as_lists(value) for name, value in sample.items()}
+    if isinstance(sample, list | tuple):
+        return [as_lists(value) for value in sample]
+    return sample.tolist() if isinstance(sample, np.ndarray | Tensor) else sample
+
+
+def checksum(value: Any) -> str:
+    """Return the CRC-32 of the text of a value."""
+    return f"crc {zlib.crc32(repr(value).encode()):08x}"
+
+
+def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's values; raise ValueError, on all ranks, if another rank's differ.
+
+    A rank may leave out all values.
+    """
+    name = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
+    everyone = [pair for pair in ranks.on_every_rank(lambda: (name, values)) if pair[1]]
+    first = everyone[0][1] if everyone else {}
+    for key in first:
+        if any(there.get(key) != first[key] for _, there in everyone):
+            found = dict.fromkeys(f"{there.get(key)} on {node}" for node, there in everyone)
+            text = "; ".join(found)
+            raise ValueError(f"{key} is {text}. Give all nodes the same flags, model and data.")
+    return first
+
+
+def compare(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise ValueError with all that differs between the run that saved `path` and this one."""
+    differing = [name for name in here if here[name] != saved.get(name)]
+    if not differing:
+        return
+    pairs = [f"{name} is {here[name]}, was {saved.get(name)}" for name in differing]
+    remedy = "Pass the flags, model and data of that run, or another --output-dir."
+    if "global batch" in differing:
+        batch = saved["global batch"]
+        remedy += f" --global-batch-size {batch} keeps the batch if the processes divide {batch}."
+    raise ValueError(f"{path} was saved by a different run: {'; '.join(pairs)}. {remedy}")

@@ -1,0 +1,16 @@
+"""Run a script whose --compile needs no C++ compiler: compiled.py SCRIPT FLAGS..."""
+
+import importlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from ten_steps import compile_without_compiler
+
+from runtime import run
+
+if __name__ == "__main__":
+    compile_without_compiler()
+    script = importlib.import_module(sys.argv[1])
+    run.launch(script.fsdp_main, script.parse_args(sys.argv[2:]))

@@ -1,0 +1,135 @@
+"""best/: the weights of the lowest validation loss, exported at the validation that finds them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import check_equal_weights, launch, losses, metrics, status, weights
+
+import gpt2_fsdp
+from runtime import hf_export, ranks
+
+
+@pytest.fixture(scope="module")
+def flags(texts: tuple[Path, Path]) -> list[str]:
+    """Six steps of `tiny`, which has dropout, validated and saved at every second."""
+    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+            "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
+            "--save-every", "2", "--eval-every", "2", "--model-name", "tiny", "--lr", "1e-3",
+            "--max-steps", "6"]  # fmt: skip
+
+
+def run(flags: list[str], output: Path, *more: str) -> None:
+    """Run the script in this process."""
+    words = [*flags, "--output-dir", str(output), "--batch-size", "4", *more]
+    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(words))
+
+
+def step_of_best(output: Path) -> int:
+    """Return the step of best/ as the directory says it."""
+    return json.loads((output / "best/validation.json").read_text())["step"]
+
+
+VARIANTS = [  # --cpu-offload needs a GPU
+    ["--fsdp", "2", "--compile"], ["--strategy", "ddp"],
+    ["--activation-checkpointing", "--precision", "bf16"],
+    ["--lora-rank", "2"], ["--lora-rank", "2", "--load-in-4bit"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more", [[], *(pytest.param(more, marks=pytest.mark.slow) for more in VARIANTS)], ids=" ".join
+)
+def test_training_with_exports_equals_training_without(
+    more: list[str], flags: list[str], chats: Path, wide_llama: Path, tmp_path: Path
+) -> None:
+    """To the last bit, on two ranks."""
+    script = "gpt2_fsdp"
+    if "--lora-rank" in more:
+        script = "llama_fsdp"
+        flags = ["--dataset", chats, "--max-seq-length", "64", "--model-name", wide_llama]
+        flags += ["--log-every", "1", "--eval-every", "2", "--max-steps", "6", "--lr", "1e-2"]
+        flags += ["--lora-dropout", "0.1"]
+    command = ["tests/compiled.py", script, *flags, "--batch-size", "2", *more]
+    launch(2, *command, "--output-dir", tmp_path / "with")
+    launch(2, *command, "--no-save-best", "--output-dir", tmp_path / "without")
+    for event in ("train", "val"):
+        assert losses(tmp_path / "with", event) == losses(tmp_path / "without", event)
+    check_equal_weights(tmp_path / "with/final", tmp_path / "without/final")
+    assert not (tmp_path / "without/best").exists()
+    done = metrics(tmp_path / "with", "done")[0]
+    assert step_of_best(tmp_path / "with") == done["best_step"] > 0
+    assert metrics(tmp_path / "without", "done")[0]["best_step"] == done["best_step"]
+
+
+def test_a_failed_export_keeps_the_best_weights_before(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Training continues, and neither best_loss nor best_step changes."""
+    export = hf_export.export_model
+    paths = []
+
+    def fail_second(model: object, tokenizer: object, path: Path, args: object) -> None:
+        paths.append(path.name)
+        if paths == ["best"] * 2:
+            raise OSError("no space left")
+        export(model, tokenizer, path, args)
+
+    monkeypatch.setattr(hf_export, "export_model", fail_second)
+    run(flags, tmp_path, "--max-steps", "4")
+    assert (
+        "(no space left). Is the disk full? The best weights before stay." in capfd.readouterr().out
+    )
+    assert paths == ["best", "best", "final"] and status(tmp_path) == "finished"
+    assert metrics(tmp_path, "done")[0]["best_step"] == step_of_best(tmp_path) == 2
+
+
+def test_final_is_a_copy_of_best_in_the_last_step(flags: list[str], tmp_path: Path) -> None:
+    """Weights are hard links. A longer run then replaces both."""
+    run(flags, tmp_path)
+    first, last = (tmp_path / name / "model.safetensors" for name in ("best", "final"))
+    assert step_of_best(tmp_path) == 6 and first.samefile(last)
+    before = weights(tmp_path / "best")
+    run(flags, tmp_path, "--max-steps", "8")
+    assert step_of_best(tmp_path) == 8 and first.samefile(last)
+    assert any((before[name] != tensor).any() for name, tensor in weights(first.parent).items())
+
+
+def test_an_older_checkpoint_exports_again(flags: list[str], tmp_path: Path) -> None:
+    """best/ of a step that the checkpoint has not reached does not count, nor does a lost one."""
+    run(flags, tmp_path / "whole")
+    for damage in ("older", "without best"):
+        path = Path(shutil.copytree(tmp_path / "whole", tmp_path / damage))
+        shutil.rmtree(path / "checkpoints/step-00000006")
+        if damage == "without best":
+            shutil.rmtree(path / "best")
+        run(flags, path)
+        assert losses(path) == losses(tmp_path / "whole")
+        for name in ("best", "final"):
+            check_equal_weights(path / name, tmp_path / "whole" / name)
+        assert step_of_best(path) == 6
+
+
+def test_a_stop_before_the_export_repeats_the_validation(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run saves with the validation still due, and exports when it resumes."""
+    run(flags, tmp_path / "whole")
+    on_any = ranks.true_on_any
+    asked = []
+
+    def stop_once(condition: bool) -> bool:
+        asked.append(condition)
+        return len(asked) == 4 or on_any(condition)
+
+    monkeypatch.setattr(gpt2_fsdp.Run, "progress", lambda run, loader, text: loader)
+    monkeypatch.setattr(ranks, "true_on_any", stop_once)
+    asked[:] = [False] * 2
+    run(flags, tmp_path / "stopped")
+    assert status(tmp_path / "stopped") == "stopped"
+    assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2, 4]
+    assert step_of_best(tmp_path / "stopped") == 2
+    run(flags, tmp_path / "stopped")
+    assert losses(tmp_path / "stopped", "val") == losses(tmp_path / "whole", "val")
+    check_equal_weights(tmp_path / "stopped/best", tmp_path / "whole/best")
