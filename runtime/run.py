@@ -403,8 +403,8 @@ class Run:
 
         if len(val_sets) > 1:
             raise ValueError(
-                f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one --dataset "
-                "or one --val-dataset."
+                f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one "
+                "--dataset or one --val-dataset."
             )
         path = self.directory / tokens.PREPARED
         sets = train_set, *val_sets.values()
