@@ -29,9 +29,9 @@ def count(name: str, times: int, position: int) -> None:
 
     def counted(*args: object, **options: object) -> object:
         whole = args[position] if args else options["input"]  # FSDP2 names its arguments
-        whole = whole if isinstance(whole, list) else [whole]
+        tensors = whole if isinstance(whole, list) else [whole]
         ranks = dist.get_world_size(options.get("group"))
-        SENT["bytes"] += times * sum(x.nbytes for x in whole) * (ranks - 1) / ranks
+        SENT["bytes"] += times * sum(x.nbytes for x in tensors) * (ranks - 1) / ranks
         return collective(*args, **options)
 
     setattr(dist, name, counted)

@@ -3,9 +3,8 @@
     python tests/published.py  # prints a markdown table; a minute on a CPU
 
 A run has a row if its model, batch, flags and program are known, and if its figure is the allocated
-or active memory at the peak, or what expandable segments reserved; otherwise the allocator reserves
-far more than is active. So no row has an optimizer in the backward pass, offloaded activations or
-float8, and only runs that recompute all blocks are compiled.
+or active memory at the peak, or what expandable segments reserved. No row has float8, offloaded
+activations, or an optimizer in the backward pass; compiled ones recompute all blocks.
 """
 
 import dataclasses
@@ -56,8 +55,7 @@ class Row:
     one_root: bool = True  # embeddings and head are in the root unit
     in_16_bits: bool = False  # trained weights, gradients and moments have no fp32
     selective: bool = False  # a recomputed block keeps every second matrix product
-    cache: bool = False  # keys and values of all layers stay until the loss is computed
-    outputs_stay: bool = False  # the cache and fp32 logits stay in the backward pass, too
+    outputs_stay: bool = False  # the cache and fp32 logits stay in the backward pass
 
 
 # logit_bytes: fp32 logits, log-softmax, its gradient and the logits' are 4 x 4 if `pred` or
@@ -74,11 +72,11 @@ LORA_64 = "--activation-checkpointing --gpus-per-node 2 --lora-rank 64 --seq-len
 PULL_165 = {"unit": "GiB", "config": LLAMA_2_7B, "logit_bytes": 16}
 DECEMBER = {"unit": "GiB", "config": LLAMA_3_8B, "logit_bytes": 12, "selective": True}
 THUNDER = {"unit": "GB", "logit_bytes": 8, "in_16_bits": True}
-COOKBOOK = {"unit": "GB", "config": LLAMA_2_7B, "logit_bytes": 12, "in_16_bits": True,
-            "cache": True}  # fmt: skip
+COOKBOOK = {"unit": "GB", "config": LLAMA_2_7B, "logit_bytes": 12, "in_16_bits": True}
 QLORA = {"unit": "GiB", "config": LLAMA_2_7B, "logit_bytes": 16, "in_16_bits": True}
 TUNE = {"unit": "GiB", "in_16_bits": True}
 TITAN, LATER, LITGPT = "torchtitan#165", "torchtitan, December 2024", "lightning-thunder#1261"
+COOKBOOK_41, TORCHTUNE = "llama-cookbook#41", "torchtune, README"
 ROWS = [
     Row(TITAN, "Llama 2 7B, FSDP1, 8 GPUs, 8 x 2,048", 23.58, SEVEN, **PULL_165),
     Row(TITAN, "the same, selective recomputation", 50.35, SEVEN, selective=True, **PULL_165),
@@ -97,23 +95,21 @@ ROWS = [
         f"{RECOMPUTED} 16384", config=CODE_LLAMA_34B, **THUNDER),
     Row(LITGPT, "Mistral 7B, the same, 3 x 32,768", 64.63,
         f"{RECOMPUTED} 32768 --batch-size 3", config=MISTRAL_7B, **THUNDER),
-    Row("llama-cookbook#41", "Llama 2 7B, LoRA 8, FSDP1, 4 GPUs, 4 x 2,048", 15.22, LORA_8,
-        **COOKBOOK),
-    Row("llama-cookbook#41", "the same, outputs are kept", 20.20, LORA_8, outputs_stay=True,
-        **COOKBOOK),
+    Row(COOKBOOK_41, "Llama 2 7B, LoRA 8, FSDP1, 4 GPUs, 4 x 2,048", 15.22, LORA_8, **COOKBOOK),
+    Row(COOKBOOK_41, "the same, outputs are kept", 20.20, LORA_8, outputs_stay=True, **COOKBOOK),
     Row("fsdp_qlora", "Llama 2 7B, LoRA 64, FSDP1, 2 GPUs, 1 x 512", 8.28, f"{LORA_64} 512",
         **QLORA),
     Row("fsdp_qlora", "the same, 1 x 2,048", 9.16, f"{LORA_64} 2048", **QLORA),
-    Row("torchtune, README", "Llama 3.1 70B, LoRA 16, FSDP2, compiled, 8 GPUs, 2 x 2,048", 27.6,
+    Row(TORCHTUNE, "Llama 3.1 70B, LoRA 16, FSDP2, compiled, 8 GPUs, 2 x 2,048", 27.6,
         f"{RECOMPUTED} 2048 --batch-size 2 --lora-rank 16", config=LLAMA_3_70B,
         logit_bytes=2.25, **TUNE),
-    Row("torchtune, README", "Llama 3.1 70B, FSDP2, offload, compiled, 8 GPUs, 2 x 2,048", 13.9,
+    Row(TORCHTUNE, "Llama 3.1 70B, FSDP2, offload, compiled, 8 GPUs, 2 x 2,048", 13.9,
         f"{RECOMPUTED} 2048 --batch-size 2 --fsdp 2", config=LLAMA_3_70B, offload=True,
         one_root=False, logit_bytes=2.25, **TUNE),
-    Row("torchtune, README", "Llama 3.2 3B, one GPU, 2 x 4,096, all kept", 60.0,
+    Row(TORCHTUNE, "Llama 3.2 3B, one GPU, 2 x 4,096, all kept", 60.0,
         f"{KEPT} --gpus-per-node 1 --batch-size 2", config=LLAMA_3_3B, alone=True,
         logit_bytes=12, **TUNE),
-    Row("torchtune, README", "the same, compiled, chunked loss, recomputed", 24.9,
+    Row(TORCHTUNE, "the same, compiled, chunked loss, recomputed", 24.9,
         f"{RECOMPUTED} 4096 --gpus-per-node 1 --batch-size 2", config=LLAMA_3_3B, alone=True,
         logit_bytes=2.25, **TUNE),
 ]  # fmt: skip
@@ -144,7 +140,7 @@ def estimate(row: Row) -> float:
         kept += at_layers * (2 * width + 4 * config.num_attention_heads)
     if row.outputs_stay:
         kept += at_layers * 2 * 2 * keys + 4 * logits
-    elif row.cache:
+    elif row.source == COOKBOOK_41:  # the cache stays until the loss is computed
         loss += at_layers * 2 * 2 * keys
     model = dataclasses.replace(model, chunked=False, logits=loss)
     recompute = args.activation_checkpointing
