@@ -590,8 +590,8 @@ def test_the_names_of_built_in_sizes_are_those_of_the_hub() -> None:
     (["--model-name", "gpt2", "--script", "missing.py"], "--script missing.py is no file"),
     (["--model-name", "gpt2", "--script", "llama_fsdp.py"], "is a gpt2, not a llama"),
     (["--model-name", "gpt2", "--script", "policies.py"],
-     "policies.py has no MODEL, BLOCKS, RECIPE, CHUNK, units, as the scripts here have"),
-    (["--model-name", "gpt2", "--script", "ONE_LESS"], "has no CHUNK, as the scripts here have"),
+     "policies.py has no MODEL, BLOCKS, RECIPE, units, as the scripts here have"),
+    (["--model-name", "gpt2", "--script", "ONE_LESS"], "has no RECIPE, as the scripts here have"),
     (["--model-name", "BROKEN"], "no config of it"),
     (["--model-name", "gpt2", "--seq-length", "2048"], "above the model's 1024 positions"),
     (["--batch-size", "64", "--gpu-memory-gb", "16"], "the largest term is activation_bytes, 63.1 "
@@ -613,7 +613,7 @@ def test_bad_input_is_one_sentence(
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(content)
     lines = (ROOT / "gpt2_fsdp.py").read_text().splitlines(keepends=True)
-    one_less = [line for line in lines if not line.startswith("CHUNK =")]
+    one_less = [line for line in lines if not line.startswith("RECIPE =")]
     assert len(one_less) == len(lines) - 1
     (tmp_path / "one_less.py").write_text("".join(one_less))
     paths = {"BERT": tmp_path / "BERT/config.json", "BROKEN": tmp_path / "BROKEN"}
