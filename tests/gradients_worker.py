@@ -13,6 +13,7 @@ import os
 import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -35,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gpt2_fsdp
 import policies
 from runtime import ranks, weights
+from runtime.chunked_loss import LossHead
 
 CLIPPED = {
     "full_shard": [],
@@ -76,10 +78,11 @@ def head_gradient_error(device: str) -> float:
     hidden, weight = (1 + torch.randn(tokens, width) / 2).bfloat16(), weight.bfloat16()
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
-        head = nn.Linear(width, vocabulary, bias=False, dtype=dtype, device=device)
-        head.weight.data.copy_(weight)
+        head = nn.Linear(width, vocabulary, bias=False)
         states = hidden.to(device, dtype).requires_grad_()  # as those of a model in training
-        loss = gpt2_fsdp.chunked_loss(states, head, targets.to(device), transformers.GPT2Config())
+        head = LossHead(head, transformers.GPT2Config(), gpt2_fsdp.token_loss).to(device, dtype)
+        head.weight.data.copy_(weight)
+        loss = head(states, targets.to(device))
         (loss / tokens).backward()
         rows.append(head.weight.grad[0].float())
     exact, found = rows
@@ -99,15 +102,18 @@ class Operations(TorchDispatchMode):
 
 
 def backward(args: Namespace, model: nn.Module, step: int) -> float:
-    """Add the gradients of the micro-batches of a step; returns the sum of their losses."""
+    """Add the gradients of the micro-batches of a step, and return the sum of their losses."""
     total = 0.0
     device = weights.unwrapped(model).device
-    for number in range(args.gradient_accumulation_steps):
+    count = args.gradient_accumulation_steps
+    pairs = []
+    for number in range(count):
         seed = 100 * step + 10 * number + dist.get_rank()
         ids = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
-        ids = ids.to(device)
-        last = number == args.gradient_accumulation_steps - 1
-        with policies.gradient_sync(args, model, last), policies.autocast(args, device):
+        pairs.append((ids.to(device), number == count - 1))
+    made = SimpleNamespace(micro_batches=lambda: pairs)
+    for ids in policies.micro_batches(args, model, made):
+        with policies.autocast(args, device):
             loss = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).mean()
         loss.backward()
         total += loss.item()

@@ -5,6 +5,7 @@ Whole scripts with the graphs run as they stand are in test_t5.py, test_gpt2.py 
 
 import copy
 import importlib
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,9 @@ from torch._dynamo.utils import counters
 
 import gpt2_fsdp
 import policies
-from runtime import ranks
 from tools import memory_estimator
 
-needs_compiler = pytest.mark.skipif(not policies.has_cpp_compiler(), reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 SMALL = {  # one block in a stack
     "T5_training": transformers.T5Config(
         vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, dropout_rate=0.0,
@@ -103,23 +103,10 @@ def refused(flags: list[str], capsys: pytest.CaptureFixture) -> str:
     return said
 
 
-def test_no_compiler_is_one_sentence(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where inductor finds none, on a CPU; on a GPU it needs none."""
-    with torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")}):
-        said = refused(["--compile"], capsys)
-        assert said.startswith("error: --compile") and "C++ compiler" in said and "CXX" in said
-        gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
-        monkeypatch.setattr(ranks, "device_count", lambda: 1)
-        gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings", "--compile"])
-
-
 def test_accumulation_that_cannot_be_compiled_is_refused(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under FSDP, unless gradients stay whole between the micro-batches."""
-    monkeypatch.setattr(policies, "has_cpp_compiler", lambda: True)
     flags = ["--compile", "--gradient-accumulation-steps", "2"]
     for more in ([], ["--accumulate-no-sync"], ["--strategy", "no_shard"]):
         assert "--accumulate-no-sync on two" in refused([*flags, *more], capsys)

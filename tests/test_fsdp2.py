@@ -94,9 +94,9 @@ def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("flags, said", [
-    (["--strategy", "no_shard"], "--fsdp 2 always shards"),
-    (["--strategy", "ddp"], "--fsdp 2 always shards"),
-    (["--wrap", "size", "--min-num-params", "9"], "--wrap size needs --fsdp 1"),
+    (["--strategy", "no_shard"], "--strategy no_shard requires --fsdp 1"),
+    (["--strategy", "ddp"], "--strategy ddp requires --fsdp 1"),
+    (["--wrap", "size:9"], "--wrap size:NUMBER needs --fsdp 1"),
     (["--cpu-offload", "--precision", "fp16"], "--precision fp16 needs --fsdp 1"),
 ])  # fmt: skip
 def test_what_it_has_not_is_refused(

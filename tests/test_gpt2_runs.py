@@ -98,7 +98,7 @@ def test_resumed_by_one_process_under_ddp(
     whole = [*flags, "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(whole))
     output = ["--output-dir", str(tmp_path / "parts")]
-    size = ["--strategy", "shard_grad_op", "--wrap", "size", "--min-num-params", "3000"]
+    size = ["--strategy", "shard_grad_op", "--wrap", "size:3000"]
     command = [*flags, *output, *size, "--batch-size", "4"]
     assert launch(2, "tests/killed.py", "gpt2_fsdp", 0, 7, *command, check=False).returncode
     args = gpt2_fsdp.parse_args([*flags, *output, "--batch-size", "8", "--strategy", "ddp"])

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import chat_dataset
 import llama_fsdp
 from runtime.attention import automatic, per_document, register
+from runtime.chunked_loss import LossHead
 
 TWO_RANKS = CORE_VARIANTS | {
     "compile": COMPILED,
@@ -276,8 +276,9 @@ def test_the_loss_is_summed_in_fp32() -> None:
     targets = torch.randint(0, 300, (4000,))
     plain = F.cross_entropy(hidden @ weight.T, targets, reduction="sum").item()
     for dtype in (torch.bfloat16, torch.float16):
-        head = SimpleNamespace(weight=weight.to(dtype), bias=None)
-        loss = llama_fsdp.chunked_loss(hidden.to(dtype), head, targets, LlamaConfig())
+        head = LossHead(torch.nn.Linear(32, 300, bias=False), LlamaConfig(), llama_fsdp.token_loss)
+        head.weight.data = weight.to(dtype)
+        loss = head(hidden.to(dtype), targets)
         assert loss.dtype == torch.float32 and loss.item() == pytest.approx(plain, rel=1e-3)
 
 

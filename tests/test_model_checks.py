@@ -1,4 +1,4 @@
-"""What a copy of a script for another architecture would do wrong without a word."""
+"""What a copy of a script for another architecture could train incorrectly is refused."""
 
 import argparse
 import importlib
@@ -19,18 +19,17 @@ from copied import copied, llama_as, llama_changes
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer
 
-import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
 import policies
 import T5_training
+from runtime import chunked_loss
 from runtime.attention import per_document, register, set_attention
 from runtime.metrics import Metrics, flops_per_token, peak_tflops
-from runtime.model_checks import check_logits, fit_config
+from runtime.model_checks import fit_config
 from runtime.optimization import parameter_groups
 from tools import memory_estimator
 
@@ -45,7 +44,7 @@ LLAMAS = {  # the architecture, its folder in Transformers, and what TINY has be
     "GptOss": ("GptOss", "gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
     "scaled": ("Llama", "", {"logit_scale": 0.5}),  # to which Llama pays no heed
 }
-DIFFER = "the logits behind the loss differ by"
+DIFFER = "the logits behind the loss differ from the model's own by"
 SEEN = "documents in a sequence see each other"
 REFUSED = {"GptOss": SEEN, "scaled": DIFFER}
 ATTENTIONS = {  # on one rank
@@ -80,7 +79,7 @@ SEQ2SEQ = {  # what T5_training.py is changed by, and how it is refused
     "T5": ({}, ""),
     "T5 without the source's mask": (
         {LEFT_OUT: LEFT_OUT + ', "attention_mask"'},
-        "padding changes what the model computes",
+        "padding changes the model's logits by",
     ),
     "T5Gemma": (T5GEMMA, ""),
     "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, "the decoder's logits differ"),
@@ -135,16 +134,16 @@ def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) ->
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
-def test_all_ranks_are_told(variant: str, two_ranks: dict) -> None:
-    """Of another loss than the model's, or documents that see each other; other models pass."""
+def test_loss_and_packing_are_checked_on_all_ranks(variant: str, two_ranks: dict) -> None:
+    """Another loss than the model's and documents that see each other are refused on all ranks."""
     for name in LLAMAS:
         for said in two_ranks[f"{name} {variant}"]:
             assert said.startswith(REFUSED[name]) if name in REFUSED else said == "", name
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
-def test_all_ranks_are_told_of_the_decoder(variant: str, two_ranks: dict) -> None:
-    """Where it begins otherwise than its model has it, or is not causal without a mask."""
+def test_decoder_is_checked_on_all_ranks(variant: str, two_ranks: dict) -> None:
+    """Inputs that differ from the model's own, and a decoder that is not causal, are refused."""
     for name, (_, expected) in SEQ2SEQ.items():
         for said in two_ranks[f"{name} {variant}"]:
             assert re.match(expected, said) and bool(said) == bool(expected), name
@@ -152,10 +151,10 @@ def test_all_ranks_are_told_of_the_decoder(variant: str, two_ranks: dict) -> Non
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", LLAMAS)
-def test_whatever_the_attention(
+def test_checks_with_each_attention(
     name: str, attention: str, chats: Path, device: torch.device
 ) -> None:
-    """What a kernel lacks is said by name."""
+    """A feature that a kernel lacks is refused by name."""
     architecture, place, config = LLAMAS[name]
     script = llama_as(architecture, place, **config)
     flags = ["--attention", attention, *ATTENTIONS[attention]]
@@ -173,17 +172,30 @@ def test_whatever_the_attention(
         check(script, chats, device, *flags)
 
 
-def test_a_refusal_names_what_the_model_has(chats: Path, device: torch.device) -> None:
-    """Scale, cap and bias: what a copier must look for."""
-    for script, expected in (
-        (llama_as("Llama", logit_scale=0.5), r"\(the model has logit_scale 0.5\)"),
-        (
-            copied("llama_fsdp", {"bias).float()": "bias).float() / 2"}),
-            r"\(the model has no scale, cap or bias\)",
-        ),
-    ):
-        with pytest.raises(ValueError, match=expected):
-            check(script, chats, device)
+def test_refusal_names_the_scale(chats: Path, device: torch.device) -> None:
+    with pytest.raises(ValueError, match="Its config has logit_scale 0.5"):
+        check(llama_as("Llama", logit_scale=0.5), chats, device)
+
+
+PLAIN_LOSS = {  # a copy that takes the loss from the model's own logits
+    '    return model(**model_inputs(batch), targets=batch["labels"])\n': (
+        "    logits = model(**model_inputs(batch), use_cache=False).logits\n"
+        '    return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())\n'
+    )
+}
+
+
+def test_loss_of_a_copy_without_loss_logits_is_not_checked(
+    chats: Path, device: torch.device, capfd: pytest.CaptureFixture
+) -> None:
+    """One line says so. Causality, documents and the sum are checked all the same."""
+    check(llama_fsdp, chats, device, "--attention", "sdpa")
+    assert "not checked" not in capfd.readouterr().out
+    check(copied("llama_fsdp", PLAIN_LOSS), chats, device, "--attention", "sdpa")
+    assert capfd.readouterr().out.count("the loss is not checked against the model's own") == 1
+    mean = copied("llama_fsdp", PLAIN_LOSS | {', reduction="sum"': ""})
+    with pytest.raises(ValueError, match="summed_loss is not a sum over target tokens"):
+        check(mean, chats, device, "--attention", "sdpa")
 
 
 RIGHT = {  # the folder, and what TINY has besides
@@ -204,7 +216,7 @@ RIGHT = {  # the folder, and what TINY has besides
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_models_pass(name: str, chats: Path, device: torch.device) -> None:
+def test_correct_models_pass(name: str, chats: Path, device: torch.device) -> None:
     """In fp32 and bf16, with packing and without, whatever computes the attention."""
     folder, config = RIGHT[name]
     script = llama_as(name, folder, **config)
@@ -234,14 +246,13 @@ LEAKS = {  # the folder, and what TINY has besides
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_documents_that_see_each_other(name: str, chats: Path, device: torch.device) -> None:
-    """The run ends with what keeps it right, and that is let through. In bf16, too, where LFM2's
-    leak is smaller than a rounding."""
+def test_leaks_between_documents_are_refused(name: str, chats: Path, device: torch.device) -> None:
+    """--no-packing is accepted. In bf16 LFM2's leak is smaller than a rounding error."""
     folder, config = LEAKS[name]
     script = llama_as(name, folder, **config)
     for precision in "fp32", "bf16":
         flags = ["--precision", precision]
-        with pytest.raises(ValueError, match=f"{SEEN}.*use --no-packing"):
+        with pytest.raises(ValueError, match=f"{SEEN}.*Use --no-packing"):
             check(script, chats, device, *flags)
         check(script, chats, device, *flags, "--no-packing")
 
@@ -262,32 +273,31 @@ SPARSE = {  # the folder, and what TINY has besides
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_keys_that_are_chosen_by_their_place(name: str, chats: Path, device: torch.device) -> None:
-    """In the sequence, not in their document: only seen behind another document, or beyond a block
-    of 128 keys."""
+def test_sparse_attention_is_refused(name: str, chats: Path, device: torch.device) -> None:
+    """It chooses keys by their place in the pack, which shows only beyond a block of 128 keys."""
     if not hasattr(transformers, f"{name}ForCausalLM"):
         pytest.skip(f"this Transformers has no {name}")
     folder, config = SPARSE[name]
     script = llama_as(name, folder, **config)
     attention = "sdpa" if getattr(transformers, f"{name}ForCausalLM")._supports_sdpa else "eager"
     flags = ["--attention", attention, "--max-seq-length", "512"]
-    with pytest.raises(ValueError, match=f"{SEEN}.*use --no-packing"):
+    with pytest.raises(ValueError, match=f"{SEEN}.*Use --no-packing"):
         check(script, chats, device, *flags)
     check(script, chats, device, *flags, "--no-packing")
 
 
-def test_hidden_states_that_differ(chats: Path, device: torch.device) -> None:
-    """By one in a hundred, and where the copy loses the documents' positions."""
+def test_changed_hidden_states_are_refused(chats: Path, device: torch.device) -> None:
+    """A difference of 1%, and a forward that loses the positions of the documents."""
     for old, new in (
-        ("self.lm_head(hidden", "self.lm_head(1.01 * hidden"),
+        ("self.get_output_embeddings()(hidden", "self.get_output_embeddings()(1.01 * hidden"),
         ("self.model(input_ids, use_cache=False, **options)", "self.model(input_ids)"),
     ):
         with pytest.raises(ValueError, match=DIFFER):
             check(copied("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
 
 
-def test_nothing_is_left_behind(chats: Path, device: torch.device) -> None:
-    """It runs as in evaluation, uncompiled; random states and mode are as before."""
+def test_checks_leave_no_trace(chats: Path, device: torch.device) -> None:
+    """They run in evaluation mode without compiling, and keep mode, method and random states."""
     model = check(llama_fsdp, chats, device, "--attention", "sdpa")
     compiled, modes = [], []
 
@@ -303,15 +313,17 @@ def test_nothing_is_left_behind(chats: Path, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, llama_fsdp.BLOCKS):
             module.compile(backend=compile_nothing)
+    args = llama_fsdp.parse_args([*FLAGS, "--dataset", str(chats)])
     ids = torch.arange(32).repeat(2, 1)
     for mode in (True, False):
         model.train(mode)
         before = torch.get_rng_state()
         with policies.evaluation(model):
-            check_logits(model, {"input_ids": ids}, device, torch.float32)
+            llama_fsdp.check_loss(args, device, model)
         assert torch.equal(torch.get_rng_state(), before)
         assert all(module.training is mode for module in model.modules())
-    assert modes == [False] * 4 and not compiled
+    assert set(modes) == {False} and not compiled
+    assert "loss_logits" not in vars(model.module.lm_head)
     model(input_ids=ids)
     assert compiled
 
@@ -323,12 +335,10 @@ def command(texts: tuple, output: Path, steps: int) -> list[str]:
     return ["--model-name", "tiny", *files, *length, "--output-dir", str(output)]
 
 
-def test_a_resumed_run_is_checked(
-    texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """One sentence and exit code 1, where the script was changed in between."""
+def test_resumed_run_is_checked(texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """A script that was changed in between is refused with exit code 1."""
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command(texts, tmp_path, 1)))
-    changed = copied("gpt2_fsdp", {"chunked_loss(hidden.": "chunked_loss(0.5 * hidden."})
+    changed = copied("gpt2_fsdp", {"()(hidden.flatten": "()(0.5 * hidden.flatten"})
     with pytest.raises(SystemExit) as end:
         changed.fsdp_main(changed.parse_args(command(texts, tmp_path, 2)))
     error = capfd.readouterr().err.strip().splitlines()[-1]
@@ -360,7 +370,7 @@ def test_blocks_that_miss_a_layer_or_name_another_model_are_refused() -> None:
         mistral = transformers.MistralForCausalLM(transformers.MistralConfig(num_hidden_layers=2))
         bart = transformers.BartForConditionalGeneration(transformers.BartConfig())
         llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=2))
-    with pytest.raises(ValueError, match="not contain; it lacks MistralDecoderLayer"):
+    with pytest.raises(ValueError, match="LlamaDecoderLayer; it lacks MistralDecoderLayer"):
         policies.check_blocks(mistral, llama_fsdp.BLOCKS)
     with pytest.raises(ValueError, match="it lacks BartEncoderLayer"):
         policies.check_blocks(bart, (BartDecoderLayer,))
@@ -368,10 +378,10 @@ def test_blocks_that_miss_a_layer_or_name_another_model_are_refused() -> None:
     policies.check_blocks(llama, llama_fsdp.BLOCKS)
 
 
-def test_logits_that_are_not_finite_are_left_to_the_first_step(
+def test_nan_is_reported_by_the_first_step(
     texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which names the samples."""
+    """It names the samples, which the checks cannot."""
     wrap_model = gpt2_fsdp.wrap_model
 
     def broken(*args: object) -> nn.Module:
@@ -416,11 +426,11 @@ def test_packed_attention_refuses_what_it_lacks(name: str, value: object) -> Non
     """By name, instead of training another model."""
     register(per_document)
     said = {"module_is_causal": "is_causal"}.get(name, name)
-    with pytest.raises(ValueError, match=f"have no {said}.*use --attention eager"):
+    with pytest.raises(ValueError, match=f"have no {said}.*asks for: use --attention eager"):
         attend(**{name: value})
 
 
-def test_packed_attention_takes_what_changes_nothing() -> None:
+def test_packed_attention_accepts_features_that_are_off() -> None:
     """Features that are off, and a window as long as the sequences."""
     register(per_document)
     off = {"dropout": 0.0, "softcap": None, "s_aux": None, "use_cache": False, "is_causal": None}
@@ -434,7 +444,7 @@ def test_packed_attention_takes_what_changes_nothing() -> None:
 def test_a_window_is_refused_before_any_training(chats: Path, device: torch.device) -> None:
     """Where sequences may be longer than Mistral's, whatever the first of them is."""
     script = llama_as("Mistral", sliding_window=63)
-    with pytest.raises(ValueError, match="have no sliding_window, for which MistralAttention asks"):
+    with pytest.raises(ValueError, match="have no sliding_window, which MistralAttention asks for"):
         check(script, chats, device, "--attention", "varlen", "--precision", "bf16")
 
 
@@ -539,10 +549,10 @@ def test_all_block_classes_of_a_model(device: torch.device) -> None:
     assert len(compiled) == 5 and all(isinstance(m, blocks) for m in compiled)
 
 
-def test_later_tokens_are_not_seen(
+def test_model_that_sees_later_tokens_is_refused(
     chats: Path, texts: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask that is not causal ends the run, in each script that trains causal models."""
+    """In both scripts that train causal models."""
     for script, flags in (
         (llama_fsdp, [*FLAGS, "--dataset", str(chats), "--attention", "sdpa", "--no-packing"]),
         (gpt2_fsdp, command(texts, Path("unused"), 1)),
@@ -556,12 +566,11 @@ def test_later_tokens_are_not_seen(
         for kind in ("llama", "gpt2"):
             module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
             monkeypatch.setattr(module, "create_causal_mask", lambda **_: None)
-        with pytest.raises(ValueError, match="the model is not causal: logits differ by"):
+        with pytest.raises(ValueError, match="the model is not causal: its logits change by"):
             script.check_loss(args, device, model)
 
 
-def test_a_decoder_that_is_not_causal(pairs: Path, device: torch.device) -> None:
-    """Whatever the model computes of the labels itself."""
+def test_decoder_that_sees_later_tokens_is_refused(pairs: Path, device: torch.device) -> None:
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
     model = wrapped(T5_training, args, device)
     T5_training.check_loss(args, device, model)
@@ -570,10 +579,10 @@ def test_a_decoder_that_is_not_causal(pairs: Path, device: torch.device) -> None
         T5_training.check_loss(args, device, model)
 
 
-def test_a_decoder_without_a_token_to_start_with(
+def test_decoder_needs_a_start_token(
     t5_directory: Path, pairs: Path, tmp_path: Path, alone: None
 ) -> None:
-    """The file is named, where the padding was taken before; another config's token is found."""
+    """The error names the file; T5Gemma's BOS is found in the decoder's config."""
     shutil.copytree(t5_directory, tmp_path / "t5")
     config = json.loads((t5_directory / "config.json").read_text())
     del config["decoder_start_token_id"]
@@ -595,35 +604,25 @@ def test_a_decoder_without_a_token_to_start_with(
 
 
 def fit(config: transformers.PretrainedConfig, model_class: type, model_name: str = "path") -> None:
-    """`fit_config` without a length to check."""
-    args = argparse.Namespace(model_name=model_name, activation_checkpointing=None)
+    """Call `fit_config` without a length to check."""
+    args = argparse.Namespace(model_name=model_name)
     fit_config(args, model_class, config)
 
 
-def test_no_layer_is_dropped(alone: None, capfd: pytest.CaptureFixture) -> None:
+def test_layerdrop_is_switched_off(alone: None, capfd: pytest.CaptureFixture) -> None:
     """M2M100 would, by default; nothing is said of models that do not."""
     config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
     assert config.encoder_layerdrop == 0.05
     fit(config, transformers.M2M100ForConditionalGeneration)
     assert config.encoder_layerdrop == config.decoder_layerdrop == 0
     said = capfd.readouterr().out.splitlines()
-    expected = "encoder_layerdrop is 0 here, not the model's 0.05"
+    expected = "encoder_layerdrop is set to 0 (the model has 0.05)"
     assert len(said) == 2 and said[0].startswith(expected)
     config = transformers.RwkvConfig(num_hidden_layers=1, hidden_size=16)
     fit(config, transformers.RwkvForCausalLM)
-    assert config.rescale_every == 0 and "rescale_every is 0 here" in capfd.readouterr().out
-    with pytest.raises(ValueError, match="block_sparse attention becomes full attention"):
+    assert config.rescale_every == 0 and "rescale_every is set to 0" in capfd.readouterr().out
+    with pytest.raises(ValueError, match="block_sparse attention switches to full"):
         fit(transformers.BigBirdPegasusConfig(), transformers.BigBirdPegasusForCausalLM)
-    factors = {"short_factor": [1.0], "long_factor": [2.0]}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
-    shape = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**shape, rope_parameters=rope | factors)
-    for length, count in (32, 0), (33, 1):
-        args = argparse.Namespace(
-            model_name="path", max_seq_length=length, activation_checkpointing=None
-        )
-        fit_config(args, llama_fsdp.LossModel, config, "max_seq_length")
-        assert capfd.readouterr().out.count("a text above 32 tokens") == count
     fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
     fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
     assert capfd.readouterr().out == ""
@@ -659,15 +658,14 @@ HEADED = {  # the script, the model, and its shape
 
 
 @pytest.mark.parametrize("name", HEADED)
-def test_the_loss_of_a_head(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With scale, cap or bias, none of them 0: loss and gradients are those of the model's own
-    logits, a few of which are held at a time."""
+def test_chunked_loss_equals_plain_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a scale, cap or bias of the head, for loss and gradients."""
     script, architecture, config = HEADED[name]
     own_model = {"gpt2_fsdp": "GPT2LMHeadModel", "llama_fsdp": "LlamaForCausalLM"}[script]
     script = copied(
         script, {f"transformers.{own_model}": f"transformers.{architecture}ForCausalLM"}
     )
-    monkeypatch.setattr(script, "CHUNK", 5)
+    monkeypatch.setattr(chunked_loss, "CHUNK", 5)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     if name == "GPT-J":
@@ -703,56 +701,34 @@ def attention_said(name: str, attention: str, *flags: str, **config: object) -> 
     return kernel.partition(" (")[0]
 
 
-def test_an_attention_that_a_model_has_not() -> None:
-    """The sentence names one that is right; auto takes it."""
+def test_attention_that_a_model_lacks_is_refused() -> None:
+    """The error names one that works, and auto chooses it."""
     assert attention_said("GptOss", "auto") == attention_said("GptOss", "eager") == "eager"
     assert attention_said("GptOss", "sdpa").endswith("GptOssForCausalLM has none, use eager")
     for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
         assert attention_said(name, "auto") == other
         said = attention_said(name, "varlen", "--precision", "bf16")
-        assert said.endswith(f"takes no attention but its own: use --attention {other}")
+        assert said.endswith(f"dropout or chunks: use --attention {other}")
     assert attention_said("Lfm2", "auto") == "varlen"  # whose config has no attention_dropout
 
 
-def test_chunks_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where sequences may be longer, a kernel has none; old masks count them from the pack on."""
-    monkeypatch.setattr(masking_utils, "remap_positions_for_packed_sequence", None, raising=False)
+def test_chunked_attention_needs_a_mask() -> None:
     assert attention_said("Llama4", "auto", attention_chunk_size=64) == "varlen"
     assert attention_said("Llama4", "auto", attention_chunk_size=63) == "sdpa"
     said = attention_said("Llama4", "varlen", attention_chunk_size=63)
-    assert "has no chunks" in said and said.endswith("above 63 tokens: use --attention sdpa")
-    monkeypatch.delattr(masking_utils, "remap_positions_for_packed_sequence")
-    assert "use --no-packing" in attention_said("Llama4", "sdpa", attention_chunk_size=63)
-    assert attention_said("Llama4", "sdpa", "--no-packing", attention_chunk_size=63) == "sdpa"
+    assert said.endswith("dropout or chunks: use --attention sdpa")
 
 
-def test_chunks_begin_with_their_documents() -> None:
-    """Llama 4's, which are shorter than its documents, where they may be packed."""
-    if not hasattr(masking_utils, "remap_positions_for_packed_sequence"):
-        pytest.skip("this Transformers counts chunks from the pack on, which is refused")
-    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 128}
-    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    shape |= {"intermediate_size_mlp": 32, "num_local_experts": 2, "attention_chunk_size": 12}
-    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**shape, pad_token_id=0))
-    short = argparse.Namespace(max_seq_length=32, packing=True)
-    batch = chat_dataset.collate(chat_dataset.examples(short))
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
-    with torch.no_grad():
-        packed = model(**inputs, use_cache=False).logits[0, 16:]
-        alone = model(batch["input_ids"][:1, :16], use_cache=False).logits[0]
-    torch.testing.assert_close(packed, alone)
-
-
-def test_layers_that_hand_no_lengths_on(chats: Path, device: torch.device) -> None:
-    """Nemotron's: a sentence, and what it names is right."""
+def test_layers_that_drop_cu_seq_lens_are_refused(chats: Path, device: torch.device) -> None:
+    """Nemotron's. The attention that the error names works."""
     script = llama_as("Nemotron")
-    with pytest.raises(ValueError, match="NemotronAttention is not given .* use --attention sdpa"):
+    with pytest.raises(ValueError, match="NemotronAttention does not pass on"):
         check(script, chats, device, "--attention", "varlen")
     check(script, chats, device, "--attention", "sdpa")
 
 
 @pytest.mark.parametrize("name", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_weight_decay_is_as_it_was(name: str) -> None:
+def test_weight_decay_excludes_biases_and_norms(name: str) -> None:
     """In the scripts' own models: all but biases and norms, by their names."""
     script = importlib.import_module(name)
     config = script.MODEL.config_class(vocab_size=384, **script.BYTES, **script.TINY)
