@@ -146,12 +146,15 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{directory} has no tokenizer that loads ({error}). Save one.") from None
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{directory} has no tokenizer that loads ({reason}). Save one.") from None
     kind, count = type(tokenizer).__name__, len(tokenizer)
     # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
-        raise ValueError(f"{directory} has no vocabulary of a {kind}. Save the model's tokenizer.")
+        raise ValueError(
+            f"{directory} has no tokenizer: no vocabulary of a {kind}. Save the model's tokenizer."
+        )
     if count > vocab_size:
         raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}.")
     if tokenizer.eos_token_id is None:
@@ -182,7 +185,10 @@ def _open_files(directory: Path, reads_layers: bool) -> tuple[dict[str, Any], to
     names = {"model.safetensors"}
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{index} cannot be read ({error!r}). Download it again.") from None
     tensors: dict[str, Any] = {}
     for path in sorted(directory / name for name in names):
         try:

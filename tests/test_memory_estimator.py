@@ -574,7 +574,7 @@ def test_the_names_of_built_in_sizes_are_those_of_the_hub() -> None:
 
 @pytest.mark.parametrize("flags, said", [
     (["--model-name", "someone/unknown"], "unset it, give a directory with its files, or set"),
-    (["--model-name", "llama2-7b"], "llama2-7b (did you mean llama-2-7b?) is no directory here"),
+    (["--model-name", "llama2-7b"], "llama2-7b is not a directory, and the hub cannot be asked"),
     (["--modelname", "gpt2"], "arguments: --modelname gpt2 (did you mean --model-name?)"),
     (["--attention", "eager", "--activation-checkpointing", "attention"], "what --attention fused"),
     pytest.param(
