@@ -20,13 +20,9 @@ The run
     ranks         work on all processes or on some
     arguments     the flags that mean the same in every script
 The model
-    models        names and shapes, whatever wraps them
-    hub           whether the Hugging Face hub gives a name, and why not
-    hf_load       Hugging Face files in
-    stored_tensors  the tensors in those files
-    hf_export     Hugging Face files out
+    weights       Hugging Face files in; names and shapes, whatever wraps the model
+    export        Hugging Face files out
     model_checks  is the loss the model's own
-    trained       the seam that adapters plug into
 The data
     rows/         readers of files and hub data sets, tokens made beforehand, JSON, bad rows, chats
 Optional: a copy that has no use for them leaves them out

@@ -140,12 +140,13 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{directory} has no tokenizer that loads ({error}). Save one.") from None
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{directory} has no tokenizer that loads ({reason}). Save one.") from None
     kind, count = type(tokenizer).__name__, len(tokenizer)
     # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
-        raise ValueError(f"{directory} has no vocabulary of a {kind}. Save the model's tokenizer.")
+        raise ValueError(f"{directory} has no tokenizer: no vocabulary of a {kind}. Save one.")
     if count > vocab_size:
         raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}.")
     if tokenizer.eos_token_id is None:
@@ -176,7 +177,10 @@ def _open_files(directory: Path, reads_layers: bool) -> tuple[dict[str, Any], to
     names = {"model.safetensors"}
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{index} cannot be read ({error!r}). Download it again.") from None
     tensors: dict[str, Any] = {}
     for path in sorted(directory / name for name in names):
         try:
@@ -338,10 +342,12 @@ class Loader:
             tensor = self._broadcast(name)
             if key == "weight" and hasattr(module, "quantize"):
                 tensor = module.quantize(tensor.float())
-            tensor = tensor.to(meta.dtype)
             if isinstance(meta, DTensor):
                 mesh, placements = meta.device_mesh, meta.placements
                 tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+            # Rank 0's may be a view of the mapped file.
+            tensor = tensor.to(meta.dtype, copy=dist.get_rank() == 0)
+            if isinstance(meta, DTensor):
                 tensor = tensor.to(self.shard_device)
         if isinstance(meta, nn.Parameter):
             return nn.Parameter(tensor, requires_grad=meta.requires_grad)
@@ -350,7 +356,7 @@ class Loader:
     def _broadcast(self, name: str) -> Tensor:
         """Return rank 0's tensor, on this rank's device."""
         if dist.get_rank() == 0:
-            tensor = self.source[name].to(self.device, copy=True).contiguous()
+            tensor = self.source[name].to(self.device).contiguous()
         else:
             shape, dtype = self.stored[name]
             tensor = torch.empty(shape, dtype=dtype, device=self.device)

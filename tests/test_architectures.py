@@ -47,6 +47,7 @@ ALWAYS = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
 TOO_LARGE = 30_000_000  # parameters, with the shapes that are not named above
 TOO_SLOW = {"BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM",
             "JambaForCausalLM", "NemotronHForCausalLM"}  # fmt: skip
+CRASHES = {"Inkling2ForCausalLM"}  # torch 2.13 dies in its backward pass under FSDP2
 IMPORTS = {
     "T5_training": ("models.t5.modeling_t5 import T5Block", "(T5Block,)",
                     "transformers.T5ForConditionalGeneration"),
@@ -201,6 +202,8 @@ def test_architecture(
     """Its losses are those of the model alone, and its weights are those that it exports."""
     if name in TOO_SLOW:
         pytest.skip("its layers take minutes on a CPU")
+    if name in CRASHES:
+        pytest.skip("torch dies in its backward pass under FSDP2")
     try:
         model = small_model(getattr(transformers, name))
         save(model, tmp_path / "model")

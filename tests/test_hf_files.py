@@ -254,7 +254,7 @@ def with_adapters(directory: Path) -> None:
      "is quantized (fp8). Pass a directory with its weights in 16 or 32 bits"),
     (with_adapters, "contains adapters, not a model"),
     (with_large_tokenizer, "has a tokenizer of 483 tokens, the model 384"),
-    (with_empty_tokenizer, "has no vocabulary of a LlamaTokenizer"),
+    (with_empty_tokenizer, "has no tokenizer: no vocabulary of a LlamaTokenizer"),
 ])  # fmt: skip
 def test_unfit_directory_is_refused(
     damage: Callable, said: str, alone: None, llama_directory: Path, tmp_path: Path

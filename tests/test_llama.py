@@ -245,9 +245,9 @@ def test_loaded_as_by_from_pretrained(two_ranks: dict, llama_directory: Path) ->
     ("index", "model.safetensors.index.json cannot be read"),
     ("missing file", "No such file"),
     ("truncated", "cannot be read"),
-    ("absent tensor", "other is not the model's; lm_head.weight is missing"),
+    ("absent tensor", "lm_head.weight is missing; other is not the model's"),
     ("vocabulary", "lm_head.weight has shape [384, 32], not [400, 32]"),
-    ("bin", "convert them once"),
+    ("bin", "convert other formats"),
     ("gpt2", "is a gpt2, not a llama"),
     ("fp16", "loaded as torch.float32"),
 ])  # fmt: skip
@@ -258,7 +258,7 @@ def test_wrong_checkpoints(name: str, said: str, two_ranks: dict) -> None:
     assert "\n" not in everyone[0] and seconds < 10
     if name == "vocabulary":
         assert "embed_tokens.weight has shape [384, 32]" in everyone[0]
-    assert "stored as F16, trained as fp32" in two_ranks["printed"]
+    assert "stored as float16" in two_ranks["printed"]
 
 
 def documents(count: int) -> list[dict]:
