@@ -1,5 +1,4 @@
-"""The flag --optimizer: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU (CUDA's
-unified memory, as in QLoRA)."""
+"""The flag --optimizer: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU."""
 
 import importlib.util
 from argparse import ArgumentParser, Namespace
