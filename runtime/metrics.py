@@ -141,7 +141,7 @@ class Metrics:
         if args.track:
             from .trackers import Trackers  # a copy may leave it out
 
-            self.trackers = Trackers(args, self.directory, self.script, state.step)
+            self.trackers = Trackers(args, self.directory / "track", self.script, state.step)
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         device, processes = ranks.device_name(state.device), dist.get_world_size()
