@@ -7,9 +7,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -37,9 +36,12 @@ def of_model(
     shapes = [(name, list(whole_shape(value))) for name, value in model.named_parameters()]
     config = model.config.to_diff_dict()
     settings = sorted((key, repr(value)) for key, value in config.items() if key not in OF_FILES)
-    name = f"{model.config.model_type}, {checksum([shapes, settings])}"
-    identity = {"script": script, "model": name}
-    identity["chat template"] = checksum(getattr(tokenizer, "chat_template", None))
+    template = getattr(tokenizer, "chat_template", None)
+    identity = {
+        "script": script,
+        "model": f"{model.config.model_type}, {checksum([shapes, settings])}",
+        "chat template": checksum(template),
+    }
     adapters = getattr(unwrapped(model), "adapters", None)
     return identity | (adapters.identity(args, model) if adapters else {})
 
@@ -47,9 +49,9 @@ def of_model(
 def of_data(
     args: Namespace, loader: DataLoader | None, val_loaders: dict[str, DataLoader]
 ) -> dict[str, Any]:
-    """Return the identity of the data, the batch and the seed; all ranks.
+    """Return the identity of data, batch and seed; an evaluation has no `loader`. All ranks.
 
-    Raises ValueError if nodes have different data. `loader` is None in an evaluation.
+    Raises ValueError if nodes have different data.
     """
     sets = {} if loader is None else {"training data": loader.dataset}
     sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
@@ -78,7 +80,7 @@ def as_lists(sample: Any) -> Any:
         return {name: as_lists(value) for name, value in sample.items()}
     if isinstance(sample, list | tuple):
         return [as_lists(value) for value in sample]
-    return sample.tolist() if isinstance(sample, np.ndarray | Tensor) else sample
+    return sample.tolist() if hasattr(sample, "tolist") else sample
 
 
 def checksum(value: Any) -> str:
@@ -87,10 +89,8 @@ def checksum(value: Any) -> str:
 
 
 def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's values; raise ValueError, on all ranks, if another rank's differ.
-
-    A rank may leave out all values.
-    """
+    """Return rank 0's values; raise ValueError on all ranks if those of another one, that has any,
+    differ."""
     name = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
     everyone = [pair for pair in ranks.on_every_rank(lambda: (name, values)) if pair[1]]
     first = everyone[0][1] if everyone else {}

@@ -91,7 +91,7 @@ def test_stopped_by_a_signal_to_torchrun(
     assert status(tmp_path) == "stopped"
     last = max(losses(tmp_path))
     assert last < 10 and (tmp_path / f"checkpoints/step-{last:08d}").is_dir()
-    for name in ("checkpoints/tmp-step-00000099", "tmp-final-7"):  # left by a kill inside a save
+    for name in ("checkpoints/step-00000099", "tmp-final-7"):  # left by a kill inside a save
         (tmp_path / name).mkdir()
     launch(2, "gpt2_fsdp.py", *command)
     check_equal(tmp_path, uninterrupted)

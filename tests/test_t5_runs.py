@@ -284,18 +284,17 @@ def test_hybrid_shard_on_two_by_two(
 
 
 def test_what_is_not_ours_stays(
-    finished: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+    finished: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """A directory of the user's, a model of somebody else's, and a run of another script."""
     (finished / "tmp-mine").mkdir()
     one_process(flags, finished)
     assert (finished / "tmp-mine").is_dir()
     (tmp_path / "foreign/final").mkdir(parents=True)
     assert "of something else" in refused(flags, tmp_path / "foreign", capfd)
-    (tmp_path / "other").mkdir()
-    line = {"event": "start", "step": 0, "script": "gpt2_fsdp"}
-    (tmp_path / "other/metrics.jsonl").write_text(json.dumps(line) + "\n")
-    assert "holds a run of gpt2_fsdp" in refused(flags, tmp_path / "other", capfd)
+    monkeypatch.setattr(T5_training, "SCRIPT", "my_script")
+    assert "script is my_script, was T5_training" in refused(flags, finished, capfd)
 
 
 def test_bad_data_is_said_once_by_two_ranks(flags: list[str], tmp_path: Path) -> None:
