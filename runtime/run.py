@@ -208,7 +208,7 @@ class Run:
             )
         word, _, saved = self._last_status.partition("\nsaved step ")
         if word == "finished":
-            if total <= max(state.step, int(saved or 0)):
+            if total <= (state.step if self.checkpoint else int(saved or 0)):
                 ranks.say(f"{self.directory} is finished. Raise --max-steps or --epochs to resume.")
                 return False
             if self.checkpoint is None:
