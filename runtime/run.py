@@ -214,7 +214,7 @@ class Run:
             if self.checkpoint is None:
                 raise ValueError(
                     f"{self.directory} is finished, and its checkpoints are gone, so it cannot "
-                    f"resume from step {int(saved)}. Pass another --output-dir."
+                    f"resume from step {saved or 0}. Pass another --output-dir."
                 )
         if self.checkpoint is not None:
             ranks.say(f"Resuming at step {state.step} of {total}, from {self.checkpoint.name}")
