@@ -1,24 +1,20 @@
-"""Rooms that serve a run whatever its model and data are.
+"""Modules that serve a run, whatever its model and data are.
 
-The training
-    state         what is trained and saved, and its counters
-    steps         what must happen around each optimizer step
+The run: each object has one owner of its state
+    run           Run: OUTPUT_DIR, its status, saves, exports and end; it owns the objects below
+    lock          Lock: one run at a time writes to OUTPUT_DIR
+    stops         StopRequest: whether this process was asked to stop
+    steps         Steps and Step: what must happen around each optimizer step
+    metrics       Metrics: metrics.jsonl, speed, the lines on the screen; it owns the trackers
+    state         TrainState: what is trained and saved, and its counters
+    checkpoints   Saver: checkpoints and what failed; find, check, load, prune
+    identity      values that all ranks and starts of a run must share
+    watchdog      the timer that writes the stacks of a rank without progress
+    screen        progress of long work
+    ranks         work on all processes or on one, and exits with a message
+    arguments     the flags that mean the same in every script
     batches       the order of samples, cut into global batches
     optimization  parameter groups, the learning rate by step
-    metrics       metrics.jsonl, and its lines on the screen
-The run
-    run           what a script tells its run, and asks of it
-    life          who holds OUTPUT_DIR, what a run goes on from, how it ends
-    lock          one run at a time writes to OUTPUT_DIR
-    output        the checkpoints found there, the status
-    checkpoints   save, check, load, prune
-    identity      values that all starts of a run must share
-    stops         requests to stop
-    watchdog      where a rank is that takes too long
-    free_space    is there room on the disk
-    screen        progress of long work
-    ranks         work on all processes or on some
-    arguments     the flags that mean the same in every script
 The model
     weights       Hugging Face files in; names and shapes, whatever wraps the model
     export        Hugging Face files out
@@ -26,7 +22,7 @@ The model
 The data
     rows/         readers of files and hub data sets, tokens made beforehand, JSON, bad rows, chats
 Optional: a copy that has no use for them leaves them out
-    adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)                attention (packed documents)
-    rouge   trackers   profiling   rows/chat_formats, rows/chat_templates (Llama's)
-    rows/tokens (--prepare-only)   generate, torchrun (programs: prompts; exit codes for launchers)
+    adapters, nf4 (LoRA, 4 bits)   paged, paged_adamw (--optimizer)   attention (packed documents)
+    rouge   trackers   rows/chat_formats, rows/chat_templates (Llama's)
+    rows/tokens (--prepare-only)   generate (a program: prompts)
 """

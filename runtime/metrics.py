@@ -19,9 +19,8 @@ from .screen import Progress
 from .state import TrainState
 from .weights import unwrapped, whole_shape
 
-# Peak of a GPU whose name contains the key, in dense bf16: half of the figure with sparsity in
-# NVIDIA's data sheets. For Blackwell: HGX B200 and B300, 36 PFLOPS of 8 GPUs; GB200 and GB300
-# NVL72, 360 PFLOPS of 72. The first key that fits counts, so longer names come first.
+# Peaks in dense bf16 by GPU name: half of the figures with sparsity in NVIDIA's data sheets (of
+# Blackwell: of HGX B200 and B300, GB200 and GB300 NVL72). The first key in the name counts.
 PEAK_TFLOPS = {
     "GB200": 2500, "GB300": 2500, "B200": 2250, "B300": 2250,
     "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835,
@@ -94,10 +93,10 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     L the layers, d the width of all heads, T the length. Recomputation does not count. Frozen
     weights below adapters have no gradients: 4 N. None for encoder-decoders and experts.
     """
-    config = model.config
-    if config.is_encoder_decoder or model.product_weights is None:
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    if config.is_encoder_decoder or heads is None or model.product_weights is None:
         return None
-    heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
     passes = 4 if is_frozen else 6
@@ -136,7 +135,6 @@ class Metrics:
         """Cut metrics.jsonl to the restored step, and log and print the run's settings."""
         args, state = self.args, self.state
         model = unwrapped(state.model)
-        load_memory = ranks.on_every_rank(peak_memory, state.device)
         if state.device.type != "cpu":
             length = getattr(loader.dataset, "span", None)  # of packs: a document's mean length
             if length is None:
@@ -148,7 +146,7 @@ class Metrics:
         if args.track:
             from .trackers import Trackers  # a copy may leave it out
 
-            self.trackers = Trackers(args, self.directory, self.script, state.step)
+            self.trackers = Trackers(args, self.directory / "track", self.script, state.step)
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
         revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
         device, processes = ranks.device_name(state.device), dist.get_world_size()
@@ -161,7 +159,6 @@ class Metrics:
             transformers=transformers.__version__,
             git=revision or None,
             identity=state.identity,
-            load_memory=load_memory,
             directory=str(Path.cwd()),
             attention=attention_of(model),
             arguments=vars(args),

@@ -27,7 +27,7 @@ GRACE_SECONDS = 20  # in which another rank can report the error
 JOIN_SECONDS = 300.0  # limit for ranks to connect, once all have started
 APART = (
     "The ranks have not reached each other in {:.0f} s. Set GLOO_SOCKET_IFNAME and "
-    "NCCL_SOCKET_IFNAME to the network interface between the nodes (ip -br address lists them)."
+    "NCCL_SOCKET_IFNAME to the network interface between the nodes (see ip -br address)."
 )
 
 _cpu_group: dist.ProcessGroup | None = None
@@ -211,11 +211,16 @@ def say_error(error: object) -> None:
     """Print an error, which torchrun's report repeats. Any rank and any thread may call it."""
     text = f"error: {error}"
     print(text, file=sys.stderr, flush=True)
-    add_to_report(text)
+    _add_to_report(text)
 
 
-def add_to_report(text: str) -> None:
-    """Have torchrun's report, the last on the screen, repeat a text. Any rank may call it."""
+def say_end(text: str) -> None:
+    """Print how the run ended, and have torchrun's report, the last on the screen, repeat it."""
+    _add_to_report(text)
+    say(text)
+
+
+def _add_to_report(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}

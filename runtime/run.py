@@ -80,7 +80,8 @@ class Run:
             if isinstance(error, OSError):
                 error = f"--output-dir {self.directory} cannot be used ({error}). Pass another one."
             ranks.exit_with(error)
-        watchdog.start(self.directory, 20 * args.timeout_minutes)  # a third of it, in seconds
+        stacks = self.directory / f"stacks-rank-{dist.get_rank()}.txt"
+        watchdog.start(stacks, args.timeout_minutes * 60 / 3)
         self._stack.callback(watchdog.stop)
         return self
 
@@ -95,22 +96,21 @@ class Run:
 
     def _end(self, error: BaseException | None) -> None:
         """End a run that is complete, or was stopped; raise any other error."""
-        if error is not None and not isinstance(error, Stopped):
-            raise error
-        if error is not None:
-            self._save()
-        if self.saver is not None:
-            self.saver.finish()
         if error is None:
-            self.stop.set_nothing_to_lose(False)
             if self.saver is not None:
+                self.saver.finish()
                 self._write_status("finished")
-            return
-        self._write_status("stopped")
-        self.exit_code = STOPPED
-        step, total = self.state.step, self.state.total_steps
-        self._say_end(f"Saved at step {step:,} of {total:,}. Run the same command to resume.")
-        dist.barrier(group=ranks.cpu_group())  # a launcher may end all ranks when one has left
+            self.stop.set_nothing_to_lose(False)
+        elif isinstance(error, Stopped):
+            self._save()
+            self.saver.finish()
+            self._write_status("stopped")
+            self.exit_code = STOPPED
+            done = f"step {self.state.step:,} of {self.state.total_steps:,}"
+            ranks.say_end(f"Saved at {done}. Run the same command to resume.")
+            dist.barrier(group=ranks.cpu_group())  # a launcher may end all when one rank has left
+        else:
+            raise error
 
     def _fail(self, error: BaseException) -> None:
         """Note a failure. Raise SystemExit, with a message, where the user can solve it."""
@@ -132,23 +132,19 @@ class Run:
         if is_users or isinstance(error, SaveError):
             ranks.exit_with(error)
 
-    def _end_at_once(self, why: str) -> NoReturn:
+    def _end_at_once(self, request: str) -> NoReturn:
         """End this process on request, from another thread than the main one."""
         has_failed = self._is_failing or ranks.has_failed()
         if dist.get_rank() == 0 and self.lock.lease.is_locked:
             if not has_failed:
                 self._write_status("stopped")
-                self._say_end(f"{why}. Run the same command to resume.")
+                ranks.say_end(f"{request}: nothing to save. Run the same command to resume.")
             elif self.saver is not None:
                 self._write_status("failed")
             self.lock.lease.release()
         watchdog.stop()
         kill_forked()
         os._exit(1 if has_failed else STOPPED)
-
-    def _say_end(self, text: str) -> None:
-        ranks.add_to_report(text)
-        ranks.say(text)
 
     def _write_status(self, word: str) -> None:
         """Write the file status: the word, and the step of the newest checkpoint."""
@@ -163,18 +159,15 @@ class Run:
 
     def describe(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Print a model's size; note its identity, the shapes that wrapping hides, and the
-        tokenizer for best/. Call it before wrapping.
-
-        Raises ValueError if the nodes have different models.
-        """
-        sizes = [weights.whole_shape(parameter).numel() for parameter in model.parameters()]
-        trained = [x.numel() for x in model.parameters() if x.requires_grad]
-        ranks.say(f"{self.args.model_name}: {sum(sizes):,} parameters, {sum(trained):,} trained")
+        tokenizer for best/. Call it before wrapping. Raises ValueError if nodes differ."""
+        size = sum(weights.whole_shape(parameter).numel() for parameter in model.parameters())
+        trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
+        ranks.say(f"{self.args.model_name}: {size:,} parameters, {trained:,} trained")
         model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         model.product_weights = product_weights(model)
         self._tokenizer = tokenizer
-        of_model = identity.of_model(self.args, self.script, model, tokenizer)
-        self._identity = identity.compare_ranks(of_model)
+        mine = identity.of_model(self.args, self.script, model, tokenizer)
+        self._identity = identity.compare_ranks(mine)
 
     def restore(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, scaler: Any,
@@ -183,9 +176,7 @@ class Run:
         """Take all that is trained, load the checkpoint if there is one, and seed dropout.
 
         `others` are whatever else the script trains, such as `ema=...`: tensors and numbers in
-        their `state_dict` are saved. DTensors are sharded; plain tensors are each rank's own, and
-        need the same number of ranks again.
-
+        their `state_dict` are saved. DTensors are sharded; plain tensors are each rank's own.
         Raises ValueError if the ranks have different data, or the checkpoint is of another run.
         """
         args = self.args
@@ -195,9 +186,8 @@ class Run:
         whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # it has AdamW's state
         whole["run.restore's further arguments"] = sorted(others)
         total = args.max_steps or args.epochs * loader.batch_sampler.steps_per_epoch
-        self.state = TrainState(
-            model, optimizer, scheduler, scaler, self.device, total, whole, others
-        )
+        trained = model, optimizer, scheduler, scaler
+        self.state = TrainState(*trained, self.device, total, whole, others)
         ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         self._loader = loader
         if self.checkpoint:
@@ -213,18 +203,18 @@ class Run:
         args, state, total = self.args, self.state, self.state.total_steps
         if state.step > total:
             raise ValueError(
-                f"The run has reached step {state.step}, beyond the {total} of --max-steps or "
-                "--epochs. Pass at least that many, or another --output-dir."
+                f"The run has reached step {state.step}, more than the {total} of --max-steps or "
+                "--epochs. Pass more, or another --output-dir."
             )
         word, _, saved = self._last_status.partition("\nsaved step ")
         if word == "finished":
-            if total <= max(state.step, int(saved or 0)):
+            if total <= (state.step if self.checkpoint else int(saved or 0)):
                 ranks.say(f"{self.directory} is finished. Raise --max-steps or --epochs to resume.")
                 return False
             if self.checkpoint is None:
                 raise ValueError(
                     f"{self.directory} is finished, and its checkpoints are gone, so it cannot "
-                    f"resume from step {int(saved)}. Pass another --output-dir."
+                    f"resume from step {saved or 0}. Pass another --output-dir."
                 )
         if self.checkpoint is not None:
             ranks.say(f"Resuming at step {state.step} of {total}, from {self.checkpoint.name}")
@@ -247,10 +237,7 @@ class Run:
         return self.state.step == 0 or self.state.validation_due
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
-        """Yield each step that is left; `with step:` does what must happen around it.
-
-        Raises Stopped, on all ranks, if one was asked to stop.
-        """
+        """Yield each step that is left. Raises Stopped, on all ranks, if one was asked to stop."""
         if self.metrics is None:
             raise RuntimeError("Call run.begin() before run.steps(loader).")
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
@@ -258,8 +245,7 @@ class Run:
     def progress(self, loader: DataLoader, text: str) -> Iterator[Batch]:
         """Yield the batches of a validation, as many on all ranks, with a progress bar.
 
-        Raises Stopped, on all ranks, if one was asked to stop. The validation is then repeated when
-        the run resumes.
+        Raises Stopped, on all ranks, if one was asked to stop. A resumed run repeats it.
         """
         for batch in screen.progress(loader, text):
             self._stop_if_asked()
@@ -276,8 +262,7 @@ class Run:
         self.metrics.log("train", **values, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
-        """Log a validation, and export best/ if its `loss` is the lowest so far, unless nothing is
-        trained yet.
+        """Log a validation, and export best/ if its `loss` is the lowest of a trained model.
 
         Raises Stopped, on all ranks, if one was asked to stop before the export.
         """
@@ -326,10 +311,7 @@ class Run:
             export.copy_export(best, final)
         else:
             self._export(model, tokenizer, final)
-        text = f"Last model: {final}"
-        if self.args.save_best:
-            text += f", of the lowest validation loss: {best}"
-        ranks.say(text)
+        ranks.say(f"The last model is in {final}, that of the lowest loss in {best}")
         self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
@@ -354,16 +336,13 @@ class Run:
         ranks.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")
 
     def load_evaluated(self, model: nn.Module, val_loaders: Loaders) -> None:
-        """Load the newest checkpoint's adapters, with --lora-rank. Raises ValueError if there is
-        none, or if nodes have different data."""
+        """Load the newest checkpoint's adapters, with --lora-rank. Raises ValueError if there are
+        none, or nodes have different data."""
         identity.of_data(self.args, None, val_loaders)
         if self.checkpoint:
             checkpoints.load_weights(self.checkpoint, model)
         elif getattr(self.args, "lora_rank", 0):
-            raise ValueError(
-                f"--evaluate-only with --lora-rank finds no checkpoint in {self.directory}. Pass "
-                "--output-dir."
-            )
+            raise ValueError(f"--evaluate-only finds no adapters in {self.directory}.")
         ranks.say(f"Evaluating {self.checkpoint or self.args.model_name}, without training")
 
     def write_evaluation(
@@ -371,8 +350,7 @@ class Run:
     ) -> None:
         """Print the results of `validation` and others, and write them to evaluation.json.
 
-        `loaders` are those of the data sets, by name. `triples`, of source, reference and generated
-        text, go to predictions.jsonl.
+        `triples`, of source, reference and generated text, go to predictions.jsonl.
         """
         samples = {name: len(loader.dataset) for name, loader in loaders.items()}
         evaluation = {

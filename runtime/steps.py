@@ -9,9 +9,9 @@ A script's loop reads
             step.guard(optimizer, loss, grad_norm)
             ...  # the optimizer's step
 
-Entering a step fetches its micro-batches, and counts the targets of all ranks and the requests to
-stop. Leaving it counts the step, and checks the one before: the host reads a step's numbers when
-the device has begun the next one, so nothing waits for the device.
+Entering a step fetches its micro-batches, and counts targets and requests to stop of all ranks.
+Leaving it counts the step, and checks the one before: the host reads a step's numbers when the
+device has begun the next one, so nothing waits for the device.
 """
 
 import contextlib

@@ -21,12 +21,10 @@ class Stopped(Exception):
 class StopRequest:
     """A watch for requests to stop, while entered: SIGTERM, SIGINT, SIGUSR1, or torchrun's end.
 
-    If nothing would be lost, as in the load and the export, or if another rank has failed, a
-    request calls `end` with a message, which ends the process. Otherwise the ranks agree to stop
-    where a step, or a batch of a validation, begins.
-
-    Python runs a signal's handler between bytecodes, so not while a rank loads, compiles or waits
-    in a collective. A thread that reads the wakeup descriptor sees the signal then, too.
+    If nothing would be lost, as in the load and the export, or a rank has failed, a request calls
+    `end` with its name, which ends the process. Otherwise the ranks stop at the next step or batch
+    of a validation. A thread reads the signals from the wakeup descriptor, as Python runs no
+    handler while the main thread loads, compiles or waits in a collective.
     """
 
     def __init__(self, end: Callable[[str], None]) -> None:
@@ -66,7 +64,7 @@ class StopRequest:
             is_first = not self.name
             self.name = name
             if self.nothing_to_lose or ranks.has_failed():
-                self.end(f"{name}: stopped, with nothing to save")
+                self.end(name)
         if is_first:
             ranks.say(f"{name}: stopping after this step or the next")
 
@@ -80,7 +78,7 @@ class StopRequest:
         with self._lock:
             self.nothing_to_lose = value
             if self.name and value:
-                self.end(f"{self.name}: stopped, with nothing to save")
+                self.end(self.name)
 
 
 def _ignore(*_: object) -> None:

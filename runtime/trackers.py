@@ -1,7 +1,4 @@
-"""Experiment trackers, which also get the numbers of metrics.jsonl; rank 0 only.
-
-A tracker that fails is named once, and not used after that: the training continues.
-"""
+"""Experiment trackers, which also get the numbers of metrics.jsonl; rank 0 only."""
 
 import contextlib
 import importlib
@@ -15,28 +12,15 @@ from tqdm import tqdm
 
 
 class Trackers:
-    """The trackers of --track. A run that resumes at `step` continues in them."""
+    """The trackers of --track. A run that resumes at `step` continues in them. One that fails is
+    named once, and not used after that."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, step: int) -> None:
         self.open: dict[str, Any] = {}
-        place = directory / "track"
         for name in args.track:
             with self._tolerant(name):
-                place.mkdir(exist_ok=True)
-                if name == "tensorboard":
-                    from torch.utils.tensorboard import SummaryWriter
-
-                    # Steps after the restored one are trained again.
-                    self.open[name] = SummaryWriter(place / name, purge_step=step + 1)
-                    continue
-                path = place / "id"  # shared by all starts in this directory
-                if not path.exists():
-                    path.write_text(uuid.uuid4().hex[:8])
-                options = {"project": script, "name": path.read_text(), "resume": "allow"}
-                options["config"] = {key: str(value) for key, value in vars(args).items()}
-                if name == "wandb":
-                    options |= {"id": path.read_text(), "dir": place}
-                self.open[name] = importlib.import_module(name).init(**options)
+                directory.mkdir(exist_ok=True)
+                self.open[name] = _start(name, args, directory, script, step)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
         """Send an event's numbers, as event/name; those of an inner dict as event/name/key."""
@@ -57,7 +41,7 @@ class Trackers:
 
     def close(self) -> None:
         """Close all trackers."""
-        for name, tracker in self.open.items():
+        for name, tracker in list(self.open.items()):
             with self._tolerant(name):
                 tracker.close() if name == "tensorboard" else tracker.finish()
 
@@ -66,6 +50,21 @@ class Trackers:
         try:
             yield
         except Exception as error:  # of any type: the training does not depend on a tracker
-            self.open = {key: tracker for key, tracker in self.open.items() if key != name}
+            self.open.pop(name, None)
             reason = (str(error) or type(error).__name__).splitlines()[0]
             tqdm.write(f"--track {name} failed and is not used any more: {reason}")
+
+
+def _start(name: str, args: Namespace, directory: Path, script: str, step: int) -> Any:
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(directory / name, purge_step=step + 1)  # later steps are repeated
+    path = directory / "id"  # shared by all starts in this directory
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:8])
+    options = {"project": script, "name": path.read_text(), "resume": "allow"}
+    options["config"] = {key: str(value) for key, value in vars(args).items()}
+    if name == "wandb":
+        options |= {"id": path.read_text(), "dir": directory}
+    return importlib.import_module(name).init(**options)

@@ -5,37 +5,33 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 _file: Any = None  # open while the watchdog runs
 _seconds = 0.0
-_armed = 0.0  # when the timer was last started
+_last_touch = 0.0
 
 
-def start(directory: Path, seconds: float) -> None:
-    """Write all stacks of this process when `touch` is not called for so many seconds."""
-    global _file, _seconds
-    _file = (directory / f"stacks-rank-{dist.get_rank()}.txt").open("w")
-    _seconds = seconds
+def start(path: Path, seconds: float) -> None:
+    """Write all stacks of this process to `path` if `touch` is not called for so many seconds."""
+    global _file, _seconds, _last_touch
+    _file, _seconds, _last_touch = path.open("w"), seconds, 0.0
     touch()
 
 
 def touch() -> None:
-    """Note progress, and start the timer again: at most once a second, as that takes a thread."""
-    global _armed
+    """Note progress: start the timer again, at most once a second, as that starts a thread."""
+    global _last_touch
     now = time.monotonic()
-    if _file is not None and now - _armed > 1:
+    if _file is not None and now - _last_touch > 1:
         faulthandler.dump_traceback_later(_seconds, file=_file)
-        _armed = now
+        _last_touch = now
 
 
 def stop() -> None:
     """Stop the timer, and delete the file if it is empty."""
-    global _file, _armed
+    global _file
     if _file is not None:
         faulthandler.cancel_dump_traceback_later()
+        if _file.seek(0, 2) == 0:  # its end
+            Path(_file.name).unlink(missing_ok=True)
         _file.close()
-        path = Path(_file.name)
-        if path.exists() and not path.stat().st_size:
-            path.unlink()
-    _file, _armed = None, 0.0
+        _file = None

@@ -1,4 +1,4 @@
-"""A command as a container runs it, and what launch.k8s.yaml's Job and SkyPilot do with its end."""
+"""A command as a container runs it, and the restarts of launch/k8s.yaml's Job and of SkyPilot."""
 
 import os
 import signal
@@ -61,15 +61,13 @@ def free_port() -> int:
 class Job:
     """Nodes that run a launcher's command, started again as the launcher would."""
 
-    def __init__(self, directory: Path, words: list[object], job_id: str = "1") -> None:
+    def __init__(self, directory: Path, words: list[object]) -> None:
         self.directory = directory
         self.words = [str(word) for word in words]
-        self.job_id = job_id
         self.port = str(free_port())
         self.hosts = directory / "hosts"
         self.log = directory / "log"
         self.codes: list[tuple[int, int]] = []  # of each end: the node and its exit code
-        self.taken: set[int] = set()  # nodes that end because the cluster takes them away
         self.addresses = {0: "127.0.0.1", 1: "127.0.0.1"}
         self.starts = 0
         self.due: dict[int, float] = {}  # when a node that has ended starts again
@@ -123,12 +121,12 @@ class Job:
 
 
 class Kubernetes(Job):
-    """The Job of launch.k8s.yaml: each pod by itself, by its failure policy."""
+    """The Job of launch/k8s.yaml: each pod restarts alone, up to backoffLimitPerIndex times."""
 
     seconds = 0.0  # until a pod starts again
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        _, self.job = yaml.safe_load_all((ROOT / "launch.k8s.yaml").read_text())
+        _, self.job = yaml.safe_load_all((ROOT / "launch/k8s.yaml").read_text())
         super().__init__(*args, **options)
 
     def start(self, index: int) -> Container:
@@ -136,7 +134,7 @@ class Kubernetes(Job):
         command = [word.replace("29500", self.port) for word in container["command"]]
         command = [word.replace("--nproc-per-node gpu", "--nproc-per-node 1") for word in command]
         env = {x["name"]: x["value"] for x in container["env"] if "value" in x}
-        env |= {"HOME": str(self.directory), "JOB_ID": self.job_id}
+        env["HOME"] = str(self.directory)
         env["POD_IP"] = self.new_address(index)
         env["JOB_COMPLETION_INDEX"] = str(index)
         return Container(f"train-{index}", self.hosts, self.log, [*command, *self.words], **env)
@@ -144,37 +142,25 @@ class Kubernetes(Job):
     def ended(self, index: int, code: int) -> bool:
         if code == 0:
             return False
-        if self.action(code, index in self.taken) == "FailJob":
+        failures = [node for node, _ in self.codes].count(index)
+        if failures > self.job["spec"]["backoffLimitPerIndex"]:
             return True
-        self.taken.discard(index)
         self.due[index] = time.monotonic() + self.seconds
         return False
 
-    def action(self, code: int, is_taken: bool) -> str:
-        """Return what the failure policy says of a pod that has ended."""
-        for rule in self.job["spec"]["podFailurePolicy"]["rules"]:
-            if "onPodConditions" in rule:
-                matches = is_taken
-            else:
-                assert rule["onExitCodes"]["operator"] == "NotIn"
-                matches = code not in rule["onExitCodes"]["values"]
-            if matches:
-                return rule["action"]
-        return "Count"
-
 
 class SkyPilot(Job):
-    """The managed job of launch.sky.yaml: the first node that ends badly ends all."""
+    """The managed job of launch/sky.yaml: the first node that fails restarts all."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.task = yaml.safe_load((ROOT / "launch.sky.yaml").read_text())
+        self.task = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
         super().__init__(*args, **options)
 
     def start(self, index: int) -> Container:
         script = "T5_training.py --output-dir /output/t5"
         assert script in self.task["run"]
         text = self.task["run"].replace(script, '"$@"').replace("29500", self.port)
-        env = {"SKYPILOT_TASK_ID": self.job_id, "SKYPILOT_NODE_RANK": str(index)}
+        env = {"SKYPILOT_NODE_RANK": str(index)}
         self.new_address(index)
         env |= {"SKYPILOT_NODE_IPS": "\n".join(self.addresses.values()), "SKYPILOT_NUM_NODES": "2"}
         env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}
@@ -185,9 +171,8 @@ class SkyPilot(Job):
         if code == 0:
             return False
         self.close()
-        recovered = self.task["resources"]["job_recovery"]["recover_on_exit_codes"]
-        if not (code in recovered or index in self.taken):
+        limit = self.task["resources"]["job_recovery"]["max_restarts_on_errors"]
+        if len(self.codes) > limit:
             return True
-        self.taken.discard(index)
         self.nodes = {index: self.start(index) for index in range(2)}
         return False

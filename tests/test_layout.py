@@ -49,12 +49,6 @@ def test_cuda_is_named_where_something_is_its_own() -> None:
             "if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):",
         ),
         ("attention.py", "major, _ = torch.cuda.get_device_capability()"),
-        ("profiling.py", 'if device.type == "cuda":'),
-        (
-            "profiling.py",
-            'torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)',
-        ),
-        ("profiling.py", "torch.cuda.memory._dump_snapshot(str(path))"),
     }
 
 

@@ -21,9 +21,8 @@ import os, pathlib, signal, sys, time
 status = pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status")
 restart = int(os.environ.get("SLURM_RESTART_COUNT", 0))
 saved = [0, *map(int, sys.argv[2:]), 100, 200][restart : restart + 2]
-job = f"job {os.environ['SLURM_JOB_ID']}.{restart}"
 def write(word):
-    status.write_text(f"{word}\\n{job}\\nbegan at step {saved[0]}\\nsaved step {saved[1]}\\n")
+    status.write_text(f"{word}\\nsaved step {saved[word == 'stopped']}\\n")
 def stop(*_):
     write("stopped")
     sys.exit()
@@ -40,14 +39,6 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status").write_text("running\\n")
 time.sleep(600)
-"""
-
-# One that is refused, as another job has the directory, and writes there.
-REFUSED = """
-import pathlib, sys
-status = pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status")
-status.write_text("stopped\\njob 99999.0\\nbegan at step 0\\nsaved step 5\\n")
-sys.exit("error: --output-dir is in use")
 """
 
 FAILS = """
@@ -154,6 +145,22 @@ def test_stopped_before_the_time_is_up_and_requeued(
     assert losses(output) == losses(finished)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["load", "first validation"])
+def test_stopped_before_the_first_step_and_requeued(
+    phase: str, cluster: None, flags: list[str], tmp_path: Path
+) -> None:
+    """With nothing saved: the second start trains."""
+    output = tmp_path / "output"
+    words = ["tests/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
+    job = Job(output, [], *words, f"--output-dir={output}")
+    wait_until((tmp_path / f"output.{phase}-0").exists, 120, job.report)
+    slurm("scancel", "--signal=USR1", job.number)
+    job.wait("COMPLETED")
+    assert job["Restarts"] == "1" and status(output) == "finished"
+    assert list(losses(output)) == [1, 2, 3]
+
+
 def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) -> None:
     """scancel --signal=USR1, twice; the second time is one too many."""
     (tmp_path / "idle.py").write_text(IDLE)
@@ -171,24 +178,18 @@ def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
-    """Two requeues in a row in which no step was saved are enough; one that saved counts anew."""
+    """Two starts in a row that saved no step end the job."""
     (tmp_path / "idle.py").write_text(IDLE)
     status = tmp_path / "status"
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}", 0, 5, 5, 5)
     for restart in range(4):
-        job.wait_for(status, f"running\njob {job.number}.{restart}\n")
+        wait_until(lambda restart=restart: job["Restarts"] == str(restart), 120, job.report)
+        job.wait_for(status, "running")
         slurm("scancel", "--signal=USR1", job.number)
+        job.wait_for(status, "stopped")
     job.wait("FAILED")
     assert job["Restarts"] == "3" and job.report().count("and requeued") == 3
-    assert "no step was saved in two requeues in a row" in job.report()
-
-
-def test_the_status_of_another_job_says_nothing(cluster: None, tmp_path: Path) -> None:
-    """That one holds the directory, and was stopped."""
-    (tmp_path / "refused.py").write_text(REFUSED)
-    job = Job(tmp_path, [], tmp_path / "refused.py", f"--output-dir={tmp_path}")
-    job.wait("FAILED")
-    assert job["Restarts"] == "0" and "requeued" not in job.report()
+    assert "no step was saved in two starts in a row" in job.report()
 
 
 @pytest.mark.slow
