@@ -52,15 +52,15 @@ def row_encoder(
     A row is a document, which EOS ends, unless it ends in a newline: then the next row continues
     it, like a text file's lines and the rows of WikiText. Rows of `input_ids` are used as they are.
     """
-    eos = tokenizer.eos_token_id
+    eos, column = tokenizer.eos_token_id, args.text_column
     options = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
     options |= {"return_attention_mask": False, "verbose": False}
 
     def from_texts(some: list[dict]) -> list[list[dict]]:
-        texts = [row.get(args.text_column) or "" for row in some]
+        texts = ["" if row.get(column) is None else row[column] for row in some]
         for text in texts:
             if not isinstance(text, str):
-                raise ValueError(f"{args.text_column} is {text}, not text")
+                raise ValueError(f"{column} is {text}, not text")
         ids = tokenizer(texts, **options)["input_ids"]
         ends = [[] if text.endswith("\n") else [eos] for text in texts]
         found = zip(texts, ids, ends, strict=True)
@@ -116,7 +116,7 @@ def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, D
     identity = args.block_size, args.text_column, readers.tokenizer_fingerprint(tokenizer)
     found = {}
     for split, rows in parts.items():
-        columns = readers.column_names(rows)
+        columns = readers.column_names(name, rows)
         encode = row_encoder(name, columns, tokenizer, args)
         rows = readers.samples(name, rows, encode, FEATURES, args, *identity)
         if args.text_column not in columns:
