@@ -28,9 +28,9 @@ The model
     model_checks  is the loss the model's own
     trained       the seam that adapters plug into
 The data
-    rows/         readers of files and hub data sets, tokens made beforehand, JSON, bad rows, chats
+    readers       rows of files and data sets, mapped to samples
 Optional: a copy that has no use for them leaves them out
     adapters, nf4 (LoRA, 4 bits)   paged, paged_adamw (--optimizer)   attention (packed documents)
-    rouge   trackers   profiling   rows/chat_formats, rows/chat_templates (Llama's)
-    rows/tokens (--prepare-only)   generate, torchrun (programs: prompts; exit codes for launchers)
+    rouge   trackers   profiling   chats (Llama's formats and templates)
+    tokens (--prepare-only)   generate, torchrun (programs: prompts; exit codes for launchers)
 """

@@ -15,8 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import policies
-from runtime import checkpoints, hf_export, run
-from runtime.rows import readers
+from runtime import checkpoints, hf_export, readers, run
 from runtime.steps import Step
 
 RANK = os.environ.get("RANK", "0")
@@ -28,7 +27,7 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
     later = range(3, 1000)
     return {
         "load": (script, "load_model", None),
-        "tokenisation": (readers, "cached_map", None),
+        "tokenisation": (readers, "samples", None),
         "first validation": (script, "validation", range(1)),
         "first step": (Step, "__enter__", range(1)),
         "step": (Step, "__enter__", later),

@@ -37,7 +37,7 @@ import summarization_dataset
 import T5_training
 from benchmarks.driven import Driven
 from runtime import adapters
-from runtime.rows.chat_templates import LLAMA_2
+from runtime.chats import LLAMA_2
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -177,9 +177,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 def held_out_loss(model: nn.Module, flags: list[str]) -> float:
     """The mean loss of the validation documents, one by one."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
-    _, rows = chat_dataset.load_documents(args, tokenizer, args.dataset[0], False)
+    _, sets = chat_dataset.load(args, tokenizer)
     total, count = 0.0, 0
-    for row in rows:
+    for row in sets[args.dataset[0]].dataset.with_format(None):
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
         with torch.no_grad():
             logits = model(ids[:, :-1]).logits[0]
@@ -341,7 +341,8 @@ def test_another_script_has_adapters(t5_directory: Path, pairs: Path, tmp_path: 
 def held_out_pairs(pairs: Path) -> list[dict[str, torch.Tensor]]:
     """The validation set, a sample at a time."""
     args = T5_training.parse_args(["--dataset", str(pairs)])
-    _, rows = summarization_dataset.load_summarization(args, ByT5Tokenizer(), verbose=False)
+    _, sets = summarization_dataset.load(args, ByT5Tokenizer())
+    rows = sets[str(pairs)].with_format(None)
     return [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
 
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, errors_said, launch, losses, metrics, status, weights
 
 OPTIONAL = ("adapters.py", "nf4.py", "paged_adamw.py", "paged.py", "attention.py",
-            "chat_formats.py", "chat_templates.py", "trackers.py")  # fmt: skip
+            "chats.py", "tokens.py", "trackers.py")  # fmt: skip
 SCRIPTS = {  # its data, and flags that make texts short
     "gpt2_fsdp": ("block_dataset", ["--block-size", "32"]),
     "T5_training": (

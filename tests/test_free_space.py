@@ -19,7 +19,7 @@ def test_what_is_needed_is_what_is_written(
     """Checkpoints, best/ and final/ to a tenth: the rest is what describes the tensors. With less
     than that free nothing is trained, unless it is asked for; what lies there makes way."""
     output = tmp_path / "run"
-    flags = ["--model-name", "tiny", "--train-file", str(texts[0]), "--val-file", str(texts[1]),
+    flags = ["--model-name", "tiny", "--dataset", str(texts[0]), "--val-dataset", str(texts[1]),
              "--block-size", "32", "--keep-checkpoints", "1", "--save-every", "1",
              "--output-dir", str(output)]  # fmt: skip
     asked = []

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +15,6 @@ from conftest import ROOT
 from huggingface_hub import constants
 
 from runtime import hf_load, hub
-from runtime.rows import readers
 
 ANSWERS = {  # status and X-Error-Code, by what is in the URL; as the hub gives them to strangers
     "gated": (401, "GatedRepo"),
@@ -110,36 +108,6 @@ def test_a_model_that_cannot_be_had(
     assert ("licence" in said) == ("licence" in parts[0]) and "\n" not in said
 
 
-@pytest.mark.parametrize("name, part", [
-    ("someone/gated", "licence on SERVER/datasets/someone/gated and set HF_TOKEN"),
-    ("someone/gtp2", "no public dataset of that name: give one that it has"),
-    ("docstring", "docstring (did you mean docstrings?) is no file here and not whole in the"),
-    ("rows.arrw", "rows.arrw (did you mean rows.arrow?) is no file here and not whole in the"),
-])  # fmt: skip
-def test_a_data_set_that_cannot_be_had(
-    name: str,
-    part: str,
-    server: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-) -> None:
-    """The same."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.arrow").touch()
-    connect(monkeypatch, NOBODY if "whole" in part else server, tmp_path / "cache")
-    said = refused(capfd, readers.read_hub, name, Namespace(dataset_config=None))
-    assert part.replace("SERVER", server) in said
-    assert datasets.config.HF_HUB_OFFLINE is False
-
-
-def test_a_file_beside_a_missing_one(tmp_path: Path) -> None:
-    """It is named, before anything is started."""
-    (tmp_path / "chats.jsonl").touch()
-    (said,) = readers.check_name("--dataset", f"{tmp_path}/chat.jsonl")
-    assert f"(did you mean {tmp_path}/chats.jsonl?) is missing: there is no such file" in said
-
-
 @pytest.mark.parametrize("name", ["fine", "nofile", "busy"])
 def test_a_hub_that_refuses_nothing(
     name: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,30 +147,6 @@ def test_what_is_in_the_cache_needs_no_hub(
     (folder / "snapshots").mkdir()
     (folder / "snapshots/abc").symlink_to(gpt2_directory)
     assert hf_load.model_directory("someone/gated", []) == folder / "snapshots/abc"
-
-
-def test_a_data_set_in_the_cache_needs_no_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was loaded once; of another configuration than those there, the sentence names them."""
-    connect(monkeypatch, NOBODY, tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
-    rows.save_to_disk(tmp_path / "saved")
-    folder = tmp_path / "someone___gated/default/0.0.0/abc"
-    folder.mkdir(parents=True)
-    (saved,) = (tmp_path / "saved").glob("*.arrow")
-    saved.rename(folder / "gated-train.arrow")
-    splits = [{"name": "train", "num_examples": 2, "dataset_name": "gated"}]
-    info = datasets.DatasetInfo(features=rows.features, splits=splits, config_name="default")
-    info.write_to_directory(folder)
-    parts = readers.read_hub("someone/gated", Namespace(dataset_config=None))
-    assert parts["train"]["text"][:] == ["one", "two"]
-    with pytest.raises(
-        ValueError, match="one of several configurations with --dataset-config"
-    ) as error:
-        readers.read_hub("someone/gated", Namespace(dataset_config="large"))
-    assert "default" in str(error.value)
 
 
 def test_the_estimator_without_a_network(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 import chat_dataset
 import llama_fsdp
 from runtime import hf_export, hf_load, models, stored_tensors
-from runtime.rows.chat_templates import LLAMA_2
+from runtime.chats import LLAMA_2
 
 # Twelve experts, so that their order by number is not that of their keys.
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "max_position_embeddings": 128}
@@ -259,7 +259,8 @@ def validation_samples(directory: Path, chats: Path) -> list[dict[str, torch.Ten
     args = llama_fsdp.parse_args(["--dataset", str(chats), "--max-seq-length", "128"])
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = LLAMA_2
-    _, rows = chat_dataset.load_documents(args, tokenizer, args.dataset[0], verbose=False)
+    _, sets = chat_dataset.load(args, tokenizer)
+    rows = sets[args.dataset[0]].dataset.with_format(None)
     return [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
 
 

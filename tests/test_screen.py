@@ -9,13 +9,11 @@ import sys
 import termios
 from pathlib import Path
 
-import datasets
 import pytest
 from conftest import ROOT
 
 from runtime import ranks, screen
 from runtime.metrics import shown
-from runtime.rows import readers
 
 TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
 
@@ -57,21 +55,6 @@ def test_a_line_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lines._last -= 2 * screen.LINE_SECONDS
     lines.show(1)
     assert len(said) == 1
-
-
-def test_lines_of_tokenising(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """`datasets` draws no bar into a file; it prints lines, which end as lines do."""
-    monkeypatch.setattr(screen, "LINE_SECONDS", 0)
-    monkeypatch.setattr(datasets.utils.tqdm, "display", datasets.utils.tqdm.display)
-    datasets.enable_progress_bars()  # whatever was loaded before
-    readers.show_progress(verbose=True)
-    rows = datasets.Dataset.from_dict({"x": list(range(3000))})
-    rows.map(lambda batch: batch, batched=True, desc="preparing rows", load_from_cache_file=False)
-    found = capsys.readouterr()
-    assert found.out.startswith("preparing rows ") and "/3,000  " in found.out
-    assert not found.err.strip()
 
 
 def test_a_terminal_of_80_columns(tmp_path: Path) -> None:

@@ -148,7 +148,8 @@ def reloaded(directory: Path, pairs: Path) -> dict:
     """What a fresh process with plain transformers makes of an exported model."""
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
     tokenizer = ByT5Tokenizer()
-    _, val_set = T5_training.data.load_summarization(args, tokenizer)
+    _, sets = T5_training.data.load(args, tokenizer)
+    val_set = sets[str(pairs)].with_format(None)
     texts = [
         [tokenizer.decode(row[key], skip_special_tokens=True) for key in ("input_ids", "labels")]
         for row in val_set
