@@ -110,6 +110,7 @@ def csv_header(path: Path, separator: str) -> list[str]:
             header = next(reader, [])
             if not all(header) or len({*header}) < len(header) or ";" in "".join(header):
                 raise csv.Error(f"the header {header} needs distinct names between commas")
+            line = reader.line_num + 1
             for row in reader:
                 if len(row) > len(header):
                     raise csv.Error(f"{len(row)} fields for {len(header)} columns")

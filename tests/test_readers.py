@@ -143,14 +143,14 @@ MISTAKES = {  # name: (content, flags, message)
     "twice.csv": ("text,text\na,b\n", "", "needs distinct names"),
     "quote.csv": ('text,headline\na,"b\nc,d\n', "", "quote.csv, line 2: unexpected end of data"),
     "inner.csv": ('text,headline\na,b\n"he "hi" to",c\n', "", "inner.csv, line 3: ',' expected"),
-    "wide.csv": ("text,headline\na,b,c\nd,e\n", "", "wide.csv, line 1: 3 fields for 2 columns"),
+    "wide.csv": ("text,headline\na,b,c\nd,e\n", "", "wide.csv, line 2: 3 fields for 2 columns"),
     "field.csv": (
         "text,headline\na,b\nc,\n",
         "",
         "field.csv, row 2: its text or its summary is em",
     ),
     "one.csv": ("text,headline\na,b\n", "", "no two rows differ"),
-    "bad.parquet": ("none", "", "bad.parquet cannot be read: Parquet magic bytes"),
+    "bad.parquet": ("no parquet", "", "bad.parquet cannot be read: Parquet magic bytes"),
     "vocabulary.jsonl": (
         lines([{"input_ids": [5, 9999], "labels": [5]}, *TOKENS]),
         "",
