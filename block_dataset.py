@@ -1,8 +1,6 @@
 """Text for a causal language model, from rows to blocks of tokens.
 
-`load` tokenizes the rows, joins them and cuts them into blocks; `collate` pads a batch. Results
-stay in the `datasets` cache: let one process per node load first.
-
+`load` tokenizes the rows, joins them and cuts them into blocks; `collate` pads a batch.
 Copy this file along with gpt2_fsdp.py and the folder runtime/.
 """
 
@@ -45,14 +43,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def row_encoder(
-    name: str, columns: list[str], tokenizer: Tokenizer, args: Namespace
+    name: str, columns: list[str], column: str, tokenizer: Tokenizer, args: Namespace
 ) -> Callable[[list[dict]], list[list[dict]]]:
     """Return the function that makes tokens of some rows of data set `name`.
 
-    A row is a document, which EOS ends, unless it ends in a newline: then the next row continues
-    it, like a text file's lines and the rows of WikiText. Rows of `input_ids` are used as they are.
+    A row is a document, which EOS ends, unless it ends in a newline, as the rows of WikiText do:
+    then the next row continues it. Rows of `input_ids` are used as they are.
     """
-    eos, column = tokenizer.eos_token_id, args.text_column
+    eos = tokenizer.eos_token_id
     options = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
     options |= {"return_attention_mask": False, "verbose": False}
 
@@ -73,11 +71,11 @@ def row_encoder(
         found = [tokens.check_ids(row.get("input_ids"), *limit, tokenizer) for row in some]
         return [[{"input_ids": ids}] for ids in found]
 
-    if args.text_column in columns:
+    if column in columns:
         return from_texts
     if "input_ids" in columns:
         return from_tokens
-    raise ValueError(f"--dataset {name} has no column {args.text_column}, only "
+    raise ValueError(f"--dataset {name} has no column {column}, only "
                      f"{', '.join(columns)}. Pass --text-column.")  # fmt: skip
 
 
@@ -117,9 +115,10 @@ def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, D
     found = {}
     for split, rows in parts.items():
         columns = readers.column_names(name, rows)
-        encode = row_encoder(name, columns, tokenizer, args)
+        column = "text" if columns == ["text"] else args.text_column
+        encode = row_encoder(name, columns, column, tokenizer, args)
         rows = readers.samples(name, rows, encode, FEATURES, args, *identity)
-        if args.text_column not in columns:
+        if column not in columns:
             from runtime import tokens  # a copy may leave it out
 
             tokens.check_origin(name, args, tokenizer)

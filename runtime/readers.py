@@ -261,7 +261,7 @@ def samples(
     gc.collect()  # garbage may crash a forked process that finalises it
     # The hash that `datasets` takes changes with a tokenizer's state, not with a module's code.
     key = fingerprint(function, rows._fingerprint, name, args.bad_rows, sorted(features), *key)
-    mapped = rows.map(
+    mapped = rows.with_format(None).map(
         make_batch, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
         remove_columns=rows.column_names, features=Features(features | ORIGIN),
         num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
