@@ -219,9 +219,9 @@ def test_what_must_not_differ_is_named(
     before = sorted((path, path.stat().st_mtime) for path in finished.rglob("*") if path.is_file())
     said = refused([*flags, "--seed", "1"], finished, capfd)
     assert "seed (0 there, 1 here)" in said and "model" not in said
-    said = refused([*flags, "--source-length", "8", "--clean"], finished, capfd)
+    said = refused([*flags, "--source-length", "8"], finished, capfd)
     assert "data (" in said
-    assert "of --source-length (512 there, 8 here), --clean (False there, True here), or" in said
+    assert "of --source-length (512 there, 8 here), or" in said
     said = refused([*flags, "--no-group-by-length"], finished, capfd)
     assert "--group-by-length (True there, False here)" in said
     assert "model (" in refused([*flags, "--model-name", str(t5_directory)], finished, capfd)
