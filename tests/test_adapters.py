@@ -314,7 +314,7 @@ T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.
         "    arguments.add_common(",
         "    adapters.add_arguments(parser)\n    arguments.add_common(",
     ),
-    ("data, rouge, policies)", "data, rouge, adapters, policies)"),
+    (", rouge, policies)", ", rouge, adapters, policies)"),
     (
         "    model = hf_load.meta_model(MODEL, config, directory)\n",
         "    model = hf_load.meta_model(MODEL, config, directory)\n"
