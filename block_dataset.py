@@ -1,8 +1,6 @@
 """Text for a causal language model, from rows to blocks of tokens.
 
-`load` tokenizes the rows, joins them and cuts them into blocks; `collate` pads a batch. Results
-stay in the `datasets` cache: let one process per node load first.
-
+`load` tokenizes the rows, joins them and cuts them into blocks; `collate` pads a batch.
 Copy this file along with gpt2_fsdp.py and the folder runtime/.
 """
 
@@ -45,22 +43,22 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def row_encoder(
-    name: str, columns: list[str], tokenizer: Tokenizer, args: Namespace
+    name: str, columns: list[str], column: str, tokenizer: Tokenizer, args: Namespace
 ) -> Callable[[list[dict]], list[list[dict]]]:
     """Return the function that makes tokens of some rows of data set `name`.
 
-    A row is a document, which EOS ends, unless it ends in a newline: then the next row continues
-    it, like a text file's lines and the rows of WikiText. Rows of `input_ids` are used as they are.
+    A row is a document, which EOS ends, unless it ends in a newline, as the rows of WikiText do:
+    then the next row continues it. Rows of `input_ids` are used as they are.
     """
     eos = tokenizer.eos_token_id
     options = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
     options |= {"return_attention_mask": False, "verbose": False}
 
     def from_texts(some: list[dict]) -> list[list[dict]]:
-        texts = [row.get(args.text_column) or "" for row in some]
+        texts = ["" if row.get(column) is None else row[column] for row in some]
         for text in texts:
             if not isinstance(text, str):
-                raise ValueError(f"{args.text_column} is {text}, not text")
+                raise ValueError(f"{column} is {text}, not text")
         ids = tokenizer(texts, **options)["input_ids"]
         ends = [[] if text.endswith("\n") else [eos] for text in texts]
         found = zip(texts, ids, ends, strict=True)
@@ -73,11 +71,11 @@ def row_encoder(
         found = [tokens.check_ids(row.get("input_ids"), *limit, tokenizer) for row in some]
         return [[{"input_ids": ids}] for ids in found]
 
-    if args.text_column in columns:
+    if column in columns:
         return from_texts
     if "input_ids" in columns:
         return from_tokens
-    raise ValueError(f"--dataset {name} has no column {args.text_column}, only "
+    raise ValueError(f"--dataset {name} has no column {column}, only "
                      f"{', '.join(columns)}. Pass --text-column.")  # fmt: skip
 
 
@@ -116,10 +114,11 @@ def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, D
     identity = args.block_size, args.text_column, readers.tokenizer_fingerprint(tokenizer)
     found = {}
     for split, rows in parts.items():
-        columns = readers.column_names(rows)
-        encode = row_encoder(name, columns, tokenizer, args)
+        columns = readers.column_names(name, rows)
+        column = "text" if columns == ["text"] else args.text_column
+        encode = row_encoder(name, columns, column, tokenizer, args)
         rows = readers.samples(name, rows, encode, FEATURES, args, *identity)
-        if args.text_column not in columns:
+        if column not in columns:
             from runtime import tokens  # a copy may leave it out
 
             tokens.check_origin(name, args, tokenizer)

@@ -195,7 +195,7 @@ def row_encoder(
     of all before the first answer, `begins` the position of the first target.
     """
     length = args.max_seq_length + 1
-    columns = readers.column_names(rows)
+    columns = readers.column_names(name, rows)
     kind = next((x for x, needed in chats.COLUMNS.items() if {*needed} <= {*columns}), None)
     say(f"{name}: columns {', '.join(columns)}, read as {kind or 'plain documents or tokens'}")
 

@@ -93,7 +93,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     if args.evaluate_only:
         return None, val_sets
     text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
-    say(f"an example: {readers.shorten(text)} -> «{readers.shorten(summary)}», learned")
+    say(readers.shorten(f"an example, «learned»: «{summary}» from {text}"))
     return readers.join(train_sets), val_sets
 
 
@@ -152,7 +152,7 @@ def hashed(key: str) -> int:
 
 def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return the rows of data set `name` with the columns of KEY, and of PAIR or TOKENS."""
-    columns = readers.column_names(rows)
+    columns = readers.column_names(name, rows)
     wanted = [args.source_column, args.target_column]
     if name == "docstrings":
         wanted = ["text", "headline"]
@@ -165,7 +165,7 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
                          f"{wanted}. Pass --source-column and --target-column.")  # fmt: skip
 
     def clean(row: dict[str, Any]) -> dict[str, Any]:
-        found = [row.get(column) or "" for column in wanted]
+        found = ["" if row.get(x) is None else row[x] for x in wanted]
         for column, value in zip(wanted, found, strict=True):
             if not isinstance(value, str):
                 raise ValueError(f"{column} is {value}, not text")
@@ -200,16 +200,14 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
         limits["labels"] = "--target-length", args.target_length
         return readers.samples(name, rows, check_some, TOKENS | KEY, args, limits, len(tokenizer))
     rows = readers.samples(name, rows, clean_some, PAIR | KEY, args, wanted, sorted(titles.items()))
-    counts = Counter(rows["place"])
-    dropped = {place: count for place, count in counts.items() if place.startswith("with ")}
-    reasons = ", ".join(f"{count:,} {place}" for place, count in dropped.items())
+    counts = Counter(place for place in rows["place"] if place.startswith("with "))
+    reasons = ", ".join(f"{count:,} {place}" for place, count in counts.items())
     say(f"{name}: {len(rows):,} rows, dropped: {reasons or 'none'}")
     return rows
 
 
 def clean_wikihow(text: str, summary: str, key: str, titles: dict[str, str]) -> dict[str, Any]:
-    """Return a row of WikiHow, cleaned as its authors do. `place` is its split by the title lists,
-    or begins with "with" if it is dropped."""
+    """Return a row of WikiHow, cleaned as its authors do; `place` is its split, or why it goes."""
     place = titles.get(key, "with a title in none of the lists") if titles else ""
     if not text or not summary:
         place = "with an empty field"

@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader
 import gpt2_fsdp
 import llama_fsdp
 import T5_training
-from runtime.rows import readers
+from runtime import readers
 from runtime.steps import Step
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{%
@@ -259,7 +259,7 @@ def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trai
         labels = tokenizer(text_target=targets, truncation=True, max_length=length)
         return {**found, "labels": labels["input_ids"]}
 
-    rows = Dataset.from_json(args.dataset)
+    rows = Dataset.from_json(args.dataset[0])
     rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)
     options = transformers.Seq2SeqTrainingArguments(
         train_sampling_strategy="group_by_length", **trainer_options(args, "T5Block")
@@ -273,7 +273,7 @@ def clm_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
     """Return Trainer as in Transformers' run_clm.py: joined texts in blocks of one length."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
     model = transformers.GPT2LMHeadModel.from_pretrained(args.model_name, dtype=torch.float32)
-    texts = [text + tokenizer.eos_token for text in Dataset.from_json(args.train_file)["text"]]
+    texts = [text + tokenizer.eos_token for text in Dataset.from_json(args.dataset[0])["text"]]
     ids = [x for row in tokenizer(texts)["input_ids"] for x in row]
     starts = range(0, len(ids) - args.block_size + 1, args.block_size)
     blocks = [ids[start : start + args.block_size] for start in starts]
@@ -293,7 +293,7 @@ class Peer(NamedTuple):
     trainer: Callable[[argparse.Namespace, Turns], transformers.Trainer] | None
 
 
-BLOCKS = "--train-file texts.jsonl --val-file texts-few.jsonl --block-size {block} --batch-size 8"
+BLOCKS = "--dataset texts.jsonl --val-dataset texts-few.jsonl --block-size {block} --batch-size 8"
 PEERS = {
     "trl": Peer(
         llama_fsdp,

@@ -20,9 +20,8 @@ The model
     export        Hugging Face files out
     model_checks  is the loss the model's own
 The data
-    rows/         readers of files and hub data sets, tokens made beforehand, JSON, bad rows, chats
+    readers       rows of files and data sets, mapped to samples
 Optional: a copy that has no use for them leaves them out
     adapters, nf4 (LoRA, 4 bits)   paged, paged_adamw (--optimizer)   attention (packed documents)
-    rouge   trackers   rows/chat_formats, rows/chat_templates (Llama's)
-    rows/tokens (--prepare-only)   generate (a program: prompts)
+    rouge   trackers   chats (Llama's formats and templates)   tokens (--prepare-only)
 """

@@ -17,8 +17,7 @@ COLUMNS = {  # of each format; the first that fits is taken
 }
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
-UNKNOWN = {"function_call": "use tool_calls", "reasoning": "use reasoning_content"}
-UNKNOWN |= {"weight": "only 1 is, so split the chat"}
+UNKNOWN = {"function_call": "tool_calls", "reasoning": "reasoning_content", "weight": "none"}
 KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # keys that templates know
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
@@ -31,7 +30,7 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- set turns = turns[1:] -%}{%- endif -%}{%- for turn in turns -%}
 {%- if turn['role'] != ('assistant' if loop.index0 % 2 else 'user') -%}
 {{- raise_exception('in Llama 2\'s format user and assistant alternate, after at most one system '
-'turn; --chat-template chatml takes turns in any order') -}}
+'turn; --chat-template chatml takes any order, and a FILE with Qwen 2.5\'s takes tools') -}}
 {%- elif turn['role'] == 'user' -%}
 {{- (bos_token or '') + '[INST] ' + (head if loop.first else '') -}}
 {{- turn['content'] | trim + ' [/INST]' -}}
@@ -52,9 +51,7 @@ def read_chat(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
         turns = turns + as_turns("assistant", row.get("completion"))
     elif kind == "ShareGPT":
         turns = as_list(row.get("conversations"), "conversations")
-        roles = [SPEAKERS.get(x.get("from"), x.get("from")) for x in turns]
-        pairs = zip(turns, roles, strict=True)
-        turns = [x | {"role": role, "content": x.get("value")} for x, role in pairs]
+        turns = [turn | {"role": turn.get("from"), "content": turn.get("value")} for turn in turns]
     else:
         asked, more = row.get("instruction"), row.get("input")
         if asked and more:
@@ -81,14 +78,14 @@ def as_turns(role: str, value: Any) -> list[dict]:
     )
 
 
-def checked(turn: Any) -> dict:
+def checked(turn: dict) -> dict:
     """Return a turn with the keys that templates know, its content as text; raises ValueError."""
-    role = turn.get("role") if isinstance(turn, dict) else turn
+    role = SPEAKERS.get(turn.get("role"), turn.get("role"))
     if role not in ROLES:
         raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
     for key in UNKNOWN:
         if turn.get(key) not in (None, 1):
-            raise ValueError(f"the {role}'s turn has {key}, which is not supported: {UNKNOWN[key]}")
+            raise ValueError(f"the {role}'s turn has {key}, which is not known: use {UNKNOWN[key]}")
     calls, content = from_json(turn.get("tool_calls")), turn.get("content")
     if isinstance(content, list):
         texts = [part.get("text") for part in as_list(content, "content")]

@@ -68,8 +68,9 @@ def fingerprint(dataset: Any) -> str:
     stride = len(dataset) // SAMPLES + 1
     samples = [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
     crc = zlib.crc32(repr(samples).encode())
-    if isinstance(getattr(dataset, "dataset", None), Dataset):
-        crc = readers.content_sum(dataset.dataset, crc)
+    rows = getattr(dataset, "dataset", dataset)
+    if isinstance(rows, Dataset):
+        crc = readers.content_sum(rows, crc)
     return f"{len(dataset):,} samples, crc {crc:08x}"
 
 

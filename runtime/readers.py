@@ -4,6 +4,7 @@ Everything is cached by `datasets`: let one process of a node load first.
 """
 
 import ast
+import contextlib
 import csv
 import gc
 import hashlib
@@ -22,7 +23,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, ReadInstruction, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
@@ -110,6 +110,7 @@ def csv_header(path: Path, separator: str) -> list[str]:
             header = next(reader, [])
             if not all(header) or len({*header}) < len(header) or ";" in "".join(header):
                 raise csv.Error(f"the header {header} needs distinct names between commas")
+            line = reader.line_num + 1
             for row in reader:
                 if len(row) > len(header):
                     raise csv.Error(f"{len(row)} fields for {len(header)} columns")
@@ -182,19 +183,19 @@ def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, D
     try:
         pieces = ReadInstruction.from_spec(split or "train").to_absolute(sizes)
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"--dataset {name} has no split {split or 'train'}. Pass {name}:SPLIT "
-                         f"with one of {', '.join(parts)}.") from error  # fmt: skip
+        advice = f"Pass {name}:SPLIT with one of {', '.join(parts)}."
+        raise ValueError(f"--dataset {name} has no split {split or 'train'}. {advice}") from error
     chosen = [parts[x.splitname].select(range(sizes[x.splitname])[x.from_ : x.to]) for x in pieces]
     return {"train": concatenate_datasets(chosen)}
 
 
-def column_names(rows: Dataset) -> list[str]:
+def column_names(name: str, rows: Dataset) -> list[str]:
     """Return the columns of rows; of JSON lines, the keys of the first object."""
     for line in rows[:1000].get(LINE, []):
-        try:
+        with contextlib.suppress(ValueError):
             return list(parse({LINE: line}))
-        except ValueError:
-            continue
+    if LINE in rows.column_names:
+        raise ValueError(f"--dataset {name} has no JSON objects. Write one on each line.")
     return rows.column_names
 
 
@@ -260,7 +261,7 @@ def samples(
     gc.collect()  # garbage may crash a forked process that finalises it
     # The hash that `datasets` takes changes with a tokenizer's state, not with a module's code.
     key = fingerprint(function, rows._fingerprint, name, args.bad_rows, sorted(features), *key)
-    mapped = rows.map(
+    mapped = rows.with_format(None).map(
         make_batch, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
         remove_columns=rows.column_names, features=Features(features | ORIGIN),
         num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
@@ -292,11 +293,8 @@ def join(parts: list[Dataset]) -> Dataset:
 def content_sum(rows: Dataset, crc: int = 0) -> int:
     """Return a CRC-32, continuing `crc`, of all rows in their order, however they are stored."""
     for table in rows.select_columns(sorted(rows.column_names)).with_format("arrow").iter(10_000):
-        table = table.combine_chunks().replace_schema_metadata()
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as stream:
-            stream.write_table(table)
-        crc = zlib.crc32(sink.getvalue(), crc)
+        for batch in table.replace_schema_metadata().combine_chunks().to_batches():
+            crc = zlib.crc32(batch.serialize(), crc)
     return crc
 
 

@@ -43,11 +43,10 @@ def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase)
     file = Path(name).expanduser() / FILE
     here = describe(args, tokenizer)
     there = json.loads(file.read_text()) if file.is_file() else here
-    changed = [f"{x} ({there.get(x)} there, {here.get(x)} here)" for x in here | there
-               if here.get(x) != there.get(x)]  # fmt: skip
-    if changed:
-        raise ValueError(f"--dataset {name} was prepared with another {', '.join(changed)}. Pass "
-                         "the same model and flags, or prepare it again.")  # fmt: skip
+    for key, value in here.items():
+        if there.get(key) != value:
+            raise ValueError(f"--dataset {name} was prepared with {key} {there.get(key)}, not "
+                             f"{value}. Pass the same, or prepare it again.")  # fmt: skip
 
 
 def check_ids(ids: Any, flag: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:

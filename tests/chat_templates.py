@@ -3,7 +3,20 @@
 Transformers drops a line break that follows a block, `%}`; within `{{ }}` it stays.
 """
 
-from runtime.rows.chat_templates import NAMED, PROMPTER
+from runtime.chats import NAMED
+
+# Spaces precede turns, so that a chat's text begins with that of its first turns.
+PROMPTER = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
+'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
+'<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
+# Trims what is said, calls the assistant model, and has no system turn.
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' }}"
+    "{{ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{{ '<start_of_turn>model\n' if add_generation_prompt else '' }}"
+)
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -105,7 +118,8 @@ KNOWN = {
     "chatml": (CHATML, None, "<|im_end|>", ["<|im_start|>"]),
     "qwen 2.5": (QWEN_2_5, None, "<|im_end|>", ["<|im_start|>"]),
     "qwen 3": (QWEN_3, None, "<|im_end|>", ["<|im_start|>"]),
-    "ours": (PROMPTER, "<s>", "</s>", []),
+    "gemma": (GEMMA, "<bos>", "<end_of_turn>", ["<start_of_turn>"]),
+    "prompter": (PROMPTER, "<s>", "</s>", []),
     "our llama 2": (NAMED["llama-2"], "<s>", "</s>", []),
     "our chatml": (NAMED["chatml"], None, "<|im_end|>", ["<|im_start|>"]),
 }

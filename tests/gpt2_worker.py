@@ -126,7 +126,7 @@ def main() -> None:
     """Write what each variant gave, rank 0's view of it, to the first argument."""
     compile_without_compiler()
     output, model, train, val, batch, variants = sys.argv[1:]
-    common = ["--model-name", model, "--train-file", train, "--val-file", val, "--block-size", "32",
+    common = ["--model-name", model, "--dataset", train, "--val-dataset", val, "--block-size", "32",
               "--num-train-samples", "34", "--num-val-samples", "5", "--precision", "fp32", "--lr",
               "1e-3", "--batch-size", batch, "--max-steps", "10", "--max-grad-norm", "0.5",
               "--output-dir", f"{output}.run", "--weight-decay", "0.1",

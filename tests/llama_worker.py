@@ -40,7 +40,7 @@ def main() -> None:
     compile_without_compiler()
     output, model, chats, batch, variants, wrong = sys.argv[1:]
     # Its documents are long enough to be cut, and for batches of several widths.
-    common = ["--dataset", chats, "--chat-template", "prompter", "--max-seq-length", "64",
+    common = ["--dataset", chats, "--chat-template", "chatml", "--max-seq-length", "64",
               "--precision", "fp32", "--lr", "1e-3", "--batch-size", batch,
               "--max-steps", "10", "--max-grad-norm", "0.5", "--no-activation-checkpointing",
               "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip

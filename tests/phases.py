@@ -14,10 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.rows import readers
-
 import policies
-from runtime import checkpoints, run
+from runtime import checkpoints, readers, run
 from runtime.steps import Step
 
 RANK = os.environ.get("RANK", "0")
@@ -29,7 +27,7 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
     later = range(3, 1000)
     return {
         "load": (script, "load_model", None),
-        "tokenisation": (readers, "cached_map", None),
+        "tokenisation": (readers, "samples", None),
         "first validation": (script, "validation", range(1)),
         "first step": (Step, "__enter__", range(1)),
         "step": (Step, "__enter__", later),

@@ -118,7 +118,7 @@ def in_background(args: Namespace, device: torch.device) -> dict:
 def main() -> None:
     """Write what was found."""
     result, model, text, output, *flags = sys.argv[1:]
-    common = ["--model-name", model, "--train-file", text, "--val-file", text, "--block-size", "32",
+    common = ["--model-name", model, "--dataset", text, "--val-dataset", text, "--block-size", "32",
               "--batch-size", "1", "--output-dir", output]  # fmt: skip
     args = gpt2_fsdp.parse_args([*common, *flags])
     device = gpt2_fsdp.setup(args)

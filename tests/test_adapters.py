@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import WIDE, check_equal_weights, errors_said, launch, losses, metrics, weights
-from runtime.rows.chat_templates import LLAMA_2
 from safetensors.torch import save_file
 from ten_steps import COMPILED
 from test_architectures import blocks_of, small_model
@@ -37,6 +36,7 @@ import summarization_dataset
 import T5_training
 from benchmarks.driven import Driven
 from runtime import adapters
+from runtime.chats import LLAMA_2
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -176,9 +176,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 def held_out_loss(model: nn.Module, flags: list[str]) -> float:
     """The mean loss of the validation documents, one by one."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
-    _, rows = chat_dataset.load_documents(args, tokenizer, args.dataset[0], False)
+    _, sets = chat_dataset.load(args, tokenizer)
     total, count = 0.0, 0
-    for row in rows:
+    for row in sets[args.dataset[0]].dataset.with_format(None):
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
         with torch.no_grad():
             logits = model(ids[:, :-1]).logits[0]
@@ -303,7 +303,7 @@ T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.
         "    arguments.add_common(",
         "    adapters.add_arguments(parser)\n    arguments.add_common(",
     ),
-    ("data, rouge, policies)", "data, rouge, adapters, policies)"),
+    (", rouge, policies)", ", rouge, adapters, policies)"),
     (
         "    model, source = weights.new_model(MODEL, config, directory, checkpoint is None)\n",
         "    needs_weights = checkpoint is None or args.lora_rank > 0\n"
@@ -331,7 +331,8 @@ def test_another_script_has_adapters(t5_directory: Path, pairs: Path, tmp_path: 
 def held_out_pairs(pairs: Path) -> list[dict[str, torch.Tensor]]:
     """The validation set, a sample at a time."""
     args = T5_training.parse_args(["--dataset", str(pairs)])
-    _, rows = summarization_dataset.load_summarization(args, ByT5Tokenizer(), verbose=False)
+    _, sets = summarization_dataset.load(args, ByT5Tokenizer())
+    rows = sets[str(pairs)].with_format(None)
     return [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
 
 

@@ -210,7 +210,7 @@ def test_architecture(
     except Exception as error:  # of many kinds: these shapes are not for it
         pytest.skip(f"not made small: {type(error).__name__}: {error}")
     script = "gpt2_fsdp"
-    flags = ["--train-file", str(texts[1]), "--val-file", str(texts[1]), "--block-size", "64"]
+    flags = ["--dataset", str(texts[1]), "--val-dataset", str(texts[1]), "--block-size", "64"]
     if name in SEQ2SEQ:
         script = "T5_training"
         flags = ["--dataset", str(pairs), "--num-train-samples", "9", "--rouge-samples", "0"]

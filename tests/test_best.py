@@ -8,7 +8,7 @@ import pytest
 from conftest import check_equal_weights, launch, losses, metrics, status, weights
 
 import gpt2_fsdp
-from runtime import hf_export, ranks
+from runtime import export, ranks
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_failed_export_keeps_the_best_weights_before(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     """Training continues, and neither best_loss nor best_step changes."""
-    export = hf_export.export_model
+    export_model = export.export_model
     paths = []
 
     def fail_second(model: object, tokenizer: object, path: Path, args: object) -> None:
@@ -76,7 +76,7 @@ def test_a_failed_export_keeps_the_best_weights_before(
             raise OSError("no space left")
         export(model, tokenizer, path, args)
 
-    monkeypatch.setattr(hf_export, "export_model", fail_second)
+    monkeypatch.setattr(export, "export_model", fail_second)
     run(flags, tmp_path, "--max-steps", "4")
     assert (
         "(no space left). Is the disk full? The best weights before stay." in capfd.readouterr().out

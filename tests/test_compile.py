@@ -72,8 +72,8 @@ def test_whole_scripts_by_inductor(
     """Losses, names and weights in final/ are those of the blocks as they are, under FSDP with
     recomputation. T5's batches are of several lengths, and take it minutes."""
     own = {
-        "gpt2_fsdp": ["--model-name", gpt2_directory, "--train-file", texts[0],
-                      "--val-file", texts[1], "--block-size", "32"],
+        "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0],
+                      "--val-dataset", texts[1], "--block-size", "32"],
         "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats,
                        "--max-seq-length", "64", "--no-packing"],
         "T5_training": ["--model-name", t5_directory, "--dataset", pairs,

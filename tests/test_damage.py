@@ -13,7 +13,7 @@ from test_output import start
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
     """Eight steps of a `tiny`, saved at every second."""
-    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "2",
             "--global-batch-size", "4", "--keep-checkpoints", "3", "--max-steps", "8"]  # fmt: skip

@@ -12,8 +12,8 @@ from conftest import ROOT, launch, losses, metrics
 from slurm_cluster import wait_until
 from transformers import ByT5Tokenizer, T5ForConditionalGeneration
 
+import summarization_dataset
 import T5_training
-from summarization_dataset import load_summarization
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,8 @@ def test_one_and_two_processes(finished: Path, flags: list[str], tmp_path: Path)
     assert two["arguments"]["fsdp"] == 2 and "lr" not in two["arguments"]
 
     rows = predictions(finished)
-    _, val_set = load_summarization(T5_training.parse_args(flags), ByT5Tokenizer(), verbose=False)
+    _, sets = summarization_dataset.load(T5_training.parse_args(flags), ByT5Tokenizer())
+    val_set = sets[name].with_format(None)
     decode = ByT5Tokenizer().decode
     assert [(row["source"], row["reference"]) for row in rows] == [
         tuple(decode(row[key], skip_special_tokens=True) for key in ("input_ids", "labels"))
@@ -143,7 +144,7 @@ def test_best_and_pretrained_weights(finished: Path, flags: list[str], t5_direct
 
 
 @pytest.mark.parametrize("changed, said", [
-    (["--eval-split", "test"], "sums.jsonl has no such split, only validation"),
+    (["--dataset", "sums.jsonl:test"], "sums.jsonl has no split test"),
     (["--num-beams", "0"], "--num-beams 0 is out of range: it must be at least 1"),
     (["--export-only"], "--export-only, --prepare-only and --evaluate-only: give one"),
     (["--dataset", "nowhere.csv"], "nowhere.csv is missing"),

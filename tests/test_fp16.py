@@ -19,7 +19,7 @@ def results(
     directory = tmp_path_factory.mktemp("fp16")
     scripts = {
         "T5_training": ["--model-name", t5_directory, "--dataset", pairs, "--batch-size", "8"],
-        "gpt2_fsdp": ["--model-name", gpt2_directory, "--train-file", texts[0], "--val-file",
+        "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0], "--val-dataset",
                       texts[1], "--block-size", "32"],
         "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats, "--max-seq-length",
                        "64", "--batch-size", "2"],

@@ -62,7 +62,7 @@ def test_weights_are_those_of_the_files(script: str, way: str, loads: dict) -> N
 def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
     """FSDP1 on two ranks, 2 on four, 1 on two, killed each time, then DDP on one: the losses of a
     run that was not interrupted. Saved in shards, in one file in the background, and again."""
-    common = ["--model-name", str(gpt2_directory), "--train-file", str(texts[0]), "--val-file",
+    common = ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
               str(texts[1]), "--block-size", "32", "--num-train-samples", "35",
               "--num-val-samples", "0", "--max-steps", "8", "--log-every", "1", "--eval-every", "3",
               "--save-every", "2", "--lr", "1e-3"]  # fmt: skip

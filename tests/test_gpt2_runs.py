@@ -37,7 +37,7 @@ print(json.dumps({"loss": total / (len(ids) - 1), "tied": tied, "class": type(mo
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
     """Eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
-    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "35", "--num-val-samples", "0", "--max-steps", "8",
             "--log-every", "1", "--eval-every", "3", "--save-every", "2", "--lr", "1e-3",
             "--model-name", "tiny"]  # fmt: skip
@@ -126,14 +126,15 @@ def test_evaluation_by_one_process(
 ) -> None:
     """final/ with the run's flags, and with nothing but the validation text."""
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
-    final = ["--model-name", str(run / "final"), "--val-file", str(texts[1]), "--block-size", "32"]
+    final = ["--model-name", str(run / "final"), "--val-dataset", str(texts[1])]
+    final += ["--block-size", "32"]
     for more, output in (([*flags, *final[:2]], run), (final, tmp_path / "other")):
         words = [*more, "--evaluate-only", "--strategy", "ddp", "--output-dir", str(output)]
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(words))
         found = json.loads((output / "evaluation.json").read_text())
         assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
         assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-        assert found["samples"]["validation"] > 1
+        assert found["samples"][str(texts[1])] > 1
     for name in ("status", "metrics.jsonl"):
         assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()
 
@@ -146,7 +147,7 @@ def test_real_text(tmp_path: Path) -> None:
     cut = text.index("\n", len(text) * 9 // 10) + 1
     for name, part in (("train", text[:cut]), ("val", text[cut:])):
         (tmp_path / f"{name}.txt").write_text(part)
-    files = ["--train-file", tmp_path / "train.txt", "--val-file", tmp_path / "val.txt"]
+    files = ["--dataset", tmp_path / "train.txt", "--val-dataset", tmp_path / "val.txt"]
     shape = ["--block-size", "256", "--batch-size", "8", "--max-steps", "200", "--lr", "1e-3",
              "--lr-schedule", "constant"]  # fmt: skip
     output = tmp_path / "run"

@@ -98,7 +98,7 @@ def test_t5_resumes(flags: list[str], t5_directory: Path, pairs: Path, tmp_path:
 @pytest.mark.parametrize("flags", CASES)
 def test_gpt2_resumes(flags: list[str], gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
     """The same, with model FLOP/s; and MFU on a GPU whose peak is known."""
-    data = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", "32"]
+    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     run("gpt2_fsdp.py", gpt2_directory, tmp_path, data, *flags)
     line = metrics(tmp_path, "train")[-1]
     assert line["tflops_per_gpu"] > 0
@@ -112,7 +112,7 @@ def test_auto_is_bf16_where_the_gpu_has_it(
     """And the run says so."""
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this GPU has no bf16")
-    data = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", "32"]
+    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     command = ["--model-name", gpt2_directory, *data, "--output-dir", tmp_path, "--max-steps", "1"]
     launch(RANKS, "gpt2_fsdp.py", *command)
     assert metrics(tmp_path, "start")[0]["arguments"]["precision"] == "bf16"
@@ -168,7 +168,7 @@ def test_async_saves_and_a_kill(
     fsdp: str, gpt2_directory: Path, texts: tuple, tmp_path: Path
 ) -> None:
     """SIGKILL soon after a save has begun: the run goes on from one that is whole."""
-    data = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", "32"]
+    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     flags = ["--async-save", "--save-every", "4", "--fsdp", fsdp, "--precision", "bf16"]
     command = [*begun(gpt2_directory, tmp_path, data, *flags), "--max-steps", "40"]
     assert launch(RANKS, "tests/killed.py", "gpt2_fsdp", 0, 26, *command, check=False).returncode
@@ -187,8 +187,8 @@ def test_compiled(
     """Losses are near those of the blocks as they are; T5's batches are of several lengths."""
     flags = {
         "T5_training.py": ["--model-name", t5_directory, "--dataset", pairs],
-        "gpt2_fsdp.py": ["--model-name", gpt2_directory, "--train-file", texts[0],
-                         "--val-file", texts[1], "--block-size", "32"],
+        "gpt2_fsdp.py": ["--model-name", gpt2_directory, "--dataset", texts[0],
+                         "--val-dataset", texts[1], "--block-size", "32"],
         "llama_fsdp.py": ["--model-name", llama_directory, "--dataset", chats,
                           "--max-seq-length", "128", "--attention", "sdpa"],
     }[script]  # fmt: skip
@@ -254,7 +254,7 @@ def test_nan_step_leaves_weights_and_moments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The kernel of fused AdamW skips it, and the run ends when its numbers are on the host."""
-    data = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", "32"]
+    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     command = begun(gpt2_directory, tmp_path, data, "--precision", "bf16", *flags)
     driven = Driven(gpt2_fsdp, gpt2_fsdp.parse_args(list(map(str, command))), device)
 

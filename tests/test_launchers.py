@@ -114,7 +114,7 @@ def test_killed_and_started_again(
     if not containers.possible():
         pytest.skip("needs unshare, and the right to make name spaces")
     (tmp_path / "paced.py").write_text(PACED)
-    flags = ["--model-name", "tiny", "--train-file", texts[0], "--val-file", texts[1],
+    flags = ["--model-name", "tiny", "--dataset", texts[0], "--val-dataset", texts[1],
              "--block-size", "32", "--max-steps", "24", "--log-every", "1", "--save-every", "4",
              "--batch-size", "2"]  # fmt: skip
     launch(2, "gpt2_fsdp.py", *flags, "--output-dir", tmp_path / "whole")

@@ -362,18 +362,18 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("content, flags, said", [
-    ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "line 1: no turn is the assistant"),
-    ('{"messages": []}\n', [], "line 1: messages is empty"),
+    ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "row 1: no turn is the assistant"),
+    ('{"messages": []}\n', [], "row 1: messages is not a list"),
     ('{"messages": [{"role": "robot", "content": "a"}]}\n', [], "robot"),
-    ('{"messages": [{"role": "user", "content": "a"}]}\n{"mess\n', [], "line 2"),
+    ('{"messages": [{"role": "user", "content": "a"}]}\n{"mess\n', [], "row 1"),
     ('{"question": "a", "answer": "b"}\n', [], "has columns question, answer"),
     ('{"content": "a"}\n', ["--max-seq-length", "9000"], "above the model's 2048 positions"),
-    ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length 2 is out of range"),
+    ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length: 2 is out of range"),
     ('{"prompt": "long question", "completion": "a"}\n{"prompt": "another long", "completion": '
      '"b"}\n', ["--max-seq-length", "8"],
-     "2 of 2 documents are left out, as their answers begin after --max-seq-length 8"),
+     "the answers of 1 of 1 documents begin after --max-seq-length 8"),
     ('{"content": "a"}\n{"content": "b"}\n', [], None),
-    (None, [], "no such file"),
+    (None, [], "does not exist"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(
     content: str | None, flags: list, said: str | None, tmp_path: Path,

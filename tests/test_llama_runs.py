@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import check_equal_weights, launch, losses, metrics, weights
-from runtime.rows.chat_templates import LLAMA_2
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
+from runtime.chats import LLAMA_2
 
 RELOAD = """
 import json, sys, torch
@@ -69,8 +69,8 @@ def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
     assert metrics(uninterrupted, "train")[-1]["epoch"] > 0
     assert list(val[-1]["losses"]) == [flags[3], flags[5]]
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
-    sets = [chat_dataset.load_documents(args, tokenizer, name, False)[1] for name in args.dataset]
-    counts = [sum(x != -100 for row in rows["labels"] for x in row) for rows in sets]
+    _, sets = chat_dataset.load(args, tokenizer)
+    counts = [chat_dataset.count_targets(packs.dataset) for packs in sets.values()]
     total = sum(n * x for n, x in zip(counts, val[-1]["losses"].values(), strict=True))
     assert val[-1]["loss"] == pytest.approx(total / sum(counts), rel=1e-6)
 
@@ -88,7 +88,8 @@ def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -
     launch(2, "llama_fsdp.py", *command, "--max-steps", "2")
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     total, count = 0.0, 0
-    for row in chat_dataset.load_documents(args, tokenizer, args.dataset[0], False)[1]:
+    _, sets = chat_dataset.load(args, tokenizer)
+    for row in sets[args.dataset[0]].dataset.with_format(None):
         ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
         logits = model(ids[:, :-1]).logits[0]
         total += F.cross_entropy(logits, labels[1:], reduction="sum").item()
@@ -137,9 +138,9 @@ def test_plain_transformers_finds_the_same_loss(
 ) -> None:
     """In a fresh process, from final/ alone: weights, chat template, settings for generation."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
-    _, held_out = chat_dataset.load_documents(args, tokenizer, args.dataset[1], verbose=False)
+    _, sets = chat_dataset.load(args, tokenizer)
     rows = []
-    for ids in held_out["input_ids"]:
+    for ids in sets[args.dataset[1]].dataset.with_format(None)["input_ids"]:
         prompt, answer = tokenizer.decode(ids).split(" [/INST] ")
         prompt = prompt.removeprefix("[INST] ")
         completion = answer.removesuffix("</s>").strip()

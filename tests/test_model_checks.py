@@ -328,7 +328,7 @@ def test_checks_leave_no_trace(chats: Path, device: torch.device) -> None:
 
 def command(texts: tuple, output: Path, steps: int) -> list[str]:
     """Flags of a short run of GPT-2."""
-    files = ["--train-file", str(texts[0]), "--val-file", str(texts[1])]
+    files = ["--dataset", str(texts[0]), "--val-dataset", str(texts[1])]
     length = ["--block-size", "32", "--max-steps", str(steps)]
     return ["--model-name", "tiny", *files, *length, "--output-dir", str(output)]
 

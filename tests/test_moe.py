@@ -8,13 +8,13 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, metrics, status, weights
-from runtime.rows.chat_templates import LLAMA_2
 from test_hf_files import GROUPED
 from test_templates import byte_tokenizer, copy_script, plain_loss
 from transformers import AutoTokenizer, PreTrainedModel
 
 import chat_dataset
 import llama_fsdp
+from runtime.chats import LLAMA_2
 
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "max_position_embeddings": 128}
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
@@ -79,7 +79,8 @@ def validation_samples(directory: Path, chats: Path) -> list[dict[str, torch.Ten
     args = llama_fsdp.parse_args(["--dataset", str(chats), "--max-seq-length", "128"])
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = LLAMA_2
-    _, rows = chat_dataset.load_documents(args, tokenizer, args.dataset[0], verbose=False)
+    _, sets = chat_dataset.load(args, tokenizer)
+    rows = sets[args.dataset[0]].dataset.with_format(None)
     return [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
 
 

@@ -14,7 +14,7 @@ from runtime import export
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
     """Four steps of a `tiny`, saved at every second."""
-    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "4",
             "--max-steps", "4"]  # fmt: skip

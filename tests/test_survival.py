@@ -30,7 +30,7 @@ from runtime.lock import Lock
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
     """Ten steps of a global batch of 8 of `tiny`, which has dropout."""
-    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--max-steps", "10",
             "--log-every", "1", "--save-every", "2", "--lr", "1e-3", "--model-name", "tiny",
             "--batch-size", "4"]  # fmt: skip

@@ -149,7 +149,8 @@ def reloaded(directory: Path, pairs: Path) -> dict:
     """What a fresh process with plain transformers makes of an exported model."""
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
     tokenizer = ByT5Tokenizer()
-    _, val_set = T5_training.data.load_summarization(args, tokenizer)
+    _, sets = T5_training.data.load(args, tokenizer)
+    val_set = sets[str(pairs)].with_format(None)
     texts = [
         [tokenizer.decode(row[key], skip_special_tokens=True) for key in ("input_ids", "labels")]
         for row in val_set
@@ -220,7 +221,7 @@ def test_what_must_not_differ_is_named(
     before = sorted((path, path.stat().st_mtime) for path in finished.rglob("*") if path.is_file())
     said = refused([*flags, "--seed", "1"], finished, capfd)
     assert "run: --seed is 1, was 0. Pass" in said
-    said = refused([*flags, "--source-length", "8", "--clean"], finished, capfd)
+    said = refused([*flags, "--source-length", "8"], finished, capfd)
     assert "training data is " in said and "validation data 1 is " in said
     said = refused([*flags, "--no-group-by-length"], finished, capfd)
     assert "--group-by-length is False, was True" in said

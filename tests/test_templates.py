@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch, metrics, status
-from runtime.rows.chat_templates import LLAMA_2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -26,10 +25,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-import block_dataset
-import chat_dataset
-import summarization_dataset
 from runtime import weights
+from runtime.chats import LLAMA_2
 from runtime.optimization import parameter_groups
 
 Changes = list[tuple[str, str]]  # what stands in the script, and what takes its place
@@ -368,7 +365,7 @@ def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]
     if script == "T5_training":
         data = ["--dataset", pairs, "--rouge-samples", "2"]
     elif script == "gpt2_fsdp":
-        data = ["--train-file", texts[0], "--val-file", texts[1]]
+        data = ["--dataset", texts[0], "--val-dataset", texts[1]]
     else:
         data = ["--dataset", chats, "--export-dtype", "fp32"]
     return [*map(str, data), *SHORT[script], "--lr", "1e-2", "--log-every", "1"]
@@ -386,17 +383,12 @@ def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, tor
     """The training or the validation set, a sample at a time, as Transformers takes it."""
     args = importlib.import_module(script).parse_args(flags)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
-    if script == "gpt2_fsdp":
-        rows = block_dataset.load_blocks(args, tokenizer, split, 0, verbose=False)
-        rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows]
-    else:
-        if script == "T5_training":
-            sets = summarization_dataset.load_summarization(args, tokenizer, verbose=False)
-        else:
-            tokenizer.chat_template = LLAMA_2
-            sets = chat_dataset.load_documents(args, tokenizer, args.dataset[0], verbose=False)
-        rows = sets[0] if split == "train" else sets[1]
-    for row in rows:
+    if script == "llama_fsdp":
+        tokenizer.chat_template = LLAMA_2
+    train_set, val_sets = importlib.import_module(script).data.load(args, tokenizer)
+    rows = train_set if split == "train" else val_sets.popitem()[1]
+    for row in getattr(rows, "dataset", rows).with_format(None):
+        row.setdefault("labels", row["input_ids"])  # of GPT-2
         yield {key: torch.tensor([row[key]]) for key in ("input_ids", "labels")}
 
 

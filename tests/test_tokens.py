@@ -1,153 +1,114 @@
-"""Tokens made beforehand: used as they are, and refused where they cannot be right."""
+"""Prepared tokens: trained on like the raw rows, and refused where they cannot be right."""
 
 import json
-import re
-import shutil
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from conftest import losses
 from datasets import Dataset, load_from_disk
-from transformers import ByT5Tokenizer, GPT2Tokenizer
+from transformers import ByT5Tokenizer
 
 import gpt2_fsdp
 import llama_fsdp
+import summarization_dataset
 import T5_training
-from runtime.rows import readers, tokens
+from runtime import tokens
 
-SCRIPTS = {
-    "T5": (T5_training, ["--source-length", "64", "--target-length", "16", "--rouge-samples", "0"]),
-    "GPT-2": (gpt2_fsdp, ["--block-size", "64"]),
+SCRIPTS = {  # and flags for short texts
+    "T5": (T5_training, ["--source-length", "64", "--target-length", "16"]),
+    "GPT-2": (gpt2_fsdp, ["--block-size", "32"]),
     "Llama": (llama_fsdp, ["--max-seq-length", "128"]),
 }
-SMALL = ["--model-name", "tiny", "--max-steps", "2", "--log-every", "1"]
 
 
 def run(script: ModuleType, output: Path, *flags: object) -> None:
-    """In this process."""
-    command = [*SMALL, "--output-dir", output, *flags]
-    assert script.fsdp_main(script.parse_args(list(map(str, command)))) == 0
+    """Run a script for two steps in this process."""
+    common = [
+        "--model-name",
+        "tiny",
+        "--output-dir",
+        output,
+        "--max-steps",
+        "2",
+        "--log-every",
+        "1",
+    ]
+    if script is T5_training:
+        common += ["--rouge-samples", "0"]
+    args = script.parse_args(list(map(str, [*common, *flags])))
+    assert script.fsdp_main(args) == 0
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_prepared_tokens_train_as_the_raw_rows(name: str, tmp_path: Path) -> None:
-    """To the last bit; and a run that began with one goes on with the other."""
+def test_prepared_rows_train_like_raw_rows(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """To the last bit. Other lengths, or another script, are refused."""
     script, lengths = SCRIPTS[name]
     some = ["--dataset", "docstrings", "--num-train-samples", "16", "--num-val-samples", "4"]
     run(script, tmp_path / "raw", *lengths, *some)
-    for _ in range(2):  # the second replaces the first
-        run(script, tmp_path / "made", *lengths, *some, "--prepare-only")
+    run(script, tmp_path / "made", *lengths, *some, "--prepare-only")
     prepared = tmp_path / "made" / tokens.PREPARED
-    made_from = json.loads(load_from_disk(str(prepared))["train"].info.description)
-    assert made_from["arguments"]["num_train_samples"] == 16
-    again = ["--dataset", prepared]
-    with pytest.raises(SystemExit):  # it would replace what it reads
-        run(script, tmp_path / "made", *lengths, *again, "--prepare-only")
-    run(script, tmp_path / "made", *lengths, *again)
+    assert json.loads((prepared / tokens.FILE).read_text())["version"] == 1
+    run(script, tmp_path / "made", *lengths, "--dataset", prepared)
     for event in ("train", "val"):
         found = losses(tmp_path / "made", event)
         assert found == losses(tmp_path / "raw", event) and len(found) == 2
-    run(script, tmp_path / "raw", *lengths, *again, "--max-steps", "3")
-    assert list(losses(tmp_path / "raw")) == [1, 2, 3]
-
-
-def test_prepared_chats_tell_how_many_are_lost(
-    tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """As the raw rows do, and they train alike."""
-    rows = [{"prompt": "?" * (90 * (i % 4 == 0) + i), "completion": "x"} for i in range(1, 41)]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--max-seq-length", 64, "--dataset"]
-    run(llama_fsdp, tmp_path / "raw", *flags, path)
-    (said,) = re.findall(r"WARNING: .*chats.jsonl: (10 of 40 .*)", capfd.readouterr().out)
-    run(llama_fsdp, tmp_path / "made", *flags, path, "--prepare-only")
-    assert said in capfd.readouterr().out
-    prepared = tmp_path / "made" / tokens.PREPARED
-    run(llama_fsdp, tmp_path / "made", *flags, prepared)
-    assert f"WARNING: {prepared}: {said}" in capfd.readouterr().out
-    assert losses(tmp_path / "made") == losses(tmp_path / "raw")
-
-
-def pairs(**changes: object) -> list[dict]:
-    """Twenty rows of a few tokens, the third of which has `changes`."""
-    rows = [{"input_ids": [5 + i, 6, 1], "labels": [7, 8 + i, 1]} for i in range(20)]
-    rows[2] |= changes
-    return rows
-
-
-WRONG = {
-    "an id": (
-        {"input_ids": [5, 384]},
-        " 3: input_ids has 384, which is none of the",
-    ),
-    "negative": ({"input_ids": [5, -1]}, " 3: input_ids has -1, which is none of"),
-    "too long": ({"input_ids": [5] * 300}, " 3: input_ids has 300 tokens, more than the "),
-    "empty": ({"input_ids": []}, " 3: input_ids is empty"),
-    "none": ({"input_ids": None}, "input_ids has rows or numbers missing"),
-}
+    with pytest.raises(SystemExit):
+        run(script, tmp_path / "other", lengths[0], "48", *lengths[2:], "--dataset", prepared)
+    flag = f"{lengths[0]} {lengths[1]}, not 48"
+    assert f"was prepared with {flag}. Pass the same" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_rows_of_tokens(
-    name: str, suffix: str, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """From a file or a directory; what is wrong with one is said before any training."""
+def test_rows_of_tokens_from_elsewhere(name: str, suffix: str, tmp_path: Path) -> None:
     script, lengths = SCRIPTS[name]
-    write: dict[str, Callable] = {".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet}
+    rows = [{"input_ids": [5 + i, 6, 1], "labels": [-100, 6, 1]} for i in range(60)]
+    if name == "T5":
+        rows = [row | {"labels": [6, 1]} for row in rows]
     path = tmp_path / f"rows{suffix}"
-
-    def flags_of(rows: list[dict]) -> list[object]:
-        shutil.rmtree(path, ignore_errors=True)
-        write.get(suffix, Dataset.save_to_disk)(Dataset.from_list(rows), path)
-        if name == "GPT-2" and suffix:
-            return [*lengths, "--train-file", path, "--val-file", path]
-        if name == "GPT-2":
-            return [*lengths, "--dataset", path, "--val-split", "train"]
-        return [*lengths, "--dataset", path]
-
-    if (name, suffix) != ("GPT-2", ""):
-        run(script, tmp_path / "good", *flags_of(pairs()))
-    for changes, said in WRONG.values():
-        if name == "GPT-2" and not suffix:
-            continue
-        with pytest.raises(SystemExit):
-            run(script, tmp_path / "bad", *flags_of(pairs(**changes)))
-        error = capfd.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: ") and said in error
+    write = {".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet, "": Dataset.save_to_disk}
+    write[suffix](Dataset.from_list(rows), path)
+    args = script.parse_args(["--model-name", "tiny", *lengths, "--dataset", str(path)])
+    train, val = script.data.load(args, ByT5Tokenizer())
+    sets = [getattr(part, "dataset", part) for part in (train, val[str(path)])]
+    found = [tuple(ids.tolist()) for part in sets for ids in part["input_ids"]]
+    assert sorted(found) == sorted(tuple(row["input_ids"]) for row in rows)
+    assert 1 <= len(sets[1]) <= 6
 
 
-def test_what_was_made_for_something_else(tmp_path: Path) -> None:
-    """Another tokenizer, another script, other flags; and padding: all would be trained on."""
-    rows = Dataset.from_list(pairs())
-    made_from = {"script": "my_t5", "arguments": {"source_length": 9}}
-    tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), made_from)
-    made = load_from_disk(str(tmp_path / "made"))["train"]
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"input_ids": [5, 384]}, "token 384 is not one of the tokenizer's 384"),
+        ({"input_ids": [5, -1]}, "token -1 is not one"),
+        ({"input_ids": [5] * 300}, "300 tokens, but --max-seq-length allows 129"),
+        ({"input_ids": []}, "tokens are not a list of integers, or empty"),
+        ({"input_ids": ["a"]}, "tokens are not a list of integers"),
+        ({"labels": [5]}, "labels are not one for each token"),
+        ({"labels": [5, 9, 7]}, "labels are not one for each token"),
+        ({"labels": [-100] * 3}, "labels are not one for each token"),
+    ],
+)
+def test_rows_of_wrong_tokens(row: dict, message: str, tmp_path: Path) -> None:
+    good = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(x) + "\n" for x in (good, good, good | row)))
+    args = llama_fsdp.parse_args(["--dataset", str(path), *SCRIPTS["Llama"][1]])
+    with pytest.raises(ValueError, match=f"rows.jsonl, row 3: {message}"):
+        llama_fsdp.data.load(args, ByT5Tokenizer())
 
-    def check(columns: tuple, source_length: int, tokenizer: object) -> None:
-        args = Namespace(source_length=source_length)
-        rules = readers.token_rules(tokenizer)
-        tokens.check_origin("x", made, columns, args, ["source_length"], rules)
 
-    own = ("input_ids", "labels")
-    check(own, 9, ByT5Tokenizer())
-    for wrong, said in (
-        (
-            (own, 9, GPT2Tokenizer({"a": 0}, [])),
-            "x was made with another vocabulary, or rules of splitting, ",
-        ),
-        (
-            ((*own, "cut"), 9, ByT5Tokenizer()),
-            "x was made for another script, or by another version of my_t5",
-        ),
-        ((own, 8, ByT5Tokenizer()), "x was made with --source-length 9, not 8: give the same"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            check(*wrong)
-    padded = rows.add_column("attention_mask", [[1, 1, 0]] * len(rows))
-    with pytest.raises(ValueError, match="x has padding"):
-        tokens.checked_columns("x", padded, {"input_ids": ("--source-length", 9)}, ByT5Tokenizer())
+def test_prepared_with_another_tokenizer(tmp_path: Path) -> None:
+    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
+    rows = Dataset.from_list([{"input_ids": [5, 1], "labels": [6, 1]}] * 3)
+    tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), args)
+    assert list(load_from_disk(str(tmp_path / "made"))) == ["train", "validation"]
+    tokens.check_origin(str(tmp_path / "made"), args, ByT5Tokenizer())
+    args.dataset = [str(tmp_path / "made")]
+    with pytest.raises(ValueError, match="was prepared with tokenizer "):
+        summarization_dataset.load(args, ByT5Tokenizer(extra_ids=3))
+    with pytest.raises(ValueError, match="made exists. Delete it"):
+        tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), args)

@@ -17,7 +17,7 @@ from runtime.arguments import TRACKERS
 @pytest.fixture
 def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
     """A short run on one process."""
-    return ["--model-name", str(gpt2_directory), "--train-file", str(texts[0]), "--val-file",
+    return ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
             str(texts[1]), "--block-size", "32", "--num-train-samples", "35", "--log-every", "1",
             "--save-every", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
 

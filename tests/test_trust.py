@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import shutil
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from runtime.rows import readers
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpt2_fsdp
-from runtime import checkpoints, weights
+from runtime import checkpoints, readers, weights
 
 
 class Hostile:
@@ -72,9 +70,8 @@ def test_data(name: str, mark: Path, code: str, tmp_path: Path) -> None:
         place.mkdir()
         (place / "data.py").write_text(code)
         torch.save(Hostile(mark), place / "train.pkl")
-    args = Namespace(dataset_config=None, train_split="train", val_split="validation")
-    with pytest.raises(ValueError, match="did not load"):
-        readers.read_hub(str(place), args)
+    with pytest.raises(ValueError, match="cannot be read"):
+        readers.read(str(place), None)
     assert not mark.exists()
 
 
@@ -106,7 +103,7 @@ def test_code_of_a_tokenizer(llama_directory: Path, mark: Path, code: str, tmp_p
 @pytest.fixture
 def flags(texts: tuple[Path, Path]) -> list[str]:
     """A `tiny` of dropout, saved at every second step."""
-    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "4"]  # fmt: skip
 

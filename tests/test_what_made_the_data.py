@@ -11,17 +11,12 @@ from types import ModuleType
 
 import pytest
 from conftest import ROOT, errors_said
-from datasets import Dataset
-from runtime.rows import chat_templates
-from test_chat_dataset import arguments as chats_arguments
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import AutoTokenizer
 
-import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
-import summarization_dataset
-import T5_training
 from runtime import identity, ranks
+from runtime.chats import CHATML
 
 DATED = (
     "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>"
@@ -54,88 +49,27 @@ def model_with(llama_directory: Path, tmp_path: Path) -> Callable:
     return make
 
 
-def test_prepared_chats_of_another_template(
-    model_with: Callable, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """Or of another EOS: refused, with what differs. A set that says nothing is made again."""
-    made = tmp_path / "made"
-    first = model_with("first", chat_template=UNDATED)
-    flags = ["--max-seq-length", 64, "--output-dir"]
-    command = [*flags, made, "--dataset", chats, "--model-name", first, "--prepare-only"]
-    assert start(llama_fsdp, *command) == 0
-    prepared = made / "prepared"
-    for name, changes, words in (
-        ("second", {"chat_template": UNDATED.replace("<", "[")}, "another chat template than"),
-        (
-            "third",
-            {"chat_template": UNDATED, "eos_token": "<pad>"},
-            "another eos_token (</s> there, <pad> here)",
-        ),
-    ):
-        other = model_with(name, **changes)
-        command = [*flags, tmp_path / "run", "--dataset", prepared, "--model-name", other]
-        assert start(llama_fsdp, *command) == 1
-        assert words in capfd.readouterr().err
-    again = [*flags, tmp_path / "run", "--dataset", prepared, "--model-name"]
-    assert start(llama_fsdp, *again, model_with("fourth", chat_template=UNDATED)) == 0
-    for info in prepared.glob("*/dataset_info.json"):
-        text = json.loads(info.read_text())
-        described = json.loads(text["description"])
-        del described["rules"]
-        info.write_text(json.dumps(text | {"description": json.dumps(described)}))
-    assert start(llama_fsdp, *again, first) == 1
-    assert "does not say what made its tokens: make it again" in capfd.readouterr().err
-
-
-def test_another_chat_template_is_another_run(
+def test_chat_template_is_part_of_the_run(
     llama_directory: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """It is refused by a resume, an export, and prepared tokens; final/ has the one trained in."""
+    """Another one is refused by a resume, and with prepared tokens; final/ has the one used."""
     flags = ["--max-seq-length", 96, "--model-name", llama_directory, "--dataset", chats]
     flags += ["--output-dir", tmp_path / "run"]
     chatml, file = ["--chat-template", "chatml"], tmp_path / "own.jinja"
     assert start(llama_fsdp, *flags, *chatml) == 0
     template = AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template
-    assert template == chat_templates.CHATML
-    capfd.readouterr()
+    assert template == CHATML
     file.write_text(UNDATED)
-    for more in ([], ["--chat-template", "prompter"], ["--chat-template", file]):
-        for what in (["--max-steps", 4], ["--export-only"]):
-            assert start(llama_fsdp, *flags, *more, *what) == 1
-            said = capfd.readouterr().err
-            assert "was saved by a different run: " in said and "chat template is " in said
-    assert start(llama_fsdp, *flags, *chatml, "--max-steps", 3) == 0
+    capfd.readouterr()
+    for more in [], ["--chat-template", file]:
+        assert start(llama_fsdp, *flags, *more, "--max-steps", 4) == 1
+        assert "chat template is " in capfd.readouterr().err
     made = [*flags[:-1], tmp_path / "made"]
     assert start(llama_fsdp, *made, "--chat-template", file, "--prepare-only") == 0
     again = [*flags[:4], "--dataset", tmp_path / "made/prepared", "--output-dir", tmp_path / "next"]
-    capfd.readouterr()
     assert start(llama_fsdp, *again, *chatml) == 1
-    assert "give the --chat-template that it was made with" in capfd.readouterr().err
+    assert "was prepared with --chat-template " in capfd.readouterr().err
     assert start(llama_fsdp, *again, "--chat-template", file) == 0
-    file.write_text(UNDATED.replace("<", "["))  # the same name
-    assert start(llama_fsdp, *again, "--chat-template", file, "--export-only") == 1
-    assert "chat template is " in capfd.readouterr().err
-
-
-def test_prepared_text_of_another_eos(
-    gpt2_directory: Path, texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """The same of GPT-2; a chat template does not matter there."""
-    other = {}
-    for name, changes in (("a", {"eos_token": "<pad>"}), ("b", {"chat_template": "x"})):
-        other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
-        tokenizer = AutoTokenizer.from_pretrained(gpt2_directory)
-        for attribute, value in changes.items():
-            setattr(tokenizer, attribute, value)
-        tokenizer.save_pretrained(other[name])
-    flags = ["--block-size", 32, "--output-dir"]
-    files = ["--train-file", texts[0], "--val-file", texts[1]]
-    made = [*flags, tmp_path / "made", *files, "--model-name", gpt2_directory, "--prepare-only"]
-    assert start(gpt2_fsdp, *made) == 0
-    again = [*flags, tmp_path / "run", "--dataset", tmp_path / "made/prepared", "--model-name"]
-    assert start(gpt2_fsdp, *again, other["a"]) == 1
-    assert "eos_token (</s> there, <pad> here)" in capfd.readouterr().err
-    assert start(gpt2_fsdp, *again, other["b"]) == 0
 
 
 def test_nodes_with_other_data_do_not_train_together(
@@ -149,7 +83,7 @@ def test_nodes_with_other_data_do_not_train_together(
         shutil.copy(texts[1], folder / "val.txt")
     text = texts[0].read_text()
     (folders[1] / "train.txt").write_text(text.replace("sine", "sign", 1))
-    files = ["--train-file", "train.txt", "--val-file", "val.txt", "--block-size", "32"]
+    files = ["--dataset", "train.txt", "--val-dataset", "val.txt", "--block-size", "32"]
     flags = [*SMALL, *files, "--model-name", "tiny", "--output-dir", str(tmp_path / "run")]
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29411", "--rdzv-id", "d"]
     processes = []
@@ -175,40 +109,13 @@ def test_another_model_of_the_same_shapes(
         other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
         config = json.loads((other[name] / "config.json").read_text())
         (other[name] / "config.json").write_text(json.dumps(config | {"n_head": heads}))
-    files = ["--train-file", texts[0], "--val-file", texts[1], "--block-size", 32]
+    files = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", 32]
     flags = [*files, "--output-dir", tmp_path / "run", "--model-name"]
     assert start(gpt2_fsdp, *flags, gpt2_directory) == 0
     for more in ["--max-steps", 4], ["--export-only"]:
         assert start(gpt2_fsdp, *flags, other["heads"], *more) == 1
         assert "model is gpt2, crc " in capfd.readouterr().err
     assert start(gpt2_fsdp, *flags, other["copy"], "--max-steps", 4) == 0
-
-
-def test_rows_saved_anew_by_the_same_code(tmp_path: Path) -> None:
-    """`datasets` takes them for the same; what was made of the old ones is not used."""
-    rows = [{"prompt": f"{word} {i}", "completion": "x"} for word in "ab" for i in range(9)]
-    found = []
-    args, tokenizer = chats_arguments(), ByT5Tokenizer(chat_template=UNDATED)
-    for word in range(2):
-        made = Dataset.from_list(rows[9 * word :][:9])
-        made._fingerprint = "the same"
-        shutil.rmtree(tmp_path / "rows", ignore_errors=True)
-        made.save_to_disk(tmp_path / "rows")
-        sets = chat_dataset.load_documents(args, tokenizer, str(tmp_path / "rows"), False)
-        found.append([ids for part in sets for ids in part["input_ids"][:]])
-    assert found[0] != found[1]
-
-
-def test_own_tokens_with_the_columns_of_prepared_ones(tmp_path: Path) -> None:
-    """They are split like others: no example is validated on that is trained on."""
-    rows = [{"input_ids": [i, 1], "labels": [i, 1], "length": 2} for i in range(5, 65)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = ["--model-name", "tiny", "--dataset", path, "--rouge-samples", "0"]
-    args = T5_training.parse_args(list(map(str, flags)))
-    sets = summarization_dataset.load_summarization(args, ByT5Tokenizer(), verbose=False)
-    train, val = ({tuple(ids) for ids in part["input_ids"][:]} for part in sets)
-    assert len(train) == 57 and len(val) == 3 and not train & val
 
 
 def test_other_flags_on_another_node(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,203 @@
+"""runtime/readers.py: rows as their files have them, and mistakes in one message."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from datasets import Dataset, Value
+from transformers import ByT5Tokenizer
+
+import llama_fsdp
+import T5_training
+from runtime import readers
+
+FAIL = Namespace(bad_rows="fail")
+VALUES = [
+    {"text": "2024-05-01", "n": None, "of": {"b": 12345678901234567890, "a": [None, 1.5]}},
+    {"late": "x", "text": "null", "n": 3},
+    {"text": "line\u2028separator \x85", "n": "mixed"},
+]
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.json", "list.json"])
+def test_json_values_are_as_in_the_file(name: str, tmp_path: Path) -> None:
+    """Dates, order, nulls, large integers and late fields; blank lines are skipped."""
+    path = tmp_path / name
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in VALUES)
+    path.write_text(json.dumps(VALUES, indent=1) if name == "list.json" else "\ufeff" + lines)
+    rows = readers.read(str(path), None)["train"]
+    assert readers.column_names("x", rows) == ["text", "n", "of"]
+    features = {"json": Value("string")}
+
+    def dump(some: list[dict]) -> list[list[dict]]:
+        return [[{"json": json.dumps(row)}] for row in some]
+
+    found = readers.samples(str(path), rows, dump, features, FAIL)["json"]
+    assert list(found) == [json.dumps(row) for row in VALUES]
+
+
+def test_csv_values_are_text(tmp_path: Path) -> None:
+    path = tmp_path / "a[1].csv"
+    path.write_text('"te,xt",n\n"a\n""b"" ",007\nnull,\nNA,1.50\n')
+    rows = readers.read(str(path), None)["train"]
+    assert rows["te,xt"][:] == ['a\n"b" ', "null", "NA"] and rows["n"][:] == ["007", "", "1.50"]
+
+
+def test_words_name_files_globs_and_splits(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"x": "{name}"}}\n' * 10)
+    glob = str(tmp_path / "*.jsonl")
+    rows = readers.read(glob, None)
+    assert len(rows["train"]) == 20
+    assert readers.place(glob, 13) == f"{tmp_path}/b.jsonl, row 3"
+    assert readers.split_word(f"{glob}:train[:5]", []) == (glob, "train[:5]")
+    assert len(readers.pick(glob, rows, "train[:5]")["train"]) == 5
+    assert readers.split_word("someone/set:test", []) == ("someone/set", "test")
+    (tmp_path / "a:b.jsonl").write_text('{"x": 1}\n')
+    assert readers.split_word(f"{tmp_path}/a:b.jsonl", [])[1] is None
+    with pytest.raises(ValueError, match="is a URL"):
+        readers.split_word("https://x.org/a.csv", [])
+
+
+def test_a_map_runs_once_on_two_processes(tmp_path: Path) -> None:
+    """The second finds the cache, though its tokenizer was used before; new code starts over."""
+    (tmp_path / "x.jsonl").write_text('{"content": "a b"}\n' * 30 + '{"content": "c"}\n')
+    program = (
+        "import sys; from chat_dataset import *; from transformers import ByT5Tokenizer\n"
+        "from runtime import readers; import datasets\n"
+        "tokenizer = ByT5Tokenizer(); tokenizer('x', truncation=True, max_length=3)\n"
+        "calls = []; encode = encode_texts\n"
+        "import chat_dataset\n"
+        "chat_dataset.encode_texts = lambda *args: calls.append(1) or encode(*args)\n"
+        "parser = ArgumentParser(); add_arguments(parser); args = parser.parse_args([])\n"
+        f"rows = load_documents('{tmp_path}/x.jsonl', tokenizer, args)['train']\n"
+        "print(len(rows), len(calls))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "c")}
+    command = [sys.executable, "-c", program]
+    lines = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
+    assert [line.splitlines()[-1] for line in lines] == ["31 1", "31 0"]
+
+
+def test_content_sum(tmp_path: Path) -> None:
+    """It depends on values, order and bounds, not on files, chunks or choices of rows."""
+    rows = [{"ids": [i, i + 1] * (i % 3), "text": str(i)} for i in range(50)]
+    whole = Dataset.from_list(rows)
+    expected = readers.content_sum(whole)
+    whole.to_parquet(tmp_path / "rows.parquet", batch_size=7)
+    assert (
+        readers.content_sum(readers.read(str(tmp_path / "rows.parquet"), None)["train"]) == expected
+    )
+    chosen = Dataset.from_list(rows[::-1] + rows).select([*range(50, 99), 99])
+    assert readers.content_sum(chosen) == readers.content_sum(readers.join([chosen])) == expected
+    moved = [*rows[:20], rows[21], rows[20], *rows[22:]]
+    bounds = [
+        *rows[:10],
+        {"ids": [10], "text": "10"},
+        {"ids": [11, 11, 12], "text": "11"},
+        *rows[12:],
+    ]
+    for other in (moved, bounds, [*rows[:25], rows[25] | {"text": "x"}, *rows[26:]]):
+        assert readers.content_sum(Dataset.from_list(other)) != expected
+
+
+PAIRS = [{"text": f"t {i}", "headline": f"h {i}"} for i in range(30)]
+CHATS = [{"prompt": f"q{i}", "completion": "a"} for i in range(30)]
+TOKENS = [{"input_ids": [5, 6, 7 + i], "labels": [5, 6]} for i in range(30)]
+
+
+def lines(rows: list) -> str:
+    """Return rows as JSONL."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+MISTAKES = {  # name: (content, flags, message)
+    "gone.jsonl": (None, "", "gone.jsonl does not exist"),
+    "folder": (None, "", "folder cannot be read: Directory folder is neither"),
+    "column.jsonl": (lines(PAIRS), "--source-column x", "has columns text, headline, but not all"),
+    "split.jsonl": (lines(PAIRS), ":test", "split.jsonl has no split test. Pass split.jsonl:SPLIT"),
+    "broken.jsonl": (
+        lines(PAIRS) + '{"text": "b}\n',
+        "",
+        "broken.jsonl, row 31: not JSON: Untermi",
+    ),
+    "list.jsonl": ("[1]\n", "", "list.jsonl has no JSON objects"),
+    "empty.jsonl": ("", "", "empty.jsonl is empty"),
+    "blank.jsonl": ("\n\n", "", "blank.jsonl has no JSON objects"),
+    "pretty.json": (json.dumps(PAIRS[0], indent=1), "", "Write one on each line"),
+    "cut.json": ('[{"text": "a"', "", "cut.json cannot be read: Expecting ',' delimiter"),
+    "ints.jsonl": (
+        lines([*PAIRS, {"text": "a", "headline": 1}]),
+        "",
+        "row 31: headline is 1, not t",
+    ),
+    "utf16.csv": ("text,headline\na,b\n".encode("utf-16"), "", "UTF-8 text, CSV"),
+    "latin1.csv": (b"text,headline\ncaf\xe9,b\n", "", "utf-8' codec can't decode byte 0xe9"),
+    "semicolon.csv": ("text;headline\na;b\n", "", "line 1: the header .* needs distinct names"),
+    "twice.csv": ("text,text\na,b\n", "", "needs distinct names"),
+    "quote.csv": ('text,headline\na,"b\nc,d\n', "", "quote.csv, line 2: unexpected end of data"),
+    "inner.csv": ('text,headline\na,b\n"he "hi" to",c\n', "", "inner.csv, line 3: ',' expected"),
+    "wide.csv": ("text,headline\na,b,c\nd,e\n", "", "wide.csv, line 2: 3 fields for 2 columns"),
+    "field.csv": (
+        "text,headline\na,b\nc,\n",
+        "",
+        "field.csv, row 2: its text or its summary is em",
+    ),
+    "one.csv": ("text,headline\na,b\n", "", "no two rows differ"),
+    "bad.parquet": ("no parquet", "", "bad.parquet cannot be read: Parquet magic bytes"),
+    "vocabulary.jsonl": (
+        lines([{"input_ids": [5, 9999], "labels": [5]}, *TOKENS]),
+        "",
+        "token 9999",
+    ),
+    "long.jsonl": (
+        lines([{"input_ids": [5] * 99, "labels": [5]}]),
+        "--source-length 9",
+        "allows 9",
+    ),
+    "half.jsonl": (
+        lines([*PAIRS[:5], *[{}] * 6]),
+        "--bad-rows skip",
+        "6 of 11 rows cannot be used",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_one_message(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, flags, message = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    if content is not None:
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    word = name + flags if flags.startswith(":") else f"{name} {flags}"
+    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", *word.split()])
+    with pytest.raises(ValueError, match=message) as error:
+        T5_training.data.load(args, ByT5Tokenizer())
+    assert "\n" not in str(error.value) and name in str(error.value)
+
+
+def test_flags_are_checked_when_parsed(capfd: pytest.CaptureFixture) -> None:
+    for flag in "--max-seq-length", "--num-val-samples":
+        with pytest.raises(SystemExit):
+            llama_fsdp.parse_args([flag, "-1"])
+        assert f"{flag}: -1 is out of range: it must be at least" in capfd.readouterr().err
+
+
+def test_a_run_ends_with_one_error(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(lines([*CHATS, {"prompt": "q"}]))
+    flags = ["--model-name", "tiny", "--dataset", str(path), "--output-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit) as end:
+        llama_fsdp.fsdp_main(llama_fsdp.parse_args(flags))
+    assert end.value.code == 1
+    said = capfd.readouterr().err
+    assert "Traceback" not in said and said.count("error: ") == 1
+    assert f"{path}, row 31: the assistant's turn is None, not text. Pass --bad-rows skip" in said
