@@ -74,7 +74,7 @@ def test_a_failed_export_keeps_the_best_weights_before(
         paths.append(path.name)
         if paths == ["best"] * 2:
             raise OSError("no space left")
-        export(model, tokenizer, path, args)
+        export_model(model, tokenizer, path, args)
 
     monkeypatch.setattr(export, "export_model", fail_second)
     run(flags, tmp_path, "--max-steps", "4")
