@@ -17,6 +17,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import datasets
+import huggingface_hub
 import numpy
 import torch
 import torch.distributed as dist
@@ -163,12 +165,18 @@ def _outcome(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception |
 
 def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function` on one process per node, then on the others, which find its files cached, and
-    return its result. An OSError or ValueError on any rank is raised on all of them."""
+    return its result. An OSError or ValueError on any rank is raised on all of them.
+
+    Only the first process asks the hub, which limits the requests per address.
+    """
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     result = None
 
     def run() -> None:
         nonlocal result
+        if not is_first:
+            huggingface_hub.constants.HF_HUB_OFFLINE = True
+            datasets.config.HF_HUB_OFFLINE = True  # its copy
         result = function(*args)
 
     for is_turn_of_first in (True, False):

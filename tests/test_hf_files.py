@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import httpx2
 import huggingface_hub
 import pytest
@@ -24,6 +25,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from runtime import ranks
 from runtime import weights as hf_weights
 
 # Small shapes, as the configs of these families call them.
@@ -317,3 +319,33 @@ def test_unavailable_model_is_one_message(
         huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
     assert str(error.value).startswith(f"--model-name {name} ") and said in str(error.value)
     assert "or pass a directory" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_only_the_first_process_of_a_node_asks_the_hub(
+    local_rank: int, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others find the files in the cache without a request."""
+    cached = tmp_path / "models--me--small"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("c0ffee")
+    (cached / "snapshots/c0ffee").mkdir(parents=True)
+    (cached / "snapshots/c0ffee/config.json").write_text("{}")
+    requests = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        requests.append(request.url)
+        raise httpx2.ConnectError("no network")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    transport = httpx2.MockTransport(answer)
+    huggingface_hub.set_client_factory(lambda: httpx2.Client(transport=transport))
+    try:
+        path = ranks.first_on_node(hf_weights.find_directory, "me/small", ["*.json"])
+    finally:
+        huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
+    assert path == cached / "snapshots/c0ffee"
+    assert bool(requests) == (local_rank == 0)
