@@ -59,4 +59,4 @@ def test_an_overflow_changes_nothing(script: str, strategy: str, results: dict) 
 def test_fp16_says_what_it_does(results: dict) -> None:
     """That it is slow on a CPU, and why a run ended."""
     assert "--precision fp16 is slow on a CPU" in results["said"].stdout
-    assert "the loss scale of fp16 would fall below 1" in results["said"].stderr
+    assert "The loss scale of fp16 would fall below 1" in results["said"].stderr
