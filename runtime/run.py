@@ -311,7 +311,8 @@ class Run:
             export.copy_export(best, final)
         else:
             self._export(model, tokenizer, final)
-        ranks.say(f"The last model is in {final}, that of the lowest loss in {best}")
+        lowest = f", that of the lowest loss in {best}" if self.args.save_best else ""
+        ranks.say(f"The last model is in {final}{lowest}")
         self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:

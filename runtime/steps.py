@@ -42,7 +42,7 @@ from .stops import Stopped, StopRequest
 warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
 NOT_ENTERED = "The step was not entered, so nothing counts it. Put `with step:` around it."
-NOT_GUARDED = "Call step.guard(optimizer, loss, grad_norm) before the optimizer's step."
+NOT_GUARDED = "A NaN would be trained on. Call step.guard(optimizer, loss, grad_norm) first."
 
 
 class AsyncReadback:

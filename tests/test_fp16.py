@@ -57,4 +57,4 @@ def test_an_overflow_changes_nothing(script: str, strategy: str, results: dict) 
 
 
 def test_fp16_says_why_a_run_ended(results: dict) -> None:
-    assert "the loss scale of fp16 would fall below 1" in results["said"].stderr
+    assert "The loss scale of fp16 would fall below 1" in results["said"].stderr

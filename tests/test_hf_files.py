@@ -109,9 +109,9 @@ def differences(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """What files_worker.py found, by number of ranks."""
     folder = tmp_path_factory.mktemp("results")
     found = {}
-    for ranks in (1, 2):
-        launch(ranks, "tests/files_worker.py", models, folder / f"{ranks}.json")
-        found[ranks] = json.loads((folder / f"{ranks}.json").read_text())
+    for count in (1, 2):
+        launch(count, "tests/files_worker.py", models, folder / f"{count}.json")
+        found[count] = json.loads((folder / f"{count}.json").read_text())
     return found
 
 

@@ -391,7 +391,7 @@ def test_nan_is_reported_by_the_first_step(
     with pytest.raises(SystemExit):
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command(texts, tmp_path, 1)))
     error = capfd.readouterr().err
-    assert "step 1: gradient norm nan" in error and "samples [" in error
+    assert "Step 1: gradient norm nan" in error and "samples [" in error
 
 
 def attend(**options: object) -> torch.Tensor:
