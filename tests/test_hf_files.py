@@ -341,8 +341,11 @@ def test_only_the_first_process_of_a_node_asks_the_hub(
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    hooks = {"request": [huggingface_hub.utils._http.hf_request_event_hook]}  # as by default
     transport = httpx2.MockTransport(answer)
-    huggingface_hub.set_client_factory(lambda: httpx2.Client(transport=transport))
+    huggingface_hub.set_client_factory(
+        lambda: httpx2.Client(transport=transport, event_hooks=hooks)
+    )
     try:
         path = ranks.first_on_node(hf_weights.find_directory, "me/small", ["*.json"])
     finally:
