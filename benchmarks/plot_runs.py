@@ -7,7 +7,7 @@ Or draw the memory that a model needs under each strategy.
     python benchmarks/plot_runs.py --estimate 7b.json 7b-plain.json --title "Llama 2 7B"
 
 It needs matplotlib. Lines are training metrics, dots are validations; memory is drawn if
---track-memory measured it. Of an estimate the terms under AdamW are stacked. The dot is the peak,
+as metrics.jsonl has it. Of an estimate the terms under AdamW are stacked. The dot is the peak,
 which is less than their sum if not all of them are held at one time.
 """
 

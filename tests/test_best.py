@@ -14,7 +14,7 @@ from runtime import export, ranks
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
     """Six steps of `tiny`, which has dropout, validated and saved at every second."""
-    return ["--train-file", str(texts[0]), "--val-file", str(texts[1]), "--block-size", "32",
+    return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--eval-every", "2", "--model-name", "tiny", "--lr", "1e-3",
             "--max-steps", "6"]  # fmt: skip

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 from conftest import ROOT, launch, losses, metrics
-from test_copies import OPTIONAL
+
+from tools.copy_script import needed_files
 
 PAGE = (ROOT / "docs/change-a-script.md").read_text()
 EDITS = re.search("<!-- z-loss -->(.*)<!-- accuracy -->(.*)<!-- end -->", PAGE, re.S)
@@ -32,10 +33,11 @@ def test_all_other_diffs_in_one_copy(tmp_path: Path) -> None:
     """BART learns sums by Lion, with smoothed labels, a cosine and an average of its weights, and
     resumes, without the files that such a copy can leave out."""
     (tmp_path / "my_script.py").write_text(apply_diffs("T5_training", OTHERS))
-    for name in ("policies", "summarization_dataset", "tests/lion", "tests/ema"):
-        shutil.copy(ROOT / f"{name}.py", tmp_path)
-    left_out = shutil.ignore_patterns("__pycache__", *OPTIONAL, "chunked_loss.py")
-    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", ignore=left_out)
+    for name in ("lion", "ema"):
+        shutil.copy(ROOT / f"tests/{name}.py", tmp_path)
+    (tmp_path / "runtime").mkdir()
+    for file in needed_files(ROOT / "T5_training.py"):
+        shutil.copy(file, tmp_path / file.relative_to(ROOT))
 
     output = tmp_path / "output"
     flags = ["--model-name", "tiny", "--batch-size", 8, "--lr", 1e-3, "--log-every", 1,

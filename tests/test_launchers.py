@@ -169,8 +169,8 @@ def test_lock_of_another_host(texts: tuple[Path, Path], tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost a b\n")
     (tmp_path / "paced.py").write_text(PACED)
-    command = [sys.executable, tmp_path / "paced.py", "--model-name", "tiny", "--train-file",
-               texts[0], "--val-file", texts[1], "--block-size", "32", "--log-every", "1",
+    command = [sys.executable, tmp_path / "paced.py", "--model-name", "tiny", "--dataset",
+               texts[0], "--val-dataset", texts[1], "--block-size", "32", "--log-every", "1",
                "--max-steps", "5000", "--output-dir", tmp_path / "output"]  # fmt: skip
 
     def start(host: str) -> containers.Container:
