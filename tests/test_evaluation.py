@@ -82,7 +82,7 @@ def test_one_and_two_processes(finished: Path, flags: list[str], tmp_path: Path)
     command = [*flags, *final, "--batch-size", "3", "--num-beams", "2"]
     two_ranks = ["--evaluate-only", "--fsdp", "2", "--output-dir", tmp_path / "two"]
     said = launch(2, "T5_training.py", *command, *two_ranks).stdout
-    assert f"evaluating {finished / 'final'}, without training" in said
+    assert f"Evaluating {finished / 'final'}, without training" in said
     two = evaluation(tmp_path / "two")
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
         "evaluation.json", "predictions.jsonl"]  # fmt: skip
@@ -144,10 +144,10 @@ def test_best_and_pretrained_weights(finished: Path, flags: list[str], t5_direct
 
 
 @pytest.mark.parametrize("changed, said", [
-    (["--dataset", "sums.jsonl:test"], "sums.jsonl has no split test"),
+    (["--dataset", "sums.jsonl:test"], "sums.jsonl does not exist"),
     (["--num-beams", "0"], "--num-beams 0 is out of range: it must be at least 1"),
     (["--export-only"], "--export-only, --prepare-only and --evaluate-only: give one"),
-    (["--dataset", "nowhere.csv"], "nowhere.csv is missing"),
+    (["--dataset", "nowhere.csv"], "nowhere.csv does not exist"),
 ])  # fmt: skip
 def test_what_is_refused(
     changed: list[str], said: str, trained: Path, flags: list[str], capfd: pytest.CaptureFixture
@@ -171,6 +171,6 @@ def test_stopped(finished: Path, flags: list[str]) -> None:
     wait_until(there.exists, 100, str)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and "SIGTERM: stopped" in said
+    assert process.returncode == 75 and "SIGTERM: nothing" in said
     assert contents(finished) == before
     assert not (finished / "evaluation.json").exists() and not (finished / "lock").exists()
