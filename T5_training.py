@@ -51,8 +51,9 @@ from runtime.run import Loaders, Run, launch
 MODEL = transformers.T5ForConditionalGeneration
 BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}  # of its config
-BYTES = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # tiny's tokens
-RECIPE = {"model_name": "google-t5/t5-base"}  # defaults that differ from the other scripts'
+TINY_TOKEN_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+DEFAULTS = {"model_name": "google-t5/t5-base"}  # of flags, where they differ from the other scripts
+TINY_DEFAULTS = {"source_length": 256, "target_length": 64, "num_train_samples": 600, "epochs": 1}
 SCRIPT = Path(__file__).stem
 
 
@@ -96,15 +97,13 @@ def fsdp_main(args: Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Read the command line; what is wrong is said at once, before anything is started."""
+    """Parse and validate the flags; exit with a message on error."""
     parser = arguments.Parser(__doc__)
     arguments.add_model(parser)
     data.add_arguments(parser)
     rouge.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), rouge, policies)
-    return arguments.checked(args, problems)
+    return arguments.validate(parser.parse(argv, DEFAULTS, TINY_DEFAULTS), rouge, policies)
 
 
 def setup(args: Namespace) -> torch.device:
@@ -140,7 +139,7 @@ def load_model(
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
-        config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
+        config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
         directory = None
     else:
         directory, config, tokenizer = weights.open_model(args.model_name, MODEL)

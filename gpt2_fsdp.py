@@ -1,4 +1,4 @@
-"""Train GPT-2 as a causal language model with PyTorch FSDP, and compare sharding strategies.
+"""Train GPT-2 with PyTorch FSDP, and compare sharding strategies.
 
     python gpt2_fsdp.py --model-name tiny --dataset docstrings  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 gpt2_fsdp.py  # gpt2 on WikiText-2
@@ -54,8 +54,9 @@ from runtime.run import Loaders, Run, launch
 MODEL = transformers.GPT2LMHeadModel
 BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}  # names of its config
-BYTES = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": None}  # tiny's tokens
-RECIPE = {"model_name": "openai-community/gpt2"}  # defaults that differ from the other scripts'
+TINY_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": None}
+DEFAULTS = {"model_name": "openai-community/gpt2"}  # of flags, where they differ from other scripts
+TINY_DEFAULTS = {"block_size": 256, "num_train_samples": 800, "num_val_samples": 100, "epochs": 1}
 SCRIPT = Path(__file__).stem
 
 
@@ -95,16 +96,14 @@ def fsdp_main(args: Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Read the command line; what is wrong is said at once, before anything is started."""
+    """Parse and validate the flags; exit with a message on error."""
     parser = arguments.Parser(__doc__)
     add = arguments.add_model(parser)
     add("--from-scratch", **arguments.OFF, help="use only its config")
     add("--wrap", default="block", help="FSDP units: block, or size:NUMBER (of parameters) or more")
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), policies)
-    return arguments.checked(args, problems)
+    return arguments.validate(parser.parse(argv, DEFAULTS, TINY_DEFAULTS), policies)
 
 
 def setup(args: Namespace) -> torch.device:
@@ -175,7 +174,7 @@ def load_model(
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
-        config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
+        config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
         directory = None
     else:
         directory, config, tokenizer = weights.open_model(args.model_name, MODEL)

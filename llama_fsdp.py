@@ -1,4 +1,4 @@
-"""Fine-tune Llama on chats with PyTorch FSDP, from 7B to 70B, with packed documents.
+"""Fine-tune Llama on chats with PyTorch FSDP, up to 70B, with packed documents.
 
     python llama_fsdp.py --model-name tiny  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 llama_fsdp.py --dataset chats.jsonl
@@ -69,8 +69,9 @@ TINY = {  # names of its config
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-BYTES = {"bos_token_id": None, "eos_token_id": 1}  # tiny's tokens
-RECIPE = {  # of Llama-2 70B: defaults that differ from the other scripts'
+TINY_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": 1}
+TINY_DEFAULTS = {"max_seq_length": 512, "num_train_samples": 600, "num_val_samples": 60}
+DEFAULTS = {  # of flags, where they differ from the other scripts: the Llama-2-70B recipe
     "model_name": "meta-llama/Llama-2-7b-hf",
     "lr": 5e-5,
     "lr_schedule": "cosine",
@@ -122,7 +123,7 @@ def fsdp_main(args: Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Read the command line; what is wrong is said at once, before anything is started."""
+    """Parse and validate the flags; exit with a message on error."""
     parser = arguments.Parser(__doc__)
     add = arguments.add_model(parser)
     add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
@@ -130,11 +131,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     paged.add_arguments(parser)
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    parser.set_defaults(**RECIPE)
-    args, problems = arguments.resolved(parser.parse_args(argv), adapters, policies)
-    for module in (attention, paged):
-        problems += module.check_arguments(args)
-    return arguments.checked(args, problems)
+    args = parser.parse(argv, DEFAULTS, TINY_DEFAULTS)
+    return arguments.validate(args, adapters, paged, policies, attention)
 
 
 def setup(args: Namespace) -> torch.device:
@@ -215,7 +213,7 @@ def load_model(
     """
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
-        config = MODEL.config_class(vocab_size=len(tokenizer), **BYTES, **TINY)
+        config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
         directory = None
     else:
         directory, config, tokenizer = weights.open_model(args.model_name, MODEL)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from . import export, ranks, weights
-from .arguments import ANY, INSTALL, LEAST, OFF, out_of_range
+from .arguments import ANY, INSTALL, OFF, POSITIVE, out_of_range
 
 DEFAULTS = {
     "lora_alpha": 16.0,
@@ -56,7 +56,7 @@ def resolve_arguments(args: Namespace) -> dict[str, Any]:
 def check_arguments(args: Namespace) -> list[str]:
     """List what is wrong with the values of `add_arguments`, a sentence each."""
     problems = out_of_range(
-        args, {"lora_rank": (0, ANY), "lora_alpha": (LEAST, ANY), "lora_dropout": (0, 1)}
+        args, {"lora_rank": (0, ANY), "lora_alpha": (POSITIVE, ANY), "lora_dropout": (0, 1)}
     )
     if not args.lora_rank:
         for name, default in DEFAULTS.items():

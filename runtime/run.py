@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from . import arguments, checkpoints, export, identity, ranks, screen, watchdog, weights
+from . import checkpoints, export, identity, ranks, screen, watchdog, weights
 from .batches import Batch
 from .checkpoints import SaveError, Saver
 from .lock import Lock
@@ -361,7 +361,7 @@ class Run:
             "samples": samples,
             "script": self.script,
             "world_size": dist.get_world_size(),
-            "arguments": arguments.without_training(self.args),
+            "arguments": vars(self.args),
         }
         path = self.directory / "evaluation.json"
         ranks.on_rank_zero(replace_text, path, json.dumps(evaluation, indent=1) + "\n")

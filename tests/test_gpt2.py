@@ -506,7 +506,7 @@ def test_where_offload_would_train_wrongly(
     monkeypatch.setenv("WORLD_SIZE", processes)
     parser = argparse.ArgumentParser()
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    _, problems = arguments.resolved(parser.parse_args(["--cpu-offload", *flags]), policies)
+    _, problems = arguments.resolve(parser.parse_args(["--cpu-offload", *flags]), policies)
     assert refused in "; ".join(problems) and bool(refused) == bool(problems)
 
 

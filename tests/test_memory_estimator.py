@@ -315,7 +315,7 @@ def test_fsdp2_equals_torch_s_memory_tracker(
         for unit in policies.fsdp2_units(model, policies.wrap_policy(script.units(model))):
             fully_shard(unit, **options)
         policies.plan_gathers(model)
-        if script.RECIPE.get("activation_checkpointing"):
+        if script.DEFAULTS.get("activation_checkpointing"):
             policies.checkpoint_activations(model, script.BLOCKS)
         ids = torch.zeros(1, args.seq_length, dtype=torch.int64)
         target = ids

@@ -643,7 +643,9 @@ def test_tiny_is_tiny(chats: Path, alone: None) -> None:
         args = script.parse_args([*FLAGS, "--dataset", str(chats)])
         with pytest.raises(ValueError, match=r"tiny would have [\d,]+ parameters, above 50,0"):
             script.load_model(args, torch.device("cpu"))
-    config = llama_fsdp.MODEL.config_class(vocab_size=384, **llama_fsdp.BYTES, **llama_fsdp.TINY)
+    config = llama_fsdp.MODEL.config_class(
+        vocab_size=384, **llama_fsdp.TINY_TOKEN_IDS, **llama_fsdp.TINY
+    )
     fit(config, llama_fsdp.LossModel, "tiny")
     assert torch.equal(torch.get_rng_state(), random)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # KB
@@ -735,7 +737,7 @@ def test_layers_that_drop_cu_seq_lens_are_refused(chats: Path, device: torch.dev
 def test_weight_decay_excludes_biases_and_norms(name: str) -> None:
     """In the scripts' own models: all but biases and norms, by their names."""
     script = importlib.import_module(name)
-    config = script.MODEL.config_class(vocab_size=384, **script.BYTES, **script.TINY)
+    config = script.MODEL.config_class(vocab_size=384, **script.TINY_TOKEN_IDS, **script.TINY)
     model = getattr(script, "LossModel", script.MODEL)(config)
     model.shapes = {name: p.shape for name, p in model.named_parameters()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}

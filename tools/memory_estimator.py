@@ -150,7 +150,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--load-in-4bit", **arguments.OFF, help="hold the blocks' frozen projections in NF4")
     add("--attention", choices=list(ATTENTIONS), default="fused",
         help="fused: flash, varlen or sdpa; eager also keeps the score matrices")  # fmt: skip
-    arguments.add_recomputation(add, default=None, note=" (default: the script's)")
+    arguments.add_recomputation(add, default=None)
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="paged: moments on the CPU")
     add = parser.add_argument_group("machine (defaults: DGX A100)").add_argument
     add("--nodes", type=int, default=1, help="number of machines")
@@ -164,12 +164,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser.set_defaults(**adapters.DEFAULTS)
     args = parser.parse_args(argv)
     gpus = max(1, args.nodes * args.gpus_per_node)
-    args, problems = arguments.resolved(args, adapters, processes=gpus)
+    args, problems = arguments.resolve(args, adapters, processes=gpus)
     limits = dict.fromkeys(("seq_length", "reserve_gb", "global_batch_size"), 0)
     limits |= dict.fromkeys(("batch_size", "gradient_accumulation_steps", "target_length"), 1)
     limits |= dict.fromkeys(("nodes", "gpus_per_node"), 1)
     above_zero = ("gpu_memory_gb", "intranode_gbps", "internode_gbps", "peak_tflops")
-    limits |= dict.fromkeys(above_zero, arguments.LEAST)
+    limits |= dict.fromkeys(above_zero, arguments.POSITIVE)
     ranges = {name: (low, arguments.ANY) for name, low in limits.items()}
     problems = arguments.out_of_range(args, ranges) + problems
     if args.fsdp == 2 and args.optimizer != "adamw":
@@ -249,7 +249,7 @@ def script_flags(script: ModuleType) -> dict[str, Any]:
         if hasattr(getattr(script, name, None), "add_arguments"):
             vars(script)[name].add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    parser.set_defaults(**script.RECIPE)
+    parser.set_defaults(**script.DEFAULTS)
     flags = vars(parser.parse_args([]))
     label = checkpointing_label(flags["activation_checkpointing"])
     return flags | {"activation_checkpointing": label}
