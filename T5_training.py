@@ -242,10 +242,7 @@ def train(
     val_loaders: Loaders,
     run: Run,
 ) -> bool:
-    """Train from where the checkpoint is to the last step; all ranks.
-
-    Returns False if an earlier run has finished, and no steps are left.
-    """
+    """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
     lengths = data.source_lengths(args, train_set)  # None: do not group by length
     sampler = batches.train_sampler(args, train_set, lengths)  # the same on any number of ranks
     loader = DataLoader(

@@ -268,10 +268,7 @@ def train(
     val_loaders: Loaders,
     run: Run,
 ) -> bool:
-    """Train from where the checkpoint is to the last step; all ranks.
-
-    Returns False if an earlier run has finished, and no steps are left.
-    """
+    """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
     sampler = batches.train_sampler(args, train_set)  # the same samples on any number of ranks
     loader = DataLoader(
         train_set,

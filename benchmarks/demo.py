@@ -125,8 +125,9 @@ def show(directory: Path) -> None:
         [json.loads(line) for line in (path / "predictions.jsonl").read_text().splitlines()]
         for path in (directory / "before", directory)
     )
-    print(f"\n{len(after)} days that it has not seen, right before the training: {right(before)}, "
-          f"after it: {right(after)}")  # fmt: skip
+    print(
+        f"\n{len(after)} unseen dates: {right(before)} correct before training, {right(after)} after"
+    )
     for then, now in zip(before[:3], after[:3], strict=True):
         print(f"  given:  {now['source']}")
         print(f"  before: {then['generated'] or '(nothing)'}")

@@ -364,7 +364,7 @@ class Loader:
         return tensor
 
 
-def materialize(model: nn.Module, init: Init) -> None:
-    """Fill all modules of a model on meta, outer ones first."""
-    for module in list(model.modules()):
+def materialize(model: nn.Module, init: Init | None) -> None:
+    """Fill all modules of a model on meta, outer ones first; None leaves the model as it is."""
+    for module in list(model.modules()) if init else []:
         init(module)

@@ -233,7 +233,7 @@ def test_evaluation_by_one_process(
     assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
     words[words.index("--output-dir") + 1] = str(tmp_path / "nothing")
     for more, said in (
-        ([], "finds no checkpoint in"),
+        ([], "finds no adapters in"),
         (["--model-name", str(run / "final")], "final contains adapters, not a model"),
     ):
         with pytest.raises(SystemExit):
@@ -374,7 +374,7 @@ def test_routers_and_experts() -> None:
 
 @pytest.mark.parametrize("flags, said", [
     (["--lora-rank", "4", "--fsdp", "1"], "--lora-rank needs --fsdp 2"),
-    (["--lora-rank", "4", "--strategy", "ddp"], "--strategy ddp is --fsdp 1's"),
+    (["--lora-rank", "4", "--strategy", "ddp"], "--strategy ddp requires --fsdp 1"),
     (["--lora-rank", "-1"], "--lora-rank -1 is out of range"),
     (["--lora-rank", "4", "--lora-dropout", "1"], "--lora-dropout 1.0 is out of range"),
     (["--load-in-4bit"], "--load-in-4bit needs adapters"),

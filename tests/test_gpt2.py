@@ -451,7 +451,7 @@ def test_what_is_held_out_is_part_of_a_run(
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
     (b"", ["--output-dir", __file__], "test_gpt2.py is a file: name a directory"),
     (b"", ["--output-dir", "tests", "--model-name", str(ROOT / "tests")], "the model's own direct"),
-    (b"", ["--model-name", "NO EOS"], "has no EOS token"),
+    (b"", ["--model-name", "NO EOS"], "has a tokenizer without an EOS token"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(
     content: bytes | None, flags: list, said: str | None, texts: tuple, tmp_path: Path,
@@ -518,7 +518,7 @@ def test_an_empty_validation_set_and_an_unknown_column(
     (tmp_path / "c.jsonl").write_text('{"body": "text", "title": "x"}\n')
     command = ["--model-name", "tiny", "--output-dir", str(tmp_path / "run"), "--block-size", "32"]
     for name, said in (
-        ("blank.txt", "give no block"),
+        ("blank.txt", "It has no rows"),
         ("c.jsonl", "is not among them: give --text-column body"),
     ):
         files = ["--dataset", str(texts[0]), "--val-dataset", str(tmp_path / name)]

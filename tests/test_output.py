@@ -171,7 +171,7 @@ def test_what_somebody_else_has_left(
     mine.parent.mkdir()
     mine.write_text("mine")
     assert start(tmp_path, flags, "--prepare-only") == 1
-    assert "would replace" in capfd.readouterr().err and mine.read_text() == "mine"
+    assert "prepared exists" in capfd.readouterr().err and mine.read_text() == "mine"
     (tmp_path / "final").mkdir()
     assert start(tmp_path, flags) == 1
     assert "holds a final/ or best/ of something else" in capfd.readouterr().err
