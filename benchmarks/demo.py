@@ -125,9 +125,8 @@ def show(directory: Path) -> None:
         [json.loads(line) for line in (path / "predictions.jsonl").read_text().splitlines()]
         for path in (directory / "before", directory)
     )
-    print(
-        f"\n{len(after)} unseen dates: {right(before)} correct before training, {right(after)} after"
-    )
+    scores = f"{right(before)} correct before training, {right(after)} after"
+    print(f"\n{len(after)} unseen dates: {scores}")
     for then, now in zip(before[:3], after[:3], strict=True):
         print(f"  given:  {now['source']}")
         print(f"  before: {then['generated'] or '(nothing)'}")

@@ -47,7 +47,7 @@ def at_least(low: int) -> dict[str, Any]:
 
     def integer(text: str) -> int:
         if int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text} must be at least {low}")
+            raise argparse.ArgumentTypeError(f"{text} is out of range: it must be at least {low}")
         return int(text)
 
     return {"type": integer, "metavar": "N"}
@@ -207,7 +207,8 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> lis
         bounds = "above 0" if low == POSITIVE else f"at least {low}"
         if high < ANY:
             bounds += f" and below {high:,}"
-        problems.append(f"--{name.replace('_', '-')} {value} must be {bounds}")
+        flag = f"--{name.replace('_', '-')}"
+        problems.append(f"{flag} {value} is out of range: it must be {bounds}")
     return problems
 
 

@@ -42,11 +42,11 @@ def test_micro_batches(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--global-batch-size", "12"], "12 is no multiple of the 8 processes: 8 or 16 is"),
-        (["--global-batch-size", "4"], "4 is no multiple of the 8 processes: 8 is"),
+        (["--global-batch-size", "12"], "12 must be a multiple of 8 (processes): use 8 or 16"),
+        (["--global-batch-size", "4"], "4 must be a multiple of 8 (processes): use 8"),
         (["--global-batch-size", "-8"], "-8 is out of range: it must be at least 0"),
         (["--global-batch-size", "8", "--gradient-accumulation-steps", "2"],
-         "--global-batch-size chooses --gradient-accumulation-steps: give one of them"),
+         "--global-batch-size and --gradient-accumulation-steps exclude each other"),
     ],
 )  # fmt: skip
 def test_what_cannot_be(

@@ -146,7 +146,7 @@ def test_best_and_pretrained_weights(finished: Path, flags: list[str], t5_direct
 @pytest.mark.parametrize("changed, said", [
     (["--dataset", "sums.jsonl:test"], "sums.jsonl does not exist"),
     (["--num-beams", "0"], "--num-beams 0 is out of range: it must be at least 1"),
-    (["--export-only"], "--export-only, --prepare-only and --evaluate-only: give one"),
+    (["--export-only"], "--export-only, --prepare-only and --evaluate-only exclude each other"),
     (["--dataset", "nowhere.csv"], "nowhere.csv does not exist"),
 ])  # fmt: skip
 def test_what_is_refused(

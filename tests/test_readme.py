@@ -198,6 +198,7 @@ def test_every_command_is_marked_or_run_by_a_test() -> None:
         ". .venv/bin/activate", "pip install -r",  # make test
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
         "python tools/memory_estimator.py",  # test_estimates
+        "python tools/copy_script.py",  # test_copies
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
         "python benchmarks/side_by_side.py", "python benchmarks/compare_strategies.py",
         "python benchmarks/plot_runs.py",
@@ -243,6 +244,7 @@ def started() -> list[str]:
     """Return the commands that start a program of PARSERS, each once."""
     pattern = "|".join(map(re.escape, (*PARSERS, "launch.slurm")))
     found = {line for line in commands() if re.search(rf"(^| )({pattern})( |$)", line)}
+    found = {line for line in found if "copy_script" not in line}
     return sorted(found | set(inline_commands()))
 
 

@@ -196,7 +196,7 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(
     assert "is finished" in capfd.readouterr().out
     assert (finished / "metrics.jsonl").read_text() == before
     fewer = refused([*flags, "--max-steps", "5"], finished, capfd)
-    assert "the run has reached step 8, and --max-steps or --epochs now end it at 5" in fewer
+    assert "The run has reached step 8, more than the 5 of --max-steps or --epochs." in fewer
     one_process([*flags, "--max-steps", "10", "--lr", "2e-3"], finished)
     assert "learning rate is 0.000444, not 0 as planned" in capfd.readouterr().out
     assert list(losses(finished)) == list(range(1, 11))
@@ -234,7 +234,7 @@ def test_what_must_not_differ_is_named(
 
 
 @pytest.mark.parametrize("flag, said", [
-    (["--model-name", "/no/such/directory"], "--model-name /no/such/directory is no directory"),
+    (["--model-name", "/no/such/directory"], "--model-name /no/such/directory is neither a directory"),
     (["--model-name", "no-such/model"], "the hub cannot be asked"),
     (["--output-dir", "/dev/null/here"], "/dev/null/here"),
     (["--export-only"], "--export-only finds no checkpoint"),
@@ -255,7 +255,7 @@ def test_bad_input_is_one_sentence(
 def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixture) -> None:
     """Before any process group, naming each flag."""
     wrong = {
-        "--batch-size": 0, "--lr": -1, "--warmup-ratio": 2, "--source-length": 0, "--epochs": 0,
+        "--batch-size": 0, "--lr": -1, "--warmup-ratio": 2, "--epochs": 0,
         "--rouge-samples": -1, "--max-grad-norm": 0, "--keep-checkpoints": 0,
         "--strategy": "hybrid_shard",
     }  # fmt: skip

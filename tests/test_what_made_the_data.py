@@ -152,6 +152,6 @@ def test_the_date_in_a_template_is_always_the_same(
     flags = ["--max-seq-length", 64, "--dataset", chats, "--model-name", model, "--output-dir"]
     assert start(llama_fsdp, *flags, tmp_path / "run") == 0
     said = capfd.readouterr().out
-    assert "The chat template asks for the date: it is always 2024-07-26." in said
+    assert "The chat template writes a date: it is always 2024-07-26." in said
     assert "26 Jul 2024" in said  # in the example
     assert "strftime_now" in AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template
