@@ -234,7 +234,7 @@ def test_what_must_not_differ_is_named(
 
 
 @pytest.mark.parametrize("flag, said", [
-    (["--model-name", "/no/such/directory"], "--model-name /no/such/directory is neither a directory"),
+    (["--model-name", "/no/such/directory"], "/no/such/directory is neither a directory nor"),
     (["--model-name", "no-such/model"], "the hub cannot be asked"),
     (["--output-dir", "/dev/null/here"], "/dev/null/here"),
     (["--export-only"], "--export-only finds no checkpoint"),
