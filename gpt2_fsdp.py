@@ -346,7 +346,7 @@ def validation(
 def continue_prompts(
     args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, samples: Any
 ) -> None:
-    """Print the beginnings of three blocks and how the model goes on; all ranks."""
+    """Print three prompts from the samples and the model's continuations; all ranks."""
     with policies.generation(args, model, device) as generate:
         for index in range(min(3, len(samples))):
             ids = torch.tensor(samples[index]["input_ids"][:32], dtype=torch.int64)

@@ -7,7 +7,8 @@ The run: each object has one owner of its state
     steps         Steps and Step: what must happen around each optimizer step
     metrics       Metrics: metrics.jsonl, speed, the lines on the screen; it owns the trackers
     state         TrainState: what is trained and saved, and its counters
-    checkpoints   Saver: checkpoints and what failed; find, check, load, prune
+    checkpoints   Saver: checkpoints and failed saves; find, check, load, prune
+    checkpoint_reader  reads checkpoints without running code in them
     identity      values that all ranks and starts of a run must share
     watchdog      the timer that writes the stacks of a rank without progress
     screen        progress of long work
@@ -18,10 +19,11 @@ The run: each object has one owner of its state
 The model
     weights       Hugging Face files in; names and shapes, whatever wraps the model
     export        Hugging Face files out
-    model_checks  is the loss the model's own
+    model_checks  checks that the loss is the model's own
+    chunked_loss  the loss of a causal model, in chunks of logits
 The data
     readers       rows of files and data sets, mapped to samples
 Optional: a copy that has no use for them leaves them out
-    adapters, nf4 (LoRA, 4 bits)   paged, paged_adamw (--optimizer)   attention (packed documents)
+    adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)
     rouge   trackers   chats (Llama's formats and templates)   tokens (--prepare-only)
 """

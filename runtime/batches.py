@@ -72,7 +72,7 @@ class GlobalBatchSampler:
         whole, rest = divmod(len(order), self.global_batch)
         if not whole:
             return order
-        # Halves, drawn anew in each epoch, or each would have the same batches.
+        # Halves, drawn again in each epoch, or each would have the same batches.
         half = (whole + 1) // 2
         parts = order.tensor_split([half * self.global_batch])
         order = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in parts])
@@ -142,7 +142,7 @@ def first(loader: DataLoader, samples: int | None) -> DataLoader:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with its tensors on `device`, copied while the host goes on."""
+    """Return the batch with its tensors on `device`, copied asynchronously."""
     found = dict(batch)
     for name, value in batch.items():
         if isinstance(value, Tensor):

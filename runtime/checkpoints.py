@@ -434,7 +434,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
-    """Restore `state`, random states included; at another world size those are seeded anew.
+    """Restore `state`, random states included; at another world size those are reseeded.
 
     Weights come first, then the optimizer, so that a state dict of both is never held.
     Raises ValueError on all ranks, naming what differs, if a different run saved it.

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from .ranks import cpu_group, on_rank_zero
+from .ranks import on_rank_zero
 from .weights import IN_LAYER, library_class, plain_name, unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -123,7 +123,8 @@ def write_model(
     if dist.get_rank() == 0:
         write()
     on_rank_zero(_finish, files, directory)
-    if dist.get_rank() == 0:
+
+    def write_settings() -> None:
         config = copy.deepcopy(model.config)
         config.architectures = [library_class(type(model)).__name__]
         config.dtype = EXPORT_DTYPES[args.export_dtype]
@@ -131,6 +132,8 @@ def write_model(
         generation = model.generation_config.to_json_string()  # save_pretrained may refuse it
         (directory / "generation_config.json").write_text(generation)
         tokenizer.save_pretrained(directory)
+
+    on_rank_zero(write_settings)
 
 
 def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, int]:
@@ -180,19 +183,20 @@ def new_directory(path: Path) -> Iterator[Path]:
     """Yield a directory of rank 0's that replaces `path` on leaving, or goes after an error."""
     # No name is used twice: a node with NFS may for a minute take the new one for the old one.
     temporary = path.with_name(f"tmp-{path.name}-{time.time_ns()}")
-    if dist.get_rank() == 0:
-        temporary.mkdir(parents=True)
+    on_rank_zero(lambda: temporary.mkdir(parents=True))
     try:
         yield temporary
     except BaseException:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    if dist.get_rank() == 0:
+
+    def replace() -> None:
         mask = os.umask(0)
         os.umask(mask)
         for file in temporary.glob("*.safetensors"):  # safetensors makes them for one user
             file.chmod(0o666 & ~mask)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
-    dist.barrier(group=cpu_group())
+
+    on_rank_zero(replace)  # the others wait for it

@@ -92,6 +92,11 @@ def open_model(
             "directory with its weights in 16 or 32 bits."
         )
     config = text_config(config, model_class, name)
+    if getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"--model-name {name} has output_router_logits, but the router's auxiliary loss is not "
+            "added to the loss here. Set it to false in config.json."
+        )
     return directory, config, load_tokenizer(directory, config.vocab_size)
 
 
