@@ -519,7 +519,7 @@ def test_an_empty_validation_set_and_an_unknown_column(
     command = ["--model-name", "tiny", "--output-dir", str(tmp_path / "run"), "--block-size", "32"]
     for name, said in (
         ("blank.txt", "It has no rows"),
-        ("c.jsonl", "is not among them: give --text-column body"),
+        ("c.jsonl", "has no column text, only body, title. Pass --text-column."),
     ):
         files = ["--dataset", str(texts[0]), "--val-dataset", str(tmp_path / name)]
         with pytest.raises(SystemExit):

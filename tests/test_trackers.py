@@ -146,4 +146,4 @@ def test_one_that_is_not_installed(
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(SystemExit):
         gpt2_fsdp.parse_args(["--track", name])
-    assert f"error: --track {name} needs {name}: pip install" in capfd.readouterr().err
+    assert f"error: --track {name} requires {name}: pip install" in capfd.readouterr().err
