@@ -35,6 +35,9 @@ ORIGIN = {"row": Value("int64"), "problem": Value("string")}
 LARGE = 50_000  # rows above which several processes map them
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it also raises
+if not sys.stderr.isatty() or int(os.environ.get("RANK", 0)):
+    datasets.disable_progress_bars()
 
 
 def find_paths(word: str) -> list[Path]:
@@ -59,9 +62,6 @@ def split_word(word: str, built_in: Sequence[str]) -> tuple[str, str | None]:
 
 def read(name: str, config: str | None) -> dict[str, Dataset]:
     """Return by split the rows of files (train), a `save_to_disk` directory or a hub data set."""
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it also raises
-    if not sys.stderr.isatty() or int(os.environ.get("RANK", 0)):
-        datasets.disable_progress_bars()
     files = find_paths(name)
     advice = "Pass UTF-8 text, CSV, JSONL or Parquet, or a directory written by save_to_disk."
     if not files and (Path(name).suffix.lower() in KINDS or name.count("/") > 1):
