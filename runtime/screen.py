@@ -17,8 +17,8 @@ class Lines:
     """The file to which tqdm writes where there is no terminal: each state of a bar is a line."""
 
     def write(self, text: str) -> None:
-        """Print the text unless it clears the bar."""
-        say(text.strip())
+        """Print the text unless it clears the bar, or moves the cursor for a second bar."""
+        say(text.replace("\x1b[A", "").strip())
 
     def flush(self) -> None:
         """Do nothing: `write` has printed the text."""
