@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5112, 36816),
-    "gpt2_fsdp.py": (4954, 34923),
-    "llama_fsdp.py": (5995, 42935),
-    "runtime/": (4823, 34070),
+    "T5_training.py": (5112, 36821),
+    "gpt2_fsdp.py": (4954, 34928),
+    "llama_fsdp.py": (5995, 42940),
+    "runtime/": (4823, 34075),
 }
 
 
