@@ -6,11 +6,11 @@
     python benchmarks/run_all.py --preset gpu --minutes 10       # what matters most, then the rest
 
 `--data` is a directory with seed_tasks.jsonl of self-instruct and xsum_200.jsonl (`document` and
-`summary` in each line); without it docstrings stand in. `--only` takes words of the titles. A
+`summary` in each line); without it docstrings are used. `--only` takes words of the titles. A
 preset replaces its own part of the file and leaves the other's, after each program.
 
 With `--minutes` the program that is running when they are over is ended. The same command, given
-again, goes on with the rest: sections of RESULTS.md that were measured by the same command, at the
+again, runs the rest: sections of RESULTS.md that were measured by the same command, at the
 same commit, with the same device and versions, are left as they are. A program that was cut short,
 or failed, leaves what it has printed, and is run again last.
 """
@@ -246,8 +246,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=0, help="ranks (0: 2, or all the GPUs)")
     parser.add_argument("--data", type=Path, help="directory with seed_tasks.jsonl, xsum_200.jsonl")
     parser.add_argument("--only", nargs="+", default=[""], help="words of titles")
-    parser.add_argument("--minutes", type=float, help="that all may take, to go on later with the "
-        "rest (default: no limit, all is measured anew)")  # fmt: skip
+    parser.add_argument("--minutes", type=float, help="limit of one start; the next start runs "
+        "the rest (default: no limit, everything is measured again)")  # fmt: skip
     args = parser.parse_args()
     if args.minutes is not None and not 0 < args.minutes < math.inf:
         parser.error(f"--minutes {args.minutes:g} must be more than 0")
@@ -281,7 +281,7 @@ def main() -> int:
         left = end - time.monotonic()
         if number > 0 and left < LEAST_SECONDS:
             rest = ", ".join(list(commands)[number:])
-            print(f"the time is over: the same command goes on with {rest}", flush=True)
+            print(f"Time is up. Run the same command to measure the rest: {rest}", flush=True)
             break
         seconds = None if math.isinf(left) else max(0.0, left)
         failed += measure(title, command, args.preset, machine, seconds)

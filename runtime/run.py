@@ -186,8 +186,9 @@ class Run:
         whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # it has AdamW's state
         whole["run.restore's further arguments"] = sorted(others)
         total = args.max_steps or args.epochs * loader.batch_sampler.steps_per_epoch
-        trained = model, optimizer, scheduler, scaler
-        self.state = TrainState(*trained, self.device, total, whole, others)
+        self.state = TrainState(
+            model, optimizer, scheduler, scaler, self.device, total, whole, others
+        )
         ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         self._loader = loader
         if self.checkpoint:
@@ -218,8 +219,9 @@ class Run:
                 )
         if self.checkpoint is not None:
             ranks.say(f"Resuming at step {state.step} of {total}, from {self.checkpoint.name}")
-        group, limit = None, timedelta(minutes=args.timeout_minutes)
+        group = None
         if args.async_save:
+            limit = timedelta(minutes=args.timeout_minutes)
             group = dist.new_group(backend="gloo", timeout=limit)
         is_full = args.checkpoint_type == "full"
         self.saver = Saver(
@@ -267,14 +269,16 @@ class Run:
         Raises Stopped, on all ranks, if one was asked to stop before the export.
         """
         self.lock.check()
-        state, loss = self.state, results["loss"]
+        state = self.state
+        loss = results["loss"]
         self.metrics.log("val", **results)
         state.validation_due = False
         if state.step == 0 or loss >= state.best_loss:
             return
         if self.args.save_best:
             self._stop_if_asked()
-            start, best = time.perf_counter(), self.directory / "best"
+            start = time.perf_counter()
+            best = self.directory / "best"
             try:
                 self._export(state.model, self._tokenizer, best)
                 text = json.dumps({"step": state.step, "loss": loss})
@@ -411,9 +415,8 @@ def prepare_directory(directory: Path) -> str:
 def newest_step(directory: Path) -> int:
     """Return the step of the newest complete checkpoint, or 0; rank 0 only."""
     paths = checkpoints.list_checkpoints(directory / "checkpoints")
-    return max(
-        (checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()), default=0
-    )
+    steps = [checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()]
+    return max(steps, default=0)
 
 
 def best_step(directory: Path) -> int:

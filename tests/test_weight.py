@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5112, 36821),
-    "gpt2_fsdp.py": (4954, 34928),
-    "llama_fsdp.py": (5995, 42940),
-    "runtime/": (4823, 34075),
+    "T5_training.py": (5115, 36808),
+    "gpt2_fsdp.py": (4957, 34915),
+    "llama_fsdp.py": (5998, 42927),
+    "runtime/": (4826, 34062),
 }
 
 
