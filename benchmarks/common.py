@@ -81,7 +81,8 @@ class RandomWeights(weights.Loader):
         self, args: Namespace, model: PreTrainedModel, source: dict, device: torch.device
     ) -> None:
         super().__init__(args, model, source, device)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        parameters = model.named_parameters(remove_duplicate=False)
+        for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
             shape = weights.whole_shape(tensor)  # in 4 bits that of the weights
             dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
             self.stored[weights.plain_name(name)] = shape, dtype

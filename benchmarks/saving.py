@@ -53,6 +53,7 @@ from transformers import ByT5Tokenizer
 
 import llama_fsdp
 from runtime import export, ranks
+from runtime.checkpoints import Saver
 
 OURS = {
     "ours-fsdp1": ["--fsdp", "1"],
@@ -87,7 +88,12 @@ class Ours:
     def begin(self, checkpoint: Path | None = None) -> float:
         """Come to the first step; return the time when model and optimizer were there."""
         self.run = Resumed(llama_fsdp, self.args, self.device, checkpoint, NO_DATA)
-        self.saver = self.run._new_saver()
+        args, state = self.args, self.run.state
+        group = dist.new_group(backend="gloo") if args.async_save else None
+        is_full = args.checkpoint_type == "full"
+        self.saver = Saver(
+            self.run.directory, state, args.keep_checkpoints, is_full, group, saved_step=state.step
+        )
         return self.run.restored
 
     def step(self) -> None:

@@ -194,15 +194,16 @@ def test_saving() -> None:
 
 @pytest.mark.slow
 def test_memory_of_loads_and_exports() -> None:
-    """1.1B parameters from 16 bits: a load holds the shard and little more, an export a file."""
+    """1.1B parameters from 16 bits: a load holds the shard and little more, an export the file that
+    rank 0 collects, here the whole model in fp32."""
     pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
     flags = "saving.py --model 1.1B --turns 1 --stages load export --ways ours-fsdp1 ours-fsdp2"
     found = json.loads(run(flags).splitlines()[-1])
-    shard, tensor, unit = 2200, 262, 176  # MB
+    shard, tensor, unit, file = 2200, 262, 176, 4400  # MB
     assert found["ours-fsdp1"]["load MB"][0] < shard + 2 * tensor + 250
     assert found["ours-fsdp2"]["load MB"][0] < 1.02 * shard + tensor
     for row in found.values():
-        assert row["export MB"][0] < 500 + unit + 250
+        assert row["export MB"][0] < file + unit + 250
 
 
 @pytest.mark.slow
