@@ -76,7 +76,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, wide_llama: Path, chats: Pat
     for ranks, (batch, variants) in ({2: (4, TWO_RANKS)} | OTHER_RANKS).items():
         path = directory / f"{ranks}.pt"
         worker = [path, wide_llama, chats, batch, json.dumps(variants), "{}"]
-        launch(ranks, "tests/llama_worker.py", *worker)
+        launch(ranks, "tests/workers/llama_worker.py", *worker)
         results[ranks] = torch.load(path, weights_only=False)
     return results
 
@@ -213,7 +213,9 @@ def test_adapters_answer(uninterrupted: Path) -> None:
 def test_killed_and_run_again(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     """By SIGKILL, with dropout: equal to the last bit."""
     command = [*flags, "--batch-size", "2", "--output-dir", str(tmp_path)]
-    assert launch(2, "tests/killed.py", "llama_fsdp", 1, 6, *command, check=False).returncode
+    assert launch(
+        2, "tests/workers/killed.py", "llama_fsdp", 1, 6, *command, check=False
+    ).returncode
     launch(2, "llama_fsdp.py", *command)
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 4]
     for event in ("train", "val"):
@@ -279,7 +281,7 @@ def test_two_ranks_begin_and_one_ends(flags: list[str], wide_llama: Path, tmp_pa
     llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--output-dir", str(whole)]))
     two = [*common, "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
     killed = ["llama_fsdp", 0, 7, *two, "--output-dir", parts]
-    assert launch(2, "tests/killed.py", *killed, check=False).returncode
+    assert launch(2, "tests/workers/killed.py", *killed, check=False).returncode
     llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--merge", "--output-dir", str(parts)]))
     for event in ("train", "val"):
         assert losses(parts, event) == pytest.approx(losses(whole, event), abs=1e-5)

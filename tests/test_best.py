@@ -51,7 +51,7 @@ def test_training_with_exports_equals_training_without(
         flags = ["--dataset", chats, "--max-seq-length", "64", "--model-name", wide_llama]
         flags += ["--log-every", "1", "--eval-every", "2", "--max-steps", "6", "--lr", "1e-2"]
         flags += ["--lora-dropout", "0.1"]
-    command = ["tests/compiled.py", script, *flags, "--batch-size", "2", *more]
+    command = ["tests/workers/compiled.py", script, *flags, "--batch-size", "2", *more]
     launch(2, *command, "--output-dir", tmp_path / "with")
     launch(2, *command, "--no-save-best", "--output-dir", tmp_path / "without")
     for event in ("train", "val"):

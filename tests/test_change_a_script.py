@@ -34,7 +34,7 @@ def test_all_other_diffs_in_one_copy(tmp_path: Path) -> None:
     resumes, without the files that such a copy can leave out."""
     (tmp_path / "my_script.py").write_text(apply_diffs("T5_training", OTHERS))
     for name in ("lion", "ema"):
-        shutil.copy(ROOT / f"tests/{name}.py", tmp_path)
+        shutil.copy(ROOT / f"tests/helpers/{name}.py", tmp_path)
     (tmp_path / "runtime").mkdir()
     for file in needed_files(ROOT / "T5_training.py"):
         shutil.copy(file, tmp_path / file.relative_to(ROOT))

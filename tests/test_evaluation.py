@@ -164,7 +164,7 @@ def test_what_is_refused(
 def test_stopped(finished: Path, flags: list[str]) -> None:
     """The status stays that of the training."""
     before = contents(finished)
-    worker = ["tests/phases.py", "T5_training", "generation", "100"]
+    worker = ["tests/workers/phases.py", "T5_training", "generation", "100"]
     command = [sys.executable, *worker, *flags, "--evaluate-only", "--output-dir", str(finished)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     there = finished.with_name("finished.generation-0")

@@ -27,7 +27,7 @@ def results(
     shared = ["--max-steps", "12", "--lr", "1e-3", "--lr-schedule", "constant"]
     flags = {name: [*map(str, own), *shared] for name, own in scripts.items()}
     result = directory / "result.json"
-    said = launch(2, "tests/fp16_worker.py", result, directory, json.dumps(flags))
+    said = launch(2, "tests/workers/fp16_worker.py", result, directory, json.dumps(flags))
     return {"said": said} | json.loads(result.read_text())
 
 

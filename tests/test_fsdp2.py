@@ -34,7 +34,7 @@ def loads(
         "llama_fsdp": str(directory / "llama"),
     }
     result = directory / "result.json"
-    worker = ["tests/fsdp2_load_worker.py", result, directory, json.dumps(models)]
+    worker = ["tests/workers/fsdp2_load_worker.py", result, directory, json.dumps(models)]
     launch(4, *worker)
     return {"directory": directory, "models": models} | json.loads(result.read_text())
 
@@ -74,7 +74,7 @@ def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -
     two = ["--fsdp", "2", "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
     hybrid = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
     for processes, step, flags in ((2, 3, one), (4, 7, [*two, *hybrid]), (2, 8, one)):
-        killed = ["tests/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
+        killed = ["tests/workers/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
         assert launch(processes, *killed, check=False).returncode
     last = [*common, "--strategy", "ddp", "--batch-size", "8"]
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(last))

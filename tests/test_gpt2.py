@@ -45,7 +45,8 @@ FOUR_RANKS = {
 
 def run_worker(path: Path, model: Path, texts: tuple, ranks: int, variants: dict) -> dict:
     """What `ranks` ranks computed, at a global batch of 8."""
-    launch(ranks, "tests/gpt2_worker.py", path, model, *texts, 8 // ranks, json.dumps(variants))
+    flags = [path, model, *texts, 8 // ranks, json.dumps(variants)]
+    launch(ranks, "tests/workers/gpt2_worker.py", *flags)
     return torch.load(path, weights_only=False)
 
 

@@ -82,7 +82,7 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     """The same command after SIGKILL in the middle of an epoch: equal to the last bit. Under FSDP2;
     the other scripts' tests have FSDP1."""
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", tmp_path]
-    assert launch(2, "tests/killed.py", "gpt2_fsdp", 1, 8, *command, check=False).returncode
+    assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 1, 8, *command, check=False).returncode
     launch(2, "gpt2_fsdp.py", *command)
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
     assert losses(tmp_path) == losses(uninterrupted)
@@ -100,7 +100,7 @@ def test_resumed_by_one_process_under_ddp(
     output = ["--output-dir", str(tmp_path / "parts")]
     size = ["--strategy", "shard_grad_op", "--wrap", "size:3000"]
     command = [*flags, *output, *size, "--batch-size", "4"]
-    assert launch(2, "tests/killed.py", "gpt2_fsdp", 0, 7, *command, check=False).returncode
+    assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 0, 7, *command, check=False).returncode
     args = gpt2_fsdp.parse_args([*flags, *output, "--batch-size", "8", "--strategy", "ddp"])
     gpt2_fsdp.fsdp_main(args)
     check_tied_once(tmp_path / "parts")

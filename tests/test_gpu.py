@@ -171,7 +171,9 @@ def test_async_saves_and_a_kill(
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     flags = ["--async-save", "--save-every", "4", "--fsdp", fsdp, "--precision", "bf16"]
     command = [*begun(gpt2_directory, tmp_path, data, *flags), "--max-steps", "40"]
-    assert launch(RANKS, "tests/killed.py", "gpt2_fsdp", 0, 26, *command, check=False).returncode
+    assert launch(
+        RANKS, "tests/workers/killed.py", "gpt2_fsdp", 0, 26, *command, check=False
+    ).returncode
     launch(RANKS, "gpt2_fsdp.py", *command)
     assert metrics(tmp_path, "start")[-1]["step"] in (16, 20, 24)
     check_run(tmp_path)

@@ -21,7 +21,7 @@ def test_head_gradient_in_bf16_is_within_one_percent() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path) -> list[dict]:
     """What gradients_worker.py found, by rank."""
     path = tmp_path_factory.mktemp("gradients")
-    launch(4, "tests/gradients_worker.py", path / "found.pt", gpt2_directory, path / "run")
+    launch(4, "tests/workers/gradients_worker.py", path / "found.pt", gpt2_directory, path / "run")
     return torch.load(path / "found.pt")
 
 
@@ -54,9 +54,9 @@ def test_clipping_is_that_of_fsdp(name: str, ranks: list[dict]) -> None:
 @pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
 def test_clipping_of_offloaded_gradients(gpt2_directory: Path, tmp_path: Path) -> None:
     """On a simulated device, with the gradients on the host."""
-    worker = ["tests/gradients_worker.py", tmp_path / "found.pt", gpt2_directory, tmp_path / "run"]
+    paths = tmp_path / "found.pt", gpt2_directory, tmp_path / "run"
     simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
-    launch(2, *worker, env=os.environ | simulated)
+    launch(2, "tests/workers/gradients_worker.py", *paths, env=os.environ | simulated)
     for found in torch.load(tmp_path / "found.pt"):
         for name in OFFLOADED:
             check_clipped(name, found[f"clipped, {name}"])

@@ -110,7 +110,7 @@ def differences(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("results")
     found = {}
     for count in (1, 2):
-        launch(count, "tests/files_worker.py", models, folder / f"{count}.json")
+        launch(count, "tests/workers/files_worker.py", models, folder / f"{count}.json")
         found[count] = json.loads((folder / f"{count}.json").read_text())
     return found
 

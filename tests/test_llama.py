@@ -100,7 +100,7 @@ def two_ranks(
     """Results of two ranks by variant, at a global batch of 8 sequences, and what was printed."""
     path = tmp_path_factory.mktemp("results") / "two.pt"
     arguments = (path, llama_directory, chats, 4, json.dumps(TWO_RANKS), json.dumps(wrong))
-    printed = launch(2, "tests/llama_worker.py", *arguments).stdout
+    printed = launch(2, "tests/workers/llama_worker.py", *arguments).stdout
     return torch.load(path, weights_only=False) | {"printed": printed}
 
 
@@ -111,7 +111,7 @@ def four_ranks(
     """The same of four ranks."""
     path = tmp_path_factory.mktemp("results") / "four.pt"
     arguments = (path, llama_directory, chats, 2, json.dumps(FOUR_RANKS), "{}")
-    launch(4, "tests/llama_worker.py", *arguments)
+    launch(4, "tests/workers/llama_worker.py", *arguments)
     return torch.load(path, weights_only=False)
 
 

@@ -107,7 +107,9 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     """The same command after SIGKILL, from a checkpoint of one file: equal to the last bit. The
     other scripts' tests have sharded ones."""
     command = [*flags, "--batch-size", "2", "--output-dir", tmp_path, "--checkpoint-type", "full"]
-    assert launch(2, "tests/killed.py", "llama_fsdp", 1, 8, *command, check=False).returncode
+    assert launch(
+        2, "tests/workers/killed.py", "llama_fsdp", 1, 8, *command, check=False
+    ).returncode
     newest = tmp_path / "checkpoints/step-00000006"
     assert (newest / "full.pt").exists() and not any(newest.glob("*.distcp"))
     launch(2, "llama_fsdp.py", *command)
@@ -126,7 +128,9 @@ def test_resumed_by_one_process_under_ddp(
     output = ["--output-dir", str(tmp_path)]
     command = [*flags, *output, "--strategy", "shard_grad_op", "--checkpoint-type", "full"]
     command += ["--batch-size", "2"]
-    assert launch(2, "tests/killed.py", "llama_fsdp", 0, 7, *command, check=False).returncode
+    assert launch(
+        2, "tests/workers/killed.py", "llama_fsdp", 0, 7, *command, check=False
+    ).returncode
     args = [*flags, *output, "--batch-size", "4", "--strategy", "ddp"]
     llama_fsdp.fsdp_main(llama_fsdp.parse_args(args))
     for event in ("train", "val"):

@@ -100,7 +100,7 @@ def test_bytes_held_and_sent_equal_those_measured(
             flags += ["--shard-group-size", "2"]
         commands[key] = script, flags
     output = tmp_path / "sizes.json"
-    launch(2 * nodes, "tests/estimator_worker.py", output, json.dumps(commands))
+    launch(2 * nodes, "tests/workers/estimator_worker.py", output, json.dumps(commands))
     measured = json.loads(output.read_text())
     tiny = {"llama_fsdp": "tiny", "gpt2_fsdp": "tiny-gpt2", "T5_training": "tiny-t5"}
     for key, (path, *flags) in models.items():

@@ -113,7 +113,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path, pairs: Path
             flags = [flag for flag in flags if flag not in ("--attention", "eager")]
             cases[f"{name} {variant}"] = ["T5_training", changes, ["--dataset", str(pairs), *flags]]
     (folder / "cases.json").write_text(json.dumps(cases))
-    launch(2, "tests/model_checks_worker.py", folder / "cases.json", folder / "said.json")
+    launch(2, "tests/workers/model_checks_worker.py", folder / "cases.json", folder / "said.json")
     return json.loads((folder / "said.json").read_text())
 
 

@@ -60,8 +60,8 @@ def copy(name: str, tmp_path: Path) -> Path:
         ("MODEL = transformers.LlamaForCausalLM", f"MODEL = transformers.{name}ForCausalLM"),
     ]
     folder = tmp_path / "copy"
-    (folder / "tests").mkdir(parents=True)
-    shutil.copy(ROOT / "tests/killed.py", folder / "tests")
+    (folder / "tests/workers").mkdir(parents=True)
+    shutil.copy(ROOT / "tests/workers/killed.py", folder / "tests/workers")
     return copy_script("llama_fsdp", changes, "moe", folder)
 
 
@@ -100,7 +100,7 @@ def test_two_ranks(
     """Killed and resumed to the last bit; the loss before and after is that of Transformers."""
     output = tmp_path / "output"
     flags += ["--fsdp", str(fsdp)]
-    kill = [copy.parent / "tests/killed.py", copy.stem, 0, 4]
+    kill = [copy.parent / "tests/workers/killed.py", copy.stem, 0, 4]
     assert launch(2, *kill, *flags, check=False, cwd=copy.parent).returncode
     assert status(output) == "running"
     lost = metrics(output, "train")[2]

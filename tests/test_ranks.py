@@ -24,7 +24,7 @@ def test_ranks_that_cannot_reach_each_other(processes: int, fault: str) -> None:
     """gloo's wait, which would last for the group's time-out, ends with a sentence that says what
     to set. A rank that comes later than the limit is waited for."""
     start = time.monotonic()
-    result = launch(processes, "tests/ranks_worker.py", fault, check=False)
+    result = launch(processes, "tests/workers/ranks_worker.py", fault, check=False)
     assert time.monotonic() - start < 80
     assert result.stdout.count("joined") == 4 * (fault == "mesh")
     (said,) = errors_said(result.stderr)

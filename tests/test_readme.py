@@ -172,7 +172,7 @@ def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", note)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    programs = [*SCRIPTS, "tests/chaos"]
+    programs = [*SCRIPTS, "tests/helpers/chaos"]
     programs += [f"tools/{path.stem}" for path in ROOT.glob("tools/*.py")]
     programs += [f"benchmarks/{name}" for name in BENCHMARKS]
     for program in programs:

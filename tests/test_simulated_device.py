@@ -72,8 +72,9 @@ def test_script_on_a_simulated_device(script: str, tmp_path: Path) -> None:
 def test_own_data_on_a_simulated_device(script: str, tmp_path: Path) -> None:
     """Plain lists of samples, see own_data.py."""
     environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
-    command = ["-m", "simdev.run", ROOT / "tests/own_data.py", script, "--model-name", "tiny",
-               "--dataset", "docstrings", "--max-steps", "2", "--output-dir", tmp_path]  # fmt: skip
+    command = ["-m", "simdev.run", ROOT / "tests/workers/own_data.py", script,
+               "--model-name", "tiny", "--dataset", "docstrings", "--max-steps", "2",
+               "--output-dir", tmp_path]  # fmt: skip
     launch(2, *command, env=environment)
     assert (tmp_path / "final/model.safetensors").is_file()
 

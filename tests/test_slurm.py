@@ -130,7 +130,7 @@ def test_stopped_before_the_time_is_up_and_requeued(
 ) -> None:
     """SIGUSR1 reaches the ranks, and what they lose is nothing."""
     output = tmp_path / "output"
-    command = ["tests/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
+    command = ["tests/workers/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
     job = Job(output, TWO_BY_TWO, *command)
     wait_until(lambda: logged(output, "train"), 120, job.report)
     # Five minutes are left, when the signal is due; Slurm looks twice a minute.
@@ -152,7 +152,7 @@ def test_stopped_before_the_first_step_and_requeued(
 ) -> None:
     """With nothing saved: the second start trains."""
     output = tmp_path / "output"
-    words = ["tests/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
+    words = ["tests/workers/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
     job = Job(output, [], *words, f"--output-dir={output}")
     wait_until((tmp_path / f"output.{phase}-0").exists, 120, job.report)
     slurm("scancel", "--signal=USR1", job.number)

@@ -64,7 +64,7 @@ def test_stopped(
     flags = [*flags, "--output-dir", str(output)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-    worker = ["tests/phases.py", "T5_training", phase, str(PHASES[phase])]
+    worker = ["tests/workers/phases.py", "T5_training", phase, str(PHASES[phase])]
     command = [sys.executable, *torchrun, *handled, *worker, *flags]
     env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}  # or nothing is tokenised
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

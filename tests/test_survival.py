@@ -80,7 +80,7 @@ def test_stopped_by_a_signal_to_torchrun(
     """SIGUSR1, and again: a clean save at the step's end, the word `stopped`, and no step lost."""
     command = [*flags, "--output-dir", tmp_path, "--save-every", "0"]
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--nproc-per-node", "2"]
-    process = begin("tests/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
+    process = begin("tests/workers/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
     wait_for_step(tmp_path, 2)
     pids = workers(process.pid)
     assert len(pids) == 2
@@ -131,17 +131,17 @@ def test_a_rank_that_hangs_ends_the_run(flags: list[str], tmp_path: Path, patien
     After all of it the rank that waits fails, and torchrun ends the other one."""
     command = ["gpt2_fsdp", "hang", 1, 3, *flags, "--output-dir", tmp_path]
     start = time.monotonic()
-    launch(2, "tests/faulty.py", *command, "--timeout-minutes", 0.5, check=False)
+    launch(2, "tests/workers/faulty.py", *command, "--timeout-minutes", 0.5, check=False)
     assert time.monotonic() - start < 120
     waiting, hanging = (tmp_path / f"stacks-rank-{rank}.txt" for rank in (0, 1))
-    assert "tests/faulty.py" in hanging.read_text() and "distributed" in waiting.read_text()
+    assert "tests/workers/faulty.py" in hanging.read_text() and "distributed" in waiting.read_text()
     assert status(tmp_path) == "failed" and max(losses(tmp_path)) == 2
     assert (tmp_path / "checkpoints/step-00000002").is_dir()
 
 
 def test_a_killed_rank_ends_the_job_at_once(flags: list[str], tmp_path: Path) -> None:
     """The other one, at work then, is told by torchrun, and waits for nothing when it is alone."""
-    process = begin("tests/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
+    process = begin("tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
     wait_for_step(tmp_path, 2)
     os.kill(workers(process.pid)[-1], signal.SIGKILL)
     start = time.monotonic()
@@ -154,9 +154,9 @@ def test_an_error_on_one_rank(flags: list[str], tmp_path: Path, patient: None) -
     """Its traceback alone is shown, and again in torchrun's report; the other rank ends soon."""
     start = time.monotonic()
     command = ["gpt2_fsdp", "raise", 1, 3, *flags, "--output-dir", tmp_path]
-    error = launch(2, "tests/faulty.py", *command, check=False).stderr
+    error = launch(2, "tests/workers/faulty.py", *command, check=False).stderr
     assert time.monotonic() - start < 90
-    shown, report = error.split("tests/faulty.py FAILED")
+    shown, report = error.split("tests/workers/faulty.py FAILED")
     fault = "DistBackendError: NCCL error: the fault of rank 1"
     assert shown.count("]: Traceback (most") == shown.count("[rank1]: Traceback") == 1
     assert shown.count(fault) == 1 and fault in report.split("Root Cause")[1]
@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
     """All ranks stop in the step after it, with its own number, rank and samples named; nothing is
     saved over the good state."""
     command = ["gpt2_fsdp", "nan", 1, 5, *flags, "--log-every", 100, "--output-dir", tmp_path]
-    result = launch(2, "tests/faulty.py", *command, check=False)
+    result = launch(2, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     (error,) = errors
@@ -181,8 +181,9 @@ def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_restarted_by_torchrun(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     """--max-restarts goes on from the last save, and the lock of before does not stop it."""
-    command = ["tests/faulty.py", "gpt2_fsdp", "once", 1, 6, *flags, "--output-dir", tmp_path]
-    process = begin(*command, torchrun=("--nproc-per-node", "2", "--max-restarts", "3"))
+    command = ["gpt2_fsdp", "once", 1, 6, *flags, "--output-dir", tmp_path]
+    torchrun = ("--nproc-per-node", "2", "--max-restarts", "3")
+    process = begin("tests/workers/faulty.py", *command, torchrun=torchrun)
     printed, _ = process.communicate(timeout=200)
     assert process.returncode == 0, printed
     assert "waiting for process" not in printed
@@ -196,7 +197,7 @@ def test_a_disk_that_is_full_for_a_while(
 ) -> None:
     """On one rank: the save is given up on both, the next one is made, the run is as ever."""
     command = ["gpt2_fsdp", "full", 1, 6, *flags, "--output-dir", tmp_path]
-    result = launch(2, "tests/faulty.py", *command)
+    result = launch(2, "tests/workers/faulty.py", *command)
     said = [line for line in result.stdout.splitlines() if "tries again" in line]
     assert len(said) == 1 and "step-00000006 could not be saved" in said[0]
     assert 6 not in [line["step"] for line in metrics(tmp_path, "save")]
@@ -209,7 +210,7 @@ def test_a_disk_that_is_full_for_a_while(
 def test_a_disk_that_stays_full(mode: str, flags: list[str], tmp_path: Path) -> None:
     """The second failure ends the run with one sentence; what was saved before is whole."""
     command = ["gpt2_fsdp", "full for good", 0, 6, *flags, "--output-dir", tmp_path, mode]
-    result = launch(0, "tests/faulty.py", *command, check=False)
+    result = launch(0, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     error = result.stderr.strip().splitlines()[-1]
     assert error.startswith("error: ") and error.endswith("This is the second failure in a row.")
@@ -243,7 +244,7 @@ def test_a_last_save_that_fails(
 def test_async_save_is_exact(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     """Killed and run again: the copy is of the step it was made in, not of later ones."""
     command = [*flags, "--output-dir", tmp_path, "--async-save"]
-    assert launch(2, "tests/killed.py", "gpt2_fsdp", 0, 8, *command, check=False).returncode
+    assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 0, 8, *command, check=False).returncode
     launch(2, "gpt2_fsdp.py", *command)
     assert metrics(tmp_path, "start")[-1]["step"] in (4, 5, 6)
     check_equal(tmp_path, uninterrupted)
@@ -299,7 +300,7 @@ def test_no_whole_checkpoint_is_no_fresh_start(
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
 def test_asked_to_stop_during_a_slow_save(first: int, flags: list[str], tmp_path: Path) -> None:
     """It is no rank that hangs: SIGTERM, also after SIGUSR1, lets the save end."""
-    script = [sys.executable, ROOT / "tests/faulty.py", "gpt2_fsdp", "slow", 0, 0]
+    script = [sys.executable, ROOT / "tests/workers/faulty.py", "gpt2_fsdp", "slow", 0, 0]
     process = subprocess.Popen([*map(str, script), *flags, "--output-dir", str(tmp_path)])
     deadline = time.monotonic() + 100
     wait_for_step(tmp_path, 2)

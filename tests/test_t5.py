@@ -21,7 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs:
     config = T5Config.from_pretrained(t5_directory, num_layers=1, num_decoder_layers=1)
     T5ForConditionalGeneration(config).save_pretrained(shallow)
     ByT5Tokenizer().save_pretrained(shallow)
-    launch(2, "tests/t5_worker.py", path, t5_directory, shallow, pairs)
+    launch(2, "tests/workers/t5_worker.py", path, t5_directory, shallow, pairs)
     return torch.load(path, weights_only=False)
 
 

@@ -73,7 +73,7 @@ def test_killed_and_run_again_is_as_if_nothing_was(
 ) -> None:
     """The same command after SIGKILL in the middle of an epoch: equal to the last bit."""
     command = [*flags, *two_ranks(tmp_path)]
-    killed = launch(2, "tests/killed.py", "T5_training", 1, 8, *command, check=False)
+    killed = launch(2, "tests/workers/killed.py", "T5_training", 1, 8, *command, check=False)
     assert killed.returncode != 0
     assert status(tmp_path) != "finished"
     assert max(losses(tmp_path)) == 7  # of which step 7 is lost
@@ -94,7 +94,7 @@ def test_resumed_by_fewer_processes_under_another_strategy(
     """Killed as two ranks under FULL_SHARD, finished as one under DDP."""
     flags = [*flags, "--model-name", str(t5_directory)]
     assert launch(
-        2, "tests/killed.py", "T5_training", 0, 7, *flags, *two_ranks(tmp_path), check=False
+        2, "tests/workers/killed.py", "T5_training", 0, 7, *flags, *two_ranks(tmp_path), check=False
     ).returncode
     one_process([*flags, "--strategy", "ddp"], tmp_path)
     assert [line["world_size"] for line in metrics(tmp_path, "start")] == [2, 1]
@@ -110,7 +110,9 @@ def test_resumed_by_more_processes_under_another_strategy(
     """Killed as one process, finished as two ranks under SHARD_GRAD_OP."""
     flags = [*flags, "--model-name", str(t5_directory)]
     command = [*flags, "--batch-size", "8", "--output-dir", tmp_path]
-    assert launch(0, "tests/killed.py", "T5_training", 0, 6, *command, check=False).returncode
+    assert launch(
+        0, "tests/workers/killed.py", "T5_training", 0, 6, *command, check=False
+    ).returncode
     launch(2, "T5_training.py", *flags, *two_ranks(tmp_path), "--strategy", "shard_grad_op")
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
     assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)
@@ -156,7 +158,7 @@ def reloaded(directory: Path, pairs: Path) -> dict:
         for row in val_set
     ]
     (directory.parent / "validation.json").write_text(json.dumps(texts))
-    command = [sys.executable, ROOT / "tests/reload.py", directory]
+    command = [sys.executable, ROOT / "tests/workers/reload.py", directory]
     return json.loads(
         subprocess.check_output([*command, directory.parent / "validation.json"], text=True)
     )

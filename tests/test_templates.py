@@ -450,7 +450,7 @@ def trained(
         flags += ["--max-steps", "2", "--batch-size", "64", "--save-every", "0"]
         cases[name] = [script, dict(changes), flags + data_flags(script, pairs, texts, chats)]
     (folder / "cases.json").write_text(json.dumps(cases))
-    launch(2, "tests/templates_worker.py", folder / "cases.json")
+    launch(2, "tests/workers/templates_worker.py", folder / "cases.json")
     return folder
 
 
@@ -493,12 +493,12 @@ def test_run(name: str, directory: Path, flags: list[str], tmp_path: Path) -> No
     """Killed and resumed in a folder of its own; each loss is Transformers' own."""
     script, changes, model_class = CASES[name]
     folder = tmp_path / "copy"
-    (folder / "tests").mkdir(parents=True)
-    shutil.copy(ROOT / "tests/killed.py", folder / "tests")
+    (folder / "tests/workers").mkdir(parents=True)
+    shutil.copy(ROOT / "tests/workers/killed.py", folder / "tests/workers")
     path = copy_script(script, changes, name, folder)
     output = tmp_path / "output"
     flags = [*flags, "--output-dir", str(output)]
-    kill = [folder / "tests/killed.py", name, 0, 4]
+    kill = [folder / "tests/workers/killed.py", name, 0, 4]
     assert launch(2, *kill, *flags, check=False, cwd=folder).returncode
     assert status(output) == "running"
     launch(2, path, *flags, cwd=folder)

@@ -8,8 +8,6 @@ with SIMULATED=1 on the simulated device, on the device and in pinned memory. An
 saved and resumed. With --async-save it is what `in_background` returns.
 """
 
-# ruff: noqa: E402 (what is imported is translated for the simulated device)
-
 import gc
 import json
 import os
@@ -19,8 +17,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 SIMULATED = "SIMULATED" in os.environ
 if SIMULATED:
     from simdev.run import install

@@ -6,8 +6,6 @@ Writes what `clipped` and `in_buckets` returned, of all ranks. With SIMULATED=1 
 device, with the variants of OFFLOADED alone.
 """
 
-# ruff: noqa: E402 (what is imported is translated for the simulated device)
-
 import copy
 import os
 import sys
@@ -15,8 +13,8 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 SIMULATED = "SIMULATED" in os.environ
 if SIMULATED:
     from simdev.run import install

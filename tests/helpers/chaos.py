@@ -1,8 +1,8 @@
 """Do harm to a script in each of its phases, and compare what comes out with an untouched run.
 
-    python tests/chaos.py T5_training.py                        # every phase, every fault
-    python tests/chaos.py gpt2_fsdp.py --fsdp 2 --faults "SIGKILL rank 0" --rounds 5
-    python tests/chaos.py llama_fsdp.py --restarts --faults "SIGKILL rank 1"  # by torchrun
+    python tests/helpers/chaos.py T5_training.py                        # every phase, every fault
+    python tests/helpers/chaos.py gpt2_fsdp.py --fsdp 2 --faults "SIGKILL rank 0" --rounds 5
+    python tests/helpers/chaos.py llama_fsdp.py --restarts --faults "SIGKILL rank 1"  # by torchrun
 
 Two CPU ranks, or as many as --ranks says, save at every step. For each fault there is a run that
 meets it in each phase, within a second of its beginning, is started again each time, and at last
@@ -31,7 +31,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 from conftest import ROOT, check_equal_weights, errors_said, logged, losses, status, weights
@@ -87,7 +87,7 @@ def start(launch: Launch, phase: str, output: Path, harmful: bool = False) -> su
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(launch.ranks), "--max-restarts", str(int(launch.restarts))]
     torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-    worker = [str(ROOT / "tests/phases.py"), script.removesuffix(".py"), phase, str(STAYS)]
+    worker = [str(ROOT / "tests/workers/phases.py"), script.removesuffix(".py"), phase, str(STAYS)]
     command = [*torchrun, *worker, *SHARED, *TINY[script], *launch.flags]
     command += ["--output-dir", str(output)]
     log = output.with_suffix(".log").open("a")
