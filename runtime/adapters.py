@@ -152,9 +152,7 @@ def _write_adapters(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, adapters: dict[str, Tensor],
     directory: Path,
 ) -> None:  # fmt: skip
-    named = {}
-    for name, tensor in adapters.items():
-        named[f"base_model.model.{name.replace('.default.', '.')}"] = tensor.contiguous()
+    named = {f"base_model.model.{k.replace('.default.', '.')}": x for k, x in adapters.items()}
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     (config,) = model.peft_config.values()
     config.save_pretrained(directory)

@@ -8,7 +8,6 @@ import copy
 import itertools
 import json
 import os
-import re
 import shutil
 import time
 from argparse import Namespace
@@ -28,11 +27,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from .ranks import on_rank_zero
-from .weights import first_names, library_class, plain_name, unwrapped
+from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_BYTES = 5e9  # of a file at most; rank 0 holds two
-LAYER = re.compile(r"(\.\d+\.).*")  # the name of a tensor of a numbered layer, after the layer's
 
 
 def export_model(
@@ -68,9 +66,7 @@ def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         tensor = tensor.to(tensor.device_mesh.device_type)
     if tensor.is_floating_point():
         tensor = tensor.to(dtype)
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
-    return tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def write_model(
@@ -111,7 +107,7 @@ def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
     """
     held: dict[str, Tensor] = {}
     size = 0
-    for _, group in itertools.groupby(tensors, lambda item: LAYER.sub(r"\1", item[0])):
+    for _, group in itertools.groupby(tensors, lambda item: IN_LAYER.sub(r"\1", item[0])):
         # The tensors are copied on rank 0 alone; all ranks gather them.
         layer = {name: x.to("cpu", copy=True) for name, x in group if dist.get_rank() == 0}
         nbytes = sum(tensor.nbytes for tensor in layer.values())

@@ -49,8 +49,7 @@ def check_arguments(args: Namespace) -> list[str]:
         problems.append("--lora-rank needs --fsdp 2: 1 holds gradients of frozen weights too")
     if args.merge and args.model_name == "tiny":
         problems.append("--merge needs a model in files: tiny is in none")
-    if importlib.util.find_spec("peft") is None:
-        problems.append(f"--lora-rank needs peft: {INSTALL}")
-    if args.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        problems.append(f"--load-in-4bit needs bitsandbytes: {INSTALL}")
+    for package, is_needed in (("peft", True), ("bitsandbytes", args.load_in_4bit)):
+        if is_needed and importlib.util.find_spec(package) is None:
+            problems.append(f"--lora-rank needs {package}: {INSTALL}")
     return problems

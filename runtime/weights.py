@@ -7,7 +7,7 @@ import json
 import re
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,11 @@ from .screen import Progress
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
 WEIGHTS = "model*.safetensors"
 TEXT_PART = "language_model."  # starts the keys of a multimodal model's text part
-IN_LAYER = re.compile(r"\.\d+\.")  # in the name of a tensor of a numbered layer
+IN_LAYER = re.compile(r"(\.\d+\.).*")  # in a tensor's name: a layer's number, and the rest
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
+Place = tuple[str, nn.Module, str]  # a tensor's name, its module, and its key there
 Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones under each name; elsewhere empty
 
 
@@ -59,12 +60,16 @@ def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:
     return next(base for base in kind.__mro__ if base.__module__.startswith("transformers."))
 
 
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters and buffers, tied ones under each name."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return for each name of a parameter or buffer the first name of the same tensor."""
-    tensors = [*model.named_parameters(remove_duplicate=False)]
-    tensors += model.named_buffers(remove_duplicate=False)
     first: dict[Tensor, str] = {}
-    return {name: first.setdefault(tensor, name) for name, tensor in tensors}
+    return {name: first.setdefault(tensor, name) for name, tensor in tensors_of(model)}
 
 
 def open_model(
@@ -84,12 +89,8 @@ def open_model(
         )
     # Python code in a directory is never run.
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        raise ValueError(
-            f"--model-name {name} is quantized ({quantization.get('quant_method')}). Pass a "
-            "directory with its weights in 16 or 32 bits."
-        )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"--model-name {name} is quantized. Pass its weights in 16 or 32 bits.")
     config = text_config(config, model_class, name)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
@@ -101,9 +102,7 @@ def open_model(
 
 def find_directory(name: str, patterns: list[str]) -> Path:
     """Return the directory `name`, or that of the hub's model, with files of these `patterns`.
-
-    Raises ValueError if there is none. Any process may call it.
-    """
+    Raises ValueError if there is none. Any process may call it."""
     if Path(name).is_dir():
         return Path(name)
     try:
@@ -120,9 +119,7 @@ def text_config(
     config: PretrainedConfig, model_class: type[PreTrainedModel], name: str
 ) -> PretrainedConfig:
     """Return the configuration of the model `name`, of a multimodal one that of its text part.
-
-    Raises ValueError if it is not one of `model_class`.
-    """
+    Raises ValueError if it is not one of `model_class`."""
     wanted = model_class.config_class.model_type
     for candidate in (config, getattr(config, "text_config", config)):
         if candidate.model_type == wanted:
@@ -141,11 +138,10 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
         raise ValueError(f"{directory} has no tokenizer that loads ({error}). Save one.") from None
     # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
     if set(tokenizer.encode("text", add_special_tokens=False)) <= {tokenizer.unk_token_id}:
-        raise ValueError(f"{directory} has a tokenizer without a vocabulary. Save its files.")
-    if len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"{directory} has a tokenizer of {len(tokenizer)} tokens, the model {vocab_size}."
-        )
+        raise ValueError(f"{directory} has no tokenizer: its vocabulary is empty. Save one.")
+    count = len(tokenizer)
+    if count > vocab_size:
+        raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}.")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{directory} has a tokenizer without an EOS token. Set its eos_token.")
     return tokenizer
@@ -212,12 +208,9 @@ def read_model(
         )
     except RuntimeError as error:
         raise ValueError(f"{directory} cannot be converted: {error}") from None
-    problems = [f"{kind}: {sorted(keys)[:9]}" for kind, keys in report.items() if keys]
+    problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
-        raise ValueError(
-            f"{directory} does not contain this model; {'; '.join(problems)}. Check config.json "
-            "and the files."
-        )
+        raise ValueError(f"{directory} does not contain this model; {problems}. Check its files.")
     return model
 
 
@@ -242,19 +235,14 @@ def new_model(
         else:
             loaded = read_model(kind, config, directory, needs_weights)
             model._weight_conversions = loaded._weight_conversions  # an export reverts them
-        for name, tensor in loaded.named_parameters(remove_duplicate=False):
-            tensor = tensor.detach().as_subclass(Tensor)
-            source[name] = tensor if needs_weights else tensor.to("meta")
-        for name, tensor in loaded.named_buffers(remove_duplicate=False):
-            source[name] = tensor.as_subclass(Tensor)
+        for name, tensor in tensors_of(loaded):
+            source[name] = tensor.detach().as_subclass(Tensor)
+            if isinstance(tensor, nn.Parameter) and not needs_weights:
+                source[name] = source[name].to("meta")
         return first_names(loaded)
 
     firsts = on_rank_zero(read)
-    own = first_names(model)
-    if own.keys() != firsts.keys():
-        added = ", ".join(sorted(own.keys() ^ firsts.keys()))
-        raise ValueError(f"{directory} does not contain {added}. Add parameters after loading.")
-    for name, first in own.items():
+    for name, first in first_names(model).items():
         if first != name and firsts[name] == name:
             module, _, key = name.rpartition(".")
             untied = nn.Parameter(torch.empty_like(model.get_parameter(name)))
@@ -278,31 +266,29 @@ class Loader:
         self.device = device
         self.shard_device = torch.device("cpu") if args.cpu_offload else device  # of DTensors
         self.source = source
-        self.stored = on_rank_zero(
-            lambda: {name: (x.shape, x.dtype, x.is_meta) for name, x in source.items()}
-        )
-        # For each tensor of a module: the names, modules and keys of all that are tied to it.
-        self.places: dict[tuple[nn.Module, str], list[tuple[str, nn.Module, str]]] = {}
-        tied: dict[str, list[tuple[str, nn.Module, str]]] = defaultdict(list)
+        stored = {name: (x.shape, x.dtype, x.is_meta) for name, x in source.items()}
+        self.stored = on_rank_zero(lambda: stored)
+        # For each tensor of a module: all that are tied to it, itself included.
+        self.places: dict[tuple[nn.Module, str], list[Place]] = {}
+        tied: dict[str, list[Place]] = defaultdict(list)
         for name, first in first_names(model).items():
-            owner, _, key = name.rpartition(".")
-            module = model.get_submodule(owner)
+            path, _, key = name.rpartition(".")
+            module = model.get_submodule(path)
             tied[first].append((plain_name(name), module, key))
             self.places[module, key] = tied[first]
         self.progress = Progress("load", len(tied), " tensors")
 
     def fill(self, module: nn.Module) -> None:
         """Fill a module, without those inside it; all ranks, in the same order."""
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        for key, meta in tensors:
-            if not meta.is_meta:
+        for key, meta in (module._parameters | module._buffers).items():
+            if meta is None or not meta.is_meta:
                 continue
             places = self.places[module, key]
             tensor = self._receive(module, meta, places[0][0])
             if isinstance(meta, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
-            for name, owner, key in places:
-                setattr(owner, key, tensor)
+            for name, owner, key_there in places:
+                setattr(owner, key_there, tensor)
                 self.source.pop(name, None)  # or the run would hold it
             self.progress.update()
 
@@ -326,7 +312,7 @@ class Loader:
         return tensor.to(meta.dtype, copy=dist.get_rank() == 0).to(device)
 
 
-def materialize(model: nn.Module, init: Init | None) -> None:
-    """Fill all modules of a model on meta, outer ones first; None leaves the model as it is."""
-    for module in list(model.modules()) if init else []:
+def materialize(model: nn.Module, init: Init) -> None:
+    """Fill all modules of a model on meta, outer ones first."""
+    for module in model.modules():
         init(module)

@@ -396,6 +396,7 @@ def test_flags_that_do_not_go_together(
 
 @pytest.mark.parametrize("flags, said", [
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: the projections are down_proj"),
+    (["--load-in-4bit"], "computes a width of 32 wrongly on a CPU"),
 ])  # fmt: skip
 def test_models_that_do_not_do(
     flags: list[str], said: str, llama_directory: Path, tmp_path: Path,

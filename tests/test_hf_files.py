@@ -253,12 +253,12 @@ def with_adapters(directory: Path) -> None:
 @pytest.mark.parametrize(("damage", "said"), [
     (lambda directory: change(directory, model_type="mistral"), "is a mistral, not a llama"),
     (lambda directory: change(directory, quantization_config={"quant_method": "fp8"}),
-     "is quantized (fp8). Pass a directory with its weights in 16 or 32 bits"),
+     "is quantized. Pass its weights in 16 or 32 bits"),
     (lambda directory: change(directory, output_router_logits=True),
      "has output_router_logits, but the router's auxiliary loss is not added"),
     (with_adapters, "contains adapters, not a model"),
     (with_large_tokenizer, "has a tokenizer of 483 tokens, the model 384"),
-    (with_empty_tokenizer, "has a tokenizer without a vocabulary"),
+    (with_empty_tokenizer, "has no tokenizer: its vocabulary is empty"),
 ])  # fmt: skip
 def test_unfit_directory_is_refused(
     damage: Callable, said: str, alone: None, llama_directory: Path, tmp_path: Path
