@@ -52,8 +52,7 @@ def whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     # FSDP1 copies its shards, to the host as for a checkpoint; FSDP2 and DDP copy nothing.
     options = StateDictOptions(cpu_offload=isinstance(model, FSDP))
     state_dict = get_model_state_dict(model, options=options)
-    firsts = first_names(unwrapped(model)).items()
-    firsts = {plain_name(name): plain_name(first) for name, first in firsts}
+    firsts = {plain_name(n): plain_name(x) for n, x in first_names(unwrapped(model)).items()}
     for name in list(state_dict):
         tensor = state_dict.pop(name)
         if firsts[name] == name:

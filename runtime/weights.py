@@ -137,8 +137,9 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(f"{directory} has no tokenizer that loads ({error}). Save one.") from None
     # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
-    if set(tokenizer.encode("text", add_special_tokens=False)) <= {tokenizer.unk_token_id}:
-        raise ValueError(f"{directory} has no tokenizer: its vocabulary is empty. Save one.")
+    files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
+    if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
+        raise ValueError(f"{directory} has no tokenizer: its vocabulary is missing. Save one.")
     count = len(tokenizer)
     if count > vocab_size:
         raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}.")

@@ -258,7 +258,7 @@ def with_adapters(directory: Path) -> None:
      "has output_router_logits, but the router's auxiliary loss is not added"),
     (with_adapters, "contains adapters, not a model"),
     (with_large_tokenizer, "has a tokenizer of 483 tokens, the model 384"),
-    (with_empty_tokenizer, "has no tokenizer: its vocabulary is empty"),
+    (with_empty_tokenizer, "has no tokenizer: its vocabulary is missing"),
 ])  # fmt: skip
 def test_unfit_directory_is_refused(
     damage: Callable, said: str, alone: None, llama_directory: Path, tmp_path: Path
