@@ -44,11 +44,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import chat_dataset as data
 import policies
 from runtime import (
-    adapters,
     arguments,
     attention,
     batches,
     chats,
+    lora,
     optimization,
     paged,
     ranks,
@@ -127,12 +127,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = arguments.Parser(__doc__)
     add = arguments.add_model(parser)
     add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
-    adapters.add_arguments(parser)
+    lora.add_arguments(parser)
     paged.add_arguments(parser)
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     args = parser.parse(argv, DEFAULTS, TINY_DEFAULTS)
-    return arguments.validate(args, adapters, paged, policies, attention)
+    return arguments.validate(args, lora, paged, policies, attention)
 
 
 def setup(args: Namespace) -> torch.device:
@@ -224,8 +224,10 @@ def load_model(
     model, source = weights.new_model(LossModel, config, directory, needs_weights)
     model.attention_kernel = kernel  # for the run's record
     if args.lora_rank:
+        from runtime import adapters  # needs peft; a copy may leave it out
+
         dtype = policies.PRECISIONS[args.precision].param_dtype
-        adapters.add(args, model, source, BLOCKS, dtype, device)
+        adapters.add(args, model, source, BLOCKS, dtype)
     return model, tokenizer, weights.Loader(args, model, source, device).fill
 
 

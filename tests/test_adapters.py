@@ -300,19 +300,19 @@ def test_two_ranks_begin_and_one_ends(flags: list[str], wide_llama: Path, tmp_pa
 
 
 T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.py
-    ("from runtime import arguments,", "from runtime import adapters, arguments,"),
+    ("from runtime import arguments,", "from runtime import adapters, arguments, lora,"),
     (
         "    arguments.add_common(",
-        "    adapters.add_arguments(parser)\n    arguments.add_common(",
+        "    lora.add_arguments(parser)\n    arguments.add_common(",
     ),
-    (", rouge, policies)", ", rouge, adapters, policies)"),
+    (", rouge, policies)", ", rouge, lora, policies)"),
     (
         "    model, source = weights.new_model(MODEL, config, directory, checkpoint is None)\n",
         "    needs_weights = checkpoint is None or args.lora_rank > 0\n"
         "    model, source = weights.new_model(MODEL, config, directory, needs_weights)\n"
         "    if args.lora_rank:\n"
         "        dtype = policies.PRECISIONS[args.precision].param_dtype\n"
-        "        adapters.add(args, model, source, BLOCKS, dtype, device)\n",
+        "        adapters.add(args, model, source, BLOCKS, dtype)\n",
     ),
 ]
 
@@ -364,14 +364,13 @@ def test_routers_and_experts() -> None:
     it does experts, is refused by name."""
     router = small_model(Llama4ForCausalLM)
     args = llama_fsdp.parse_args(["--model-name", "tiny", *LORA])
-    held = torch.float32, torch.device("cpu")
-    adapters.add(args, router, {}, tuple(blocks_of(router)), *held)
+    adapters.add(args, router, {}, tuple(blocks_of(router)), torch.float32)
     adapted = [name for name, module in router.named_modules() if hasattr(module, "lora_A")]
     assert "model.layers.1.self_attn.q_proj" in adapted
     assert not any(name.endswith("router") for name in adapted)
     experts = small_model(DeepseekV3ForCausalLM)
     with pytest.raises(ValueError, match="mlp.experts adapters too, .* of attention alone"):
-        adapters.add(args, experts, {}, tuple(blocks_of(experts)), *held)
+        adapters.add(args, experts, {}, tuple(blocks_of(experts)), torch.float32)
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -399,7 +398,7 @@ def test_flags_that_do_not_go_together(
 
 @pytest.mark.parametrize("flags, said", [
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: the projections are down_proj"),
-    (["--load-in-4bit"], "is 32 wide, which bitsandbytes computes wrongly"),
+    (["--load-in-4bit"], "computes a width of 32 wrongly on a CPU"),
 ])  # fmt: skip
 def test_models_that_do_not_do(
     flags: list[str], said: str, llama_directory: Path, tmp_path: Path,

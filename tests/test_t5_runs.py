@@ -236,8 +236,8 @@ def test_what_must_not_differ_is_named(
 
 
 @pytest.mark.parametrize("flag, said", [
-    (["--model-name", "/no/such/directory"], "/no/such/directory is neither a directory nor"),
-    (["--model-name", "no-such/model"], "the hub cannot be asked"),
+    (["--model-name", "/no/such/directory"], "/no/such/directory is not a directory, and"),
+    (["--model-name", "no-such/model"], "the hub does not give it"),
     (["--output-dir", "/dev/null/here"], "/dev/null/here"),
     (["--export-only"], "--export-only finds no checkpoint"),
     (["--source-column", "body"], "has columns text, headline"),
