@@ -35,11 +35,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--dataset-config", help="configuration of a hub data set (default: wikitext-2-raw-v1 of "
         f"{WIKITEXT})")  # fmt: skip
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
-    add("--block-size", **arguments.at_least(2), default=1024, help="tokens in a sample")
+    add("--block-size", **arguments.COUNT, default=1024, help="tokens in a sample")
     add("--bad-rows", **arguments.BAD_ROWS)
     blocks = "blocks of each {} set (0: all; default: all, except {} of docstrings)"
-    add("--num-train-samples", **arguments.at_least(0), help=blocks.format("training", 2000))
-    add("--num-val-samples", **arguments.at_least(0), help=blocks.format("validation", 500))
+    add("--num-train-samples", **arguments.COUNT, help=blocks.format("training", 2000))
+    add("--num-val-samples", **arguments.COUNT, help=blocks.format("validation", 500))
 
 
 def row_encoder(
@@ -181,7 +181,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     return readers.join(train_sets), val_sets
 
 
-def examples(args: Namespace) -> list[dict[str, list[int]]]:
+def probe_batch(args: Namespace) -> list[dict[str, list[int]]]:
     """Return two blocks that begin alike, for model_checks.check_logits."""
     return [
         {"input_ids": [*range(10, 43)]},

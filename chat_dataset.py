@@ -29,7 +29,7 @@ BUILT_IN = ("docstrings",)
 DATE = "2024-07-26"  # the day that templates write for today
 
 
-def examples(args: Namespace) -> list[list[dict]]:
+def probe_batch(args: Namespace) -> list[list[dict]]:
     """Return two sequences that begin alike, for model_checks.check_logits. Packed, both end in the
     document that the first also begins with; it is longer than some models' attention blocks."""
     # A multiple of 4, so that two fill a row, which is padded to one of 8.
@@ -50,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "of each --dataset")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
     add("--text-column", default="content", help="column of plain documents")
-    add("--max-seq-length", **arguments.at_least(8), default=2048, help="tokens in a sequence; "
+    add("--max-seq-length", **arguments.COUNT, default=2048, help="tokens in a sequence; "
         "the rest is cut")  # fmt: skip
     add("--chat-template", metavar="NAME|FILE", help="chatml, llama-2 or a Jinja file (default: "
         "the tokenizer's, or llama-2 if it has none)")  # fmt: skip
@@ -58,7 +58,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
     add("--bad-rows", **arguments.BAD_ROWS)
     for flag in "--num-train-samples", "--num-val-samples":
-        add(flag, **arguments.at_least(0), default=0, help="documents per data set (0: all)")
+        add(flag, **arguments.COUNT, default=0, help="documents per data set (0: all)")
 
 
 @functools.lru_cache(maxsize=4)

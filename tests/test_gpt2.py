@@ -447,10 +447,9 @@ def test_what_is_held_out_is_part_of_a_run(
     (b"", ["--wrap", "size"], "neither block nor size:NUMBER"),
     (b"", ["--cpu-offload", "--strategy", "ddp"], "--cpu-offload needs a GPU"),
     (b"", ["--cpu-offload"], "--cpu-offload needs a GPU"),
-    (b"", ["--block-size", "1"], "--block-size: 1 is out of range: it must be at least 2"),
+    (b"", ["--block-size", "1"], "--block-size 1 is out of range: it must be at least 2"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
-    (b"", ["--output-dir", __file__], "test_gpt2.py is a file. Pass a directory"),
-    (b"", ["--output-dir", "tests", "--model-name", str(ROOT / "tests")], "the model's own direct"),
+    (b"", ["--output-dir", __file__], "test_gpt2.py cannot be used"),
     (b"", ["--model-name", "NO EOS"], "has a tokenizer without an EOS token"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(

@@ -148,7 +148,7 @@ MISTAKES = {  # name: (content, flags, message)
         "",
         "field.csv, row 2: its text or its summary is em",
     ),
-    "one.csv": ("text,headline\na,b\n", "", "no two rows differ"),
+    "one.csv": ("text,headline\na,b\n", "", "too few different rows"),
     "bad.parquet": ("no parquet", "", "bad.parquet cannot be read: Parquet magic bytes"),
     "vocabulary.jsonl": (
         lines([{"input_ids": [5, 9999], "labels": [5]}, *TOKENS]),
@@ -188,7 +188,7 @@ def test_flags_are_checked_when_parsed(capfd: pytest.CaptureFixture) -> None:
     for flag in "--max-seq-length", "--num-val-samples":
         with pytest.raises(SystemExit):
             llama_fsdp.parse_args([flag, "-1"])
-        assert f"{flag}: -1 is out of range: it must be at least" in capfd.readouterr().err
+        assert f"{flag} -1 is out of range: it must be at least" in capfd.readouterr().err
 
 
 def test_a_run_ends_with_one_error(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
