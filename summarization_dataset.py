@@ -100,7 +100,6 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
         val_sets[word] = parts.get("validation", parts["train"])
     for word, rows in val_sets.items():
         val_sets[word] = readers.join([finish(word, "validation", rows, args, tokenizer)])
-    readers.warn_of_validation(args, val_sets)
     if args.evaluate_only:
         return None, val_sets
     text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
