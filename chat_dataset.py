@@ -5,8 +5,10 @@ Copy this file along with llama_fsdp.py and the folder runtime/.
 
 import hashlib
 import itertools
+import json
 import os.path
 import random
+import re
 from argparse import ArgumentParser, Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
@@ -58,10 +60,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         add(flag, **arguments.COUNT, default=0, help="documents per data set (0: all)")
 
 
-def fixed_date(form: str) -> str:
-    """Return DATE in the form of strftime. Templates get it for today, so that every start of a run
-    renders the same on all nodes."""
-    return DATE.strftime(form)
+def with_date(template: str) -> str:
+    """Return a chat template that writes DATE in place of today, so that every start of a run
+    renders the same on all nodes. Raises ValueError if a format is not a literal."""
+    call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"
+    dated = re.sub(call, lambda match: json.dumps(DATE.strftime(match[2])), template)
+    if "strftime_now(" in dated:
+        raise ValueError("the chat template calls strftime_now without a format in quotes. Pass "
+                         "--chat-template FILE with a fixed date.")  # fmt: skip
+    return dated
 
 
 def render(
@@ -74,11 +81,12 @@ def render(
     is one text, the whole chat; some templates drop the thoughts before the last question, or put
     the system's turn there. Raises ValueError if the template refuses the chat or drops a part.
     """
+    template = with_date(tokenizer.get_chat_template(tools=tools))
+    options = {"tools": tools, "chat_template": template, "tokenize": False}
 
     def text_of(turns: list[dict], **more: bool) -> str:
-        options = {"tools": tools, "tokenize": False, "strftime_now": fixed_date, **more}
         try:
-            return tokenizer.apply_chat_template(turns, **options)
+            return tokenizer.apply_chat_template(turns, **options, **more)
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the chat template refuses the chat: {error}") from error
 

@@ -407,7 +407,7 @@ def test_bad_rows_are_named_or_skipped(tmp_path: Path, capfd: pytest.CaptureFixt
         documents(path)
     assert len(documents(path, bad_rows="skip")) == 3
     assert f"skipped {path}, row 3: the assistant's turn is None" in capfd.readouterr().out
-    path = write(tmp_path / "more.jsonl", [{"prompt": "a"}, {"completion": "a"}])
+    path = write(tmp_path / "more.jsonl", [good | {"completion": ""}, {"prompt": "a"}])
     with pytest.raises(ValueError, match="more.jsonl has no usable rows"):
         documents(path, bad_rows="skip")
     path = write(tmp_path / "text.jsonl", [{"content": "a"}, {"content": " "}])
