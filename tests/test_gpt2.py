@@ -517,7 +517,7 @@ def test_an_empty_validation_set_and_an_unknown_column(
     (tmp_path / "c.jsonl").write_text('{"body": "text", "title": "x"}\n')
     command = ["--model-name", "tiny", "--output-dir", str(tmp_path / "run"), "--block-size", "32"]
     for name, said in (
-        ("blank.txt", "It has no rows"),
+        ("blank.txt", "has no usable rows"),
         ("c.jsonl", "has no column text, only body, title. Pass --text-column."),
     ):
         files = ["--dataset", str(texts[0]), "--val-dataset", str(tmp_path / name)]
