@@ -210,7 +210,8 @@ def _resolve_micro_batches(args: Namespace, processes: int) -> tuple[Namespace, 
         return args, ["--global-batch-size and --gradient-accumulation-steps exclude each other"]
     per_rank, rest = divmod(total, processes)
     if rest:
-        return args, [f"--global-batch-size {total} must be a multiple of {processes} (processes)"]
+        return args, [f"--global-batch-size {total} must be a multiple of {processes} (processes): "
+                      f"use {total - rest + processes}"]  # fmt: skip
     steps = next(n for n in range(1, per_rank + 1) if per_rank % n == 0 and per_rank // n <= most)
     batch = {"batch_size": per_rank // steps, "gradient_accumulation_steps": steps}
     return Namespace(**vars(args) | batch), []
