@@ -378,22 +378,6 @@ class Run:
         numbers = [f"{key} {value:.6g}" for key, value in results.items() if key != "losses"]
         ranks.say("  ".join([*numbers, f"in {path}"]))
 
-    def write_prepared(
-        self, train_set: Any, val_sets: dict[str, Any], tokenizer: Tokenizer
-    ) -> None:
-        """Write the samples to OUTPUT_DIR/prepared, a data set that needs no tokenizer."""
-        from . import tokens  # a copy may leave it out
-
-        if len(val_sets) > 1:
-            raise ValueError(
-                f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one "
-                "--dataset or one --val-dataset."
-            )
-        path = self.directory / tokens.PREPARED
-        sets = train_set, *val_sets.values()
-        ranks.on_rank_zero(tokens.save, path, *sets, tokenizer, self.args)
-        ranks.say(f"The tokens are in {path}. Pass --dataset {path}")
-
 
 def prepare_directory(directory: Path) -> str:
     """Make OUTPUT_DIR, delete unfinished exports, and return the text of status; rank 0 only.

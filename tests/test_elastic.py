@@ -42,7 +42,7 @@ def test_micro_batches(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--global-batch-size", "12"], "12 must be a multiple of 8 (processes): use 8 or 16"),
+        (["--global-batch-size", "12"], "12 must be a multiple of 8 (processes): use 16"),
         (["--global-batch-size", "4"], "4 must be a multiple of 8 (processes): use 8"),
         (["--global-batch-size", "-8"], "-8 is out of range: it must be at least 0"),
         (["--global-batch-size", "8", "--gradient-accumulation-steps", "2"],

@@ -367,7 +367,7 @@ def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: 
     ('{"messages": [{"role": "user", "content": "a"}]}\n{"mess\n', [], "row 1"),
     ('{"question": "a", "answer": "b"}\n', [], "has columns question, answer"),
     ('{"content": "a"}\n', ["--max-seq-length", "9000"], "above the model's 2048 positions"),
-    ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length: 2 is out of range"),
+    ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length 2 is out of range"),
     ('{"prompt": "long question", "completion": "a"}\n{"prompt": "another long", "completion": '
      '"b"}\n', ["--max-seq-length", "8"],
      "the answers of 1 of 1 documents begin after --max-seq-length 8"),

@@ -134,8 +134,7 @@ def test_wikihow_cleaning_and_report(tmp_path, capsys):
     train, val = load(data_dir=str(tmp_path))
     assert (sorted(train), val) == (sorted(found["train"]), found["validation"])
     out = capsys.readouterr().out
-    assert "8 rows, dropped: " in out and "2 with an empty field" in out
-    assert "1 with a headline not shorter than 0.75 of the text" in out
+    assert "wikihow: 5 of 8 rows used" in out
     assert "train 3, validation 1, test 1" in out
 
 
@@ -165,7 +164,7 @@ def test_title_lists(tmp_path, capsys):
     assert [summary for _, summary in train] == ["Do 0.", "Do 1.", "Do 2."]
     assert [summary for _, summary in val] == ["Do 3.", "Do 4.", "Do 5."]  # 3 is in both lists
     out = capsys.readouterr().out
-    assert "2 with a title in none of the lists" in out
+    assert "wikihow: 7 of 9 rows used" in out
     assert "train 3, validation 3, test 1" in out
 
 
@@ -182,12 +181,12 @@ def test_wikihow_errors(tmp_path):
     with pytest.raises(ValueError, match="mahnazkoupaee/WikiHow-Dataset, or pass --dataset docst"):
         load(**flags)
     wikihow_all(tmp_path, articles(1) * 3)
-    with pytest.raises(ValueError, match="no two rows differ"):
+    with pytest.raises(ValueError, match="too few different rows: train 3, validation 0"):
         load(**flags)
     wikihow_all(tmp_path, articles(4))
     (tmp_path / "all_train.txt").write_text("Howto0\n")
     (tmp_path / "all_val.txt").write_text("Howto77\n")
-    with pytest.raises(ValueError, match="1 training and 0 validation rows"):
+    with pytest.raises(ValueError, match="too few different rows: train 1, validation 0"):
         load(**flags)
     write_csv(tmp_path / "wikihowAll.csv", ("headline", "text"), [("a", "b")])
     with pytest.raises(ValueError, match="has columns headline, text, but not all of .*'title'"):
@@ -243,16 +242,17 @@ def test_files_of_each_kind_give_the_same_pairs(tmp_path, suffix):
     assert (train, val) == expected
 
 
-def test_several_data_sets(tmp_path, capfd):
+def test_several_data_sets(tmp_path):
     """A glob is one data set, two words are two; each is validated on by itself."""
     parts = [ROWS[:100], ROWS[100:], ROWS[:50]]
     paths = [str(write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate(parts)]
     glob = str(tmp_path / "[01].jsonl")
     train, val = sd.load(arguments(dataset=[glob, paths[2]], **COLUMNS), TOKENIZER)
     assert list(val) == [glob, paths[2]] and len(train) + sum(map(len, val.values())) == 250
-    assert "WARNING: validation may mislead" in capfd.readouterr().out
-    (tmp_path / "1.jsonl").write_text('{"document": "a", "summary": "b"}\n{"document": ""}\n')
-    with pytest.raises(ValueError, match="1.jsonl, row 2: its text or its summary is empty"):
+    (tmp_path / "1.jsonl").write_text(
+        '{"document": "a", "summary": "b"}\n{"document": "", "summary": ""}\n'
+    )
+    with pytest.raises(ValueError, match=r"01\].jsonl, row 102: its text or its summary is empty"):
         load(dataset=glob, **COLUMNS)
     with pytest.raises(ValueError, match="has columns document, id, summary, but not all of"):
         load(dataset=paths[0])
@@ -267,7 +267,7 @@ def test_subset_is_fixed_and_drawn_from_everywhere(tmp_path):
     assert load(dataset=path, num_train_samples=10, **COLUMNS)[0] == some
 
 
-def words_tokenizer(template=True, vocabulary="abcdefgh", eos_token="</s>"):
+def words_tokenizer(template=True, vocabulary="abcdefgh"):
     tokens = ["<pad>", "</s>", "<unk>", ":", "summarize", *vocabulary]
     words = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -276,7 +276,7 @@ def words_tokenizer(template=True, vocabulary="abcdefgh", eos_token="</s>"):
         special = [("</s>", 1)]
         backend.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=special)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=eos_token, pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
 
 
@@ -290,8 +290,6 @@ def test_encoding_ends_in_eos(tmp_path, template):
     found = sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
     assert found == [([4, 3, 5, 6, 7, 1], [12, 11, 1]), ([4, 3, 6, 1], [5, 1])]
     assert all(row["length"] == len(row["input_ids"]) for row in rows)
-    with pytest.raises(ValueError, match="no EOS"):
-        sd.load(args, words_tokenizer(eos_token=None))
 
 
 def test_collate(monkeypatch):
@@ -405,7 +403,6 @@ def test_rouge_samples_where_they_are_not_given():
     assert rouge.resolve_arguments(training) == {"rouge_samples": 32}
     assert rouge.resolve_arguments(evaluation) == {}
     assert rouge.resolve_arguments(arguments(rouge_samples=5)) == {}
-    assert "--num-beams 0 is out" in rouge.check_arguments(arguments(num_beams=0))[0]
 
 
 def test_texts_and_their_scores():

@@ -28,6 +28,7 @@ from transformers import (
 from runtime import weights
 from runtime.chats import LLAMA_2
 from runtime.optimization import parameter_groups
+from tools.copy_script import needed_files
 
 Changes = list[tuple[str, str]]  # what stands in the script, and what takes its place
 
@@ -230,14 +231,11 @@ SHORT = {  # texts as long as these models take
 
 
 def copy_script(script: str, changes: list[tuple[str, str]], name: str, folder: Path) -> Path:
-    """A changed copy of a script in `folder`, with the files that its docstring names."""
+    """A changed copy of a script in `folder`, with the files that it imports."""
     text = (ROOT / f"{script}.py").read_text()
-    (needed,) = re.findall(r"copy this one with (.*?),\s+and\s+change", text, re.DOTALL)
-    for part in re.findall(r"\w+\.py|\w+/", needed):
-        if part.endswith("/"):
-            shutil.copytree(ROOT / part, folder / part)
-        else:
-            shutil.copy(ROOT / part, folder)
+    (folder / "runtime").mkdir()
+    for file in needed_files(ROOT / f"{script}.py"):
+        shutil.copy(file, folder / file.relative_to(ROOT))
     for old, new in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, new)

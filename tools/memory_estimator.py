@@ -141,7 +141,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--script", help="training script, such as a copy of one of ours (default: ours)")
     add("--batch-size", type=int, default=1, help="sequences per GPU and micro-batch")
     add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
-    arguments.add_global_batch(add)
+    add("--global-batch-size", type=int, default=0, help="sequences per step on all GPUs")
     add("--seq-length", type=int, default=0, help="tokens, T5: of the source (0: script's)")
     add("--target-length", type=int, default=150, help="tokens of T5's target")
     add("--precision", choices=list(policies.PRECISIONS), default="bf16", help="compute dtype")
