@@ -15,7 +15,7 @@ from ten_steps import COMPILED
 from test_architectures import blocks_of, small_model
 from test_generate import generate
 from test_llama import HYBRID, check_parity, plain_steps
-from test_templates import copy_script, import_copy, plain_loss
+from test_templates import copy_script, plain_loss
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
@@ -26,7 +26,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
@@ -34,7 +33,6 @@ import chat_dataset
 import llama_fsdp
 import summarization_dataset
 import T5_training
-from benchmarks.driven import Driven
 from runtime import adapters
 from runtime.chats import LLAMA_2
 
@@ -338,27 +336,6 @@ def held_out_pairs(pairs: Path) -> list[dict[str, torch.Tensor]]:
     return [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
 
 
-def test_another_script_in_4_bits(pairs: Path, tmp_path: Path) -> None:
-    """T5 looks at the dtype of one projection, which Transformers and we leave as it is."""
-    torch.manual_seed(0)
-    shape = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
-    config = T5Config(vocab_size=384, decoder_start_token_id=0, dropout_rate=0.0, **shape)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
-    ByT5Tokenizer().save_pretrained(tmp_path / "t5")
-    (tmp_path / "copy").mkdir()
-    copy = import_copy(copy_script("T5_training", T5, "T5_lora", tmp_path / "copy"))
-    flags = ["--model-name", tmp_path / "t5", "--dataset", pairs, "--lora-rank", "4",
-             "--load-in-4bit", "--lr", "1e-2", "--max-steps", "3", "--rouge-samples", "0",
-             "--output-dir", tmp_path / "run"]  # fmt: skip
-    copy.fsdp_main(copy.parse_args([*map(str, flags)]))
-    model = T5ForConditionalGeneration.from_pretrained(
-        tmp_path / "t5", quantization_config=NF4_CONFIG, device_map="cpu"
-    )
-    model = peft.PeftModel.from_pretrained(in_fp32(model), tmp_path / "run/final")
-    last = metrics(tmp_path / "run", "val")[-1]
-    assert last["loss"] == pytest.approx(plain_loss(model, held_out_pairs(pairs)), abs=1e-4)
-
-
 def test_routers_and_experts() -> None:
     """A router is no projection, though Llama 4's is a Linear; what peft gives adapters besides, as
     it does experts, is refused by name."""
@@ -432,41 +409,3 @@ def test_without_the_extras(
         llama_fsdp.parse_args(flag)
     (error,) = errors_said(capfd.readouterr().err)
     assert f"needs {package}: pip install -r requirements-extras.txt" in error
-
-
-def test_dropout_is_that_of_peft(wide_llama: Path, chats: Path, tmp_path: Path) -> None:
-    """With the same random numbers: the loss of a batch, and the gradient."""
-    flags = ["--model-name", wide_llama, "--dataset", chats, "--max-seq-length", "64",
-             "--lora-rank", "4", "--lora-alpha", "8", "--lora-dropout", "0.5", "--no-packing",
-             "--batch-size", "1", "--no-activation-checkpointing", "--precision", "fp32",
-             "--output-dir", tmp_path]  # fmt: skip
-    args = llama_fsdp.parse_args([*map(str, flags)])
-    device = llama_fsdp.setup(args)
-    driven = Driven(llama_fsdp, args, device)
-    model, batch = driven.model.train(), driven.batch()
-    config = peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.5, target_modules=ALL)
-    plain = peft.get_peft_model(base(wide_llama, False), config).train()
-    ours = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    theirs = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-    for name, parameter in ours.items():
-        theirs[f"base_model.model.{name}"].data.copy_(parameter.full_tensor())
-        if "lora_B" in name:  # or dropout would change nothing yet
-            with torch.no_grad():
-                parameter.fill_(0.01)
-                theirs[f"base_model.model.{name}"].fill_(0.01)
-    losses = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        losses.append(llama_fsdp.summed_loss(model, batch))
-    torch.manual_seed(1)
-    logits = plain(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
-    assert losses[0].item() == pytest.approx(loss.item(), rel=1e-6)
-    assert losses[0].item() == losses[1].item() != pytest.approx(losses[2].item(), rel=1e-6)
-    loss.backward()
-    torch.manual_seed(1)
-    llama_fsdp.summed_loss(model, batch).backward()
-    for name, parameter in ours.items():
-        expected = theirs[f"base_model.model.{name}"].grad
-        assert (parameter.grad.full_tensor() - expected).norm() <= 1e-5 * expected.norm(), name
-    llama_fsdp.cleanup()

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import metrics
 from torch._dynamo.utils import counters
 
 import chat_dataset
@@ -124,13 +123,3 @@ def test_kernel_gets_the_longest_document(monkeypatch: pytest.MonkeyPatch) -> No
     several = [packed([64]), packed([9, 9]), packed([20, 30, 9], [4]), packed([]), packed([50, 14])]
     assert graphs(monkeypatch, several) <= at_first + 4
     assert [longest for longest, _ in told[::2]] == [64, 9, 60, 8, 50]
-
-
-def test_run_logs_its_kernel(chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    """In its first line and in the event "start"."""
-    command = ["--model-name", "tiny", "--dataset", str(chats), "--output-dir", str(tmp_path),
-               "--max-steps", "1", "--max-seq-length", "64"]  # fmt: skip
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args(command))
-    kernel = "varlen (scaled_dot_product_attention, a document at a time)"
-    assert f"1 x cpu, full_shard, fp32, attention {kernel}\n" in capfd.readouterr().out
-    assert metrics(tmp_path, "start")[0]["attention"] == kernel

@@ -2,12 +2,10 @@
 
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -21,20 +19,6 @@ def run(command: str) -> str:
     """What a program prints."""
     name, *flags = command.split()
     return subprocess.check_output([sys.executable, ROOT / "benchmarks" / name, *flags], text=True)
-
-
-def test_a_section_of_the_results_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the other sections, the other preset's and the words before them stay."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    add = importlib.import_module("run_all").with_section
-    text = add("# Measured\n\nWords.\n\n## On a CPU\n\nIts words.\n", "gpu", "Saving", "s1")
-    for preset, title, body in (("cpu", "Saving", "s2"), ("cpu", "Loading", "s3"),
-                                ("cpu", "Saving", "s4")):  # fmt: skip
-        text = add(text, preset, title, body)
-    assert text == (
-        "# Measured\n\nWords.\n\n## On a CPU\n\nIts words.\n### Saving\n\ns4\n\n"
-        "### Loading\n\ns3\n\n## On GPUs\n\n### Saving\n\ns1\n"
-    )
 
 
 @pytest.fixture
@@ -61,100 +45,6 @@ def test_flags_of_the_presets_exist(
         if name in ("one_gpu.py", "estimate.py"):
             models = [x for x in flags if "llama" in x or x.startswith(("gpt2", "t5"))]
             assert set(models) <= memory_estimator.BUILT_IN.keys(), command
-
-
-def test_what_a_gpu_is_asked_first(run_all: ModuleType) -> None:
-    """Speed of a large model, then peaks, then the peers, then saves."""
-    for large, sizes in ((True, ["7B"]), (False, ["1.1B", "7B with LoRA"])):
-        titles = list(run_all.programs("gpu", 1, None, large))
-        first = [f"One GPU, {sizes[0]}", f"One GPU, {sizes[0]}, compiled"]
-        first += [f"One GPU, {size}" for size in sizes[1:]]
-        estimate = "Estimate and measurement"
-        first += [estimate, f"{estimate}, LoRA", f"{estimate}, QLoRA"]
-        first += ["Side by side with TRL", "Side by side with the Trainer"]
-        first += ["Load, save, resume and export"]
-        assert titles[: len(first)] == first and len(titles) > len(first)
-
-
-HANGS = """
-import subprocess, sys
-print("| first |")
-child = "import time; time.sleep(100)"
-process = subprocess.Popen([sys.executable, "-c", child, "left over"], start_new_session=True)
-process.wait()
-"""
-
-
-@pytest.fixture
-def plan(
-    run_all: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[[float], tuple[list[str], str]]:
-    """`run_all.py --preset cpu --minutes MINUTES` of four programs, which are soon done, fail, or
-    hang in a process of another session. Returns the titles of those that ran, and what is
-    written."""
-    for name, code in (
-        ("good.py", "import sys; print(sys.argv[1])"),
-        ("bad.py", "print('| some |'); raise SystemExit(3)"),
-        ("hangs.py", HANGS),
-    ):
-        (tmp_path / name).write_text(code)
-    results = tmp_path / "RESULTS.md"
-    results.write_text("# Measured\n\n## On a CPU\n\n### Hangs\n\n2020-01-01; old\n`x`\n\nwhole\n")
-    commands = {"Hangs": "hangs.py", "A": "good.py a", "Fails": "bad.py", "B": "good.py b"}
-    monkeypatch.setattr(run_all, "FOLDER", tmp_path)
-    monkeypatch.setattr(run_all, "RESULTS", results)
-    monkeypatch.setattr(run_all, "LEAST_SECONDS", 1)
-    monkeypatch.setattr(run_all, "programs", lambda *_: commands)
-    ran: list[str] = []
-    measure = run_all.measure
-    monkeypatch.setattr(
-        run_all, "measure", lambda title, *rest: ran.append(title) or measure(title, *rest)
-    )
-
-    def go(minutes: float) -> tuple[list[str], str]:
-        ran.clear()
-        words = ["run_all.py", "--preset", "cpu", "--minutes", str(minutes)]
-        monkeypatch.setattr(sys, "argv", words)
-        monkeypatch.setattr(run_all, "START", time.monotonic())
-        run_all.main()
-        return list(ran), results.read_text()
-
-    return go
-
-
-def test_a_plan_that_is_cut_short_goes_on(
-    plan: Callable[[float], tuple[list[str], str]], run_all: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """With what was not tried yet, then what failed or was ended, which leaves its lines below what
-    was measured whole before; not with what was measured, unless another commit did."""
-    start = time.monotonic()
-    ran, text = plan(0.05)
-    assert ran == ["Hangs"] and time.monotonic() - start < 5
-    assert re.search(r"whole\n\n\d.*\n`python benchmarks/hangs.py`\n\n\| first \|\n\nIt was", text)
-    assert "left over" not in subprocess.check_output(["ps", "-eo", "args"], text=True)
-    ran, text = plan(0.1)
-    assert ran == ["A", "Fails", "B", "Hangs"]
-    assert "| some |\n\nIt ended with exit code 3.\n" in text
-    assert text.count("It was ended after") == text.count("whole") == 1
-    ran, text = plan(0.02)
-    assert ran[0] == "Hangs" and not {"A", "B"} & set(ran)
-    assert text.count("\na\n") == text.count("\nb\n") == 1
-    monkeypatch.setattr(run_all, "commit", lambda: "another")
-    ran, text = plan(0.02)
-    assert ran[0] == "Hangs" and text.count("It was ended after") == 1
-
-
-@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf"])
-def test_minutes_out_of_range(
-    minutes: str, run_all: ModuleType, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:  # fmt: skip
-    """Are refused, and named."""
-    monkeypatch.setattr(sys, "argv", ["run_all.py", "--preset", "cpu", "--minutes", minutes])
-    with pytest.raises(SystemExit) as end:
-        run_all.main()
-    assert end.value.code == 2 and f"--minutes {minutes} must be more" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -214,27 +104,6 @@ def test_estimate() -> None:
 
 
 @pytest.mark.slow
-def test_estimate_of_adapters() -> None:
-    """The same of LoRA and QLoRA."""
-    pytest.importorskip("peft")
-    pytest.importorskip("bitsandbytes")
-    for flags in ("", " --load-in-4bit"):
-        table = run(f"estimate.py --models tiny --strategies full_shard --lora-rank 4{flags}")
-        pairs = re.findall(r"([0-9.]+) / ([0-9.]+)", table)
-        assert len(pairs) == 3 and all(estimated == found for estimated, found in pairs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", ["", " --lora-rank 4"])
-def test_one_gpu_runs_on_a_cpu(flags: str) -> None:
-    """A tiny model, both loops; with adapters, too."""
-    if flags:
-        pytest.importorskip("peft")
-    table = run(f"one_gpu.py --model tiny --length 64 --steps 1 --turns 1{flags}")
-    assert "| ours | " in table and "| trainer | sdpa |" in table
-
-
-@pytest.mark.slow
 def test_pictures(tmp_path: Path) -> None:
     """Of a run, and of an estimate."""
     pytest.importorskip("matplotlib", reason="needs benchmarks/requirements.txt")
@@ -252,22 +121,6 @@ def test_pictures(tmp_path: Path) -> None:
         run(f"plot_runs.py {flags} --picture {tmp_path}/x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "x.png").unlink()
-
-
-@pytest.mark.parametrize("installed", [False, True])
-def test_plot_runs_says_what_is_missing(installed: bool, tmp_path: Path) -> None:
-    """In one sentence, with exit code 1: matplotlib, or the metrics of a run."""
-    expected = f"{tmp_path}/metrics.jsonl is missing: give the --output-dir of a run\n"
-    environment = dict(os.environ)
-    if installed:
-        pytest.importorskip("matplotlib", reason="needs benchmarks/requirements.txt")
-    else:
-        (tmp_path / "matplotlib.py").write_text("raise ImportError")
-        environment["PYTHONPATH"] = str(tmp_path)
-        expected = "plot_runs.py draws with matplotlib: `pip install matplotlib` first\n"
-    command = [sys.executable, ROOT / "benchmarks/plot_runs.py", tmp_path]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (result.returncode, result.stdout, result.stderr) == (1, "", expected)
 
 
 @pytest.mark.slow

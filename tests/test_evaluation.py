@@ -143,24 +143,6 @@ def test_best_and_pretrained_weights(finished: Path, flags: list[str], t5_direct
         assert "rouge1" not in found and predictions(finished) == []
 
 
-@pytest.mark.parametrize("changed, said", [
-    (["--dataset", "sums.jsonl:test"], "sums.jsonl does not exist"),
-    (["--num-beams", "0"], "--num-beams 0 is out of range: it must be at least 1"),
-    (["--export-only"], "--export-only, --prepare-only and --evaluate-only exclude each other"),
-    (["--dataset", "nowhere.csv"], "nowhere.csv does not exist"),
-])  # fmt: skip
-def test_what_is_refused(
-    changed: list[str], said: str, trained: Path, flags: list[str], capfd: pytest.CaptureFixture
-) -> None:
-    """In one sentence, with nothing written."""
-    with pytest.raises(SystemExit) as end:
-        run(flags, trained, "--evaluate-only", *changed)
-    assert end.value.code == 1
-    error = capfd.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and said in error
-    assert not (trained / "evaluation.json").exists()
-
-
 def test_stopped(finished: Path, flags: list[str]) -> None:
     """The status stays that of the training."""
     before = contents(finished)

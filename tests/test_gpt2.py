@@ -133,12 +133,6 @@ def test_nothing_waits_for_the_device(two_ranks: dict) -> None:
         assert two_ranks[name]["collectives"] == 3 * two_ranks[name]["units"] + 1
 
 
-@pytest.mark.slow
-def test_all_groups_have_the_limit_asked_for(four_ranks: dict) -> None:
-    """Those of hybrid_shard too; it is not their default."""
-    assert four_ranks["hybrid_shard"]["limits"] == {7 * 60}
-
-
 def test_a_bad_step_changes_nothing(two_ranks: dict) -> None:
     """No weight, moment or count of steps, whoever steps; and it is told when it is checked."""
     for name in ("full_shard", "fsdp2", "ddp"):
@@ -262,13 +256,6 @@ def test_bytes_held_are_what_the_strategy_promises(
         promised = copies * 4 * count / share
         assert promised <= result[f"{kind}_bytes"] + copies * padding
         assert result[f"{kind}_bytes"] <= promised + copies * padding
-
-
-def test_prompts_are_continued_alike(two_ranks: dict) -> None:
-    """After ten steps and a resume: the same under FSDP and DDP; bf16 at least goes through."""
-    for variant in ("shard_grad_op", "no_shard", "ddp", "size", "fsdp2", "fsdp2_shard_grad_op"):
-        assert two_ranks[variant]["texts"] == two_ranks["full_shard"]["texts"]
-    assert len(two_ranks["bf16"]["texts"]) == len(two_ranks["fsdp2_bf16"]["texts"]) == 3
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
@@ -426,20 +413,6 @@ def test_the_end_is_held_out_without_a_val_file(
         block_dataset.load(args, ByT5Tokenizer())
 
 
-def test_what_is_held_out_is_part_of_a_run(
-    texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """It goes on with the same; other validation text is refused, with the flag."""
-    flags = ["--model-name", "tiny", "--dataset", str(texts[0]), "--block-size", "32",
-             "--output-dir", str(tmp_path)]  # fmt: skip
-    for more in (["--max-steps", "1"], ["--max-steps", "2"]):
-        assert gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, *more])) == 0
-    with pytest.raises(SystemExit):
-        other = ["--max-steps", "3", "--val-dataset", str(texts[1])]
-        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, *other]))
-    assert "was saved by a different run: training data is" in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("content, flags, said", [
     (None, [], "does not exist"),
     (b"", [], "is empty"),
@@ -509,20 +482,3 @@ def test_where_offload_would_train_wrongly(
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     _, problems = arguments.resolve(parser.parse_args(["--cpu-offload", *flags]), policies)
     assert refused in "; ".join(problems) and bool(refused) == bool(problems)
-
-
-def test_an_empty_validation_set_and_an_unknown_column(
-    texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """A file with a newline alone; a JSONL file whose text is called otherwise."""
-    (tmp_path / "blank.txt").write_text("\n")
-    (tmp_path / "c.jsonl").write_text('{"body": "text", "title": "x"}\n')
-    command = ["--model-name", "tiny", "--output-dir", str(tmp_path / "run"), "--block-size", "32"]
-    for name, said in (
-        ("blank.txt", "It has no rows"),
-        ("c.jsonl", "has no column text, only body, title. Pass --text-column."),
-    ):
-        files = ["--dataset", str(texts[0]), "--val-dataset", str(tmp_path / name)]
-        with pytest.raises(SystemExit):
-            gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*command, *files]))
-        assert said in capfd.readouterr().err

@@ -3,17 +3,15 @@
 import gzip
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, check_equal_weights, check_tied_once, launch, losses, metrics, weights
+from conftest import check_equal_weights, check_tied_once, launch, losses, metrics, weights
 
 import gpt2_fsdp
 
-WIKITEXT = ROOT.parent / "shared/data/wikitext-2/valid.txt"
 RELOAD = """
 import json, sys, torch
 import torch.nn.functional as F
@@ -56,16 +54,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", output]
     launch(2, "gpt2_fsdp.py", *command, "--profile", 3)
     return output
-
-
-def test_the_last_weights_are_written_once_if_they_are_the_best(uninterrupted: Path) -> None:
-    """Under two names, and the rest twice."""
-    (done,) = metrics(uninterrupted, "done")
-    best, final = uninterrupted / "best", uninterrupted / "final"
-    assert done["best_step"] == done["step"]  # or there would be nothing to see
-    assert (best / "model.safetensors").samefile(final / "model.safetensors")
-    assert not (best / "config.json").samefile(final / "config.json")
-    assert {path.name for path in best.iterdir()} == {path.name for path in final.iterdir()}
 
 
 def test_a_step_is_profiled(uninterrupted: Path) -> None:
@@ -119,46 +107,3 @@ def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple)
     check_tied_once(uninterrupted)
     assert metrics(uninterrupted, "val")[-1]["perplexity"] == pytest.approx(math.exp(val[8]))
     assert metrics(uninterrupted, "train")[-1]["peak_memory_mb"] > 100
-
-
-def test_evaluation_by_one_process(
-    uninterrupted: Path, flags: list[str], texts: tuple, tmp_path: Path
-) -> None:
-    """final/ with the run's flags, and with nothing but the validation text."""
-    run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
-    final = ["--model-name", str(run / "final"), "--val-dataset", str(texts[1])]
-    final += ["--block-size", "32"]
-    for more, output in (([*flags, *final[:2]], run), (final, tmp_path / "other")):
-        words = [*more, "--evaluate-only", "--strategy", "ddp", "--output-dir", str(output)]
-        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(words))
-        found = json.loads((output / "evaluation.json").read_text())
-        assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
-        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-        assert found["samples"][str(texts[1])] > 1
-    for name in ("status", "metrics.jsonl"):
-        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not WIKITEXT.is_file(), reason="../shared/data/wikitext-2/valid.txt is absent")
-def test_real_text(tmp_path: Path) -> None:
-    """Nine tenths of WikiText-2's validation file, 200 steps of 2 x 8 x 256 bytes: below 12."""
-    text = WIKITEXT.read_text()
-    cut = text.index("\n", len(text) * 9 // 10) + 1
-    for name, part in (("train", text[:cut]), ("val", text[cut:])):
-        (tmp_path / f"{name}.txt").write_text(part)
-    files = ["--dataset", tmp_path / "train.txt", "--val-dataset", tmp_path / "val.txt"]
-    shape = ["--block-size", "256", "--batch-size", "8", "--max-steps", "200", "--lr", "1e-3",
-             "--lr-schedule", "constant"]  # fmt: skip
-    output = tmp_path / "run"
-    command = ["--model-name", "tiny", *files, *shape, "--num-train-samples", "0",
-               "--num-val-samples", "0", "--save-every", "0", "--output-dir", output]  # fmt: skip
-    result = launch(2, "gpt2_fsdp.py", *command)
-    size = len(
-        text[cut:].rstrip("\n").encode()
-    )  # a token is a byte, and EOS follows: `size` targets
-    nats = losses(output, "val")[200] * size
-    assert math.exp(nats / size) < 12
-    assert f"{math.ceil(size / 256):,} blocks" in result.stdout
-    found = reloaded(output / "final", tmp_path / "val.txt", 256)
-    assert found["loss"] == pytest.approx(losses(output, "val")[200], rel=1e-5)

@@ -106,18 +106,6 @@ def test_gpt2_resumes(flags: list[str], gpt2_directory: Path, texts: tuple, tmp_
         assert 0 < line["mfu"] < 1
 
 
-def test_auto_is_bf16_where_the_gpu_has_it(
-    gpt2_directory: Path, texts: tuple, tmp_path: Path
-) -> None:
-    """And the run says so."""
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        pytest.skip("this GPU has no bf16")
-    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
-    command = ["--model-name", gpt2_directory, *data, "--output-dir", tmp_path, "--max-steps", "1"]
-    launch(RANKS, "gpt2_fsdp.py", *command)
-    assert metrics(tmp_path, "start")[0]["arguments"]["precision"] == "bf16"
-
-
 @pytest.mark.parametrize("flags", CASES)
 def test_llama_resumes(
     flags: list[str], llama_directory: Path, chats: Path, tmp_path: Path

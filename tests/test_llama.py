@@ -1,7 +1,6 @@
 """llama_fsdp.py against plain single-process PyTorch: loading, packing, loss and bad input."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import launch
-from safetensors.torch import load_file, save_file
 from ten_steps import (
     COMPILED,
     CORE_VARIANTS,
@@ -18,7 +16,7 @@ from ten_steps import (
     check_nothing_waits,
     check_recomputation,
 )
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
@@ -46,51 +44,6 @@ TWO_RANKS = CORE_VARIANTS | {
 }
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
 FOUR_RANKS = {"hybrid_shard": HYBRID, "fsdp2_hybrid_shard": ["--fsdp", "2", *HYBRID]}
-
-NAMES = ("frequencies", "index", "missing file", "truncated", "absent tensor", "vocabulary", "fp16",
-         "bin", "gpt2")  # fmt: skip
-
-
-def index_of(directory: Path) -> dict:
-    """The map from tensors to files."""
-    return json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
-
-
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory, llama_directory: Path) -> dict[str, str]:
-    """Copies of the model, each with a fault of its own."""
-    root, found = tmp_path_factory.mktemp("wrong"), {}
-    head = index_of(llama_directory)["lm_head.weight"]
-    for name in NAMES:
-        path = found[name] = root / name
-        shutil.copytree(llama_directory, path)
-        config = json.loads((path / "config.json").read_text())
-        if name == "missing file":
-            (path / head).unlink()
-        elif name == "truncated":
-            (path / head).write_bytes((path / head).read_bytes()[:-100])
-        elif name == "absent tensor":
-            tensors = load_file(path / head)
-            del tensors["lm_head.weight"]
-            save_file(tensors | {"other": torch.zeros(1)}, path / head)
-        elif name == "vocabulary":
-            config["vocab_size"] += 16
-        elif name == "fp16":
-            for file in path.glob("*.safetensors"):
-                save_file({k: t.half() for k, t in load_file(file).items()}, file)
-        elif name == "bin":
-            for file in path.glob("model*"):
-                file.unlink()
-            (path / "pytorch_model.bin").touch()
-        elif name == "frequencies":
-            key = "model.layers.0.self_attn.rotary_emb.inv_freq"
-            save_file(load_file(path / head) | {key: torch.ones(4)}, path / head)
-        elif name == "index":
-            (path / "model.safetensors.index.json").write_text("{")
-        else:
-            config["model_type"] = "gpt2"
-        (path / "config.json").write_text(json.dumps(config))
-    return {name: str(path) for name, path in found.items()}
 
 
 @pytest.fixture(scope="module")
@@ -240,27 +193,6 @@ def test_loaded_as_by_from_pretrained(two_ranks: dict, llama_directory: Path) ->
     assert two_ranks["ddp"]["units"] == 0
 
 
-@pytest.mark.parametrize("name, said", [
-    ("frequencies", "loaded"),
-    ("index", "model.safetensors.index.json cannot be read"),
-    ("missing file", "No such file"),
-    ("truncated", "cannot be read"),
-    ("absent tensor", "lm_head.weight is missing; other is not the model's"),
-    ("vocabulary", "lm_head.weight has shape [384, 32], not [400, 32]"),
-    ("bin", "convert other formats"),
-    ("gpt2", "is a gpt2, not a llama"),
-    ("fp16", "loaded as torch.float32"),
-])  # fmt: skip
-def test_wrong_checkpoints(name: str, said: str, two_ranks: dict) -> None:
-    """Told on both ranks, and soon; fp16 is loaded into fp32, and a line says so."""
-    everyone, seconds = two_ranks["refused"][name]
-    assert all(said in sentence for sentence in everyone)
-    assert "\n" not in everyone[0] and seconds < 10
-    if name == "vocabulary":
-        assert "embed_tokens.weight has shape [384, 32]" in everyone[0]
-    assert "stored as float16" in two_ranks["printed"]
-
-
 def documents(count: int) -> list[dict]:
     """Documents of 2 to 12 tokens."""
     generator = torch.Generator().manual_seed(1)
@@ -333,62 +265,3 @@ def test_a_kernel_is_refused_where_it_cannot_run(capsys: pytest.CaptureFixture) 
     ):
         args = llama_fsdp.parse_args(flags)
         assert automatic(args, LlamaConfig(**shape), LlamaForCausalLM) == expected
-
-
-def test_new_head_is_initialised_or_tied() -> None:
-    """As Hugging Face's own would be."""
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 500}
-    config = LlamaConfig(num_attention_heads=2, **shape)
-    head = llama_fsdp.LossModel(config).lm_head.weight
-    assert head.std().item() == pytest.approx(config.initializer_range, rel=0.05)
-    config.tie_word_embeddings = True
-    tied = llama_fsdp.LossModel(config)
-    assert tied.lm_head.weight is tied.model.embed_tokens.weight
-
-
-def test_the_template_goes_where_there_is_none(llama_directory: Path, tmp_path: Path) -> None:
-    """So that final/ can be asked in the format it was trained in."""
-    args = llama_fsdp.parse_args(["--model-name", str(llama_directory), "--max-seq-length", "64"])
-    llama_fsdp.setup(args)
-    try:
-        tokenizer = llama_fsdp.load_model(args, torch.device("cpu"))[1]
-    finally:
-        llama_fsdp.cleanup()
-    tokenizer.save_pretrained(tmp_path)
-    chat = [{"role": "user", "content": "a"}]
-    options = {"tokenize": False, "add_generation_prompt": True}
-    text = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, **options)
-    assert text == "[INST] a [/INST]"
-
-
-@pytest.mark.parametrize("content, flags, said", [
-    ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "row 1: no turn is the assistant"),
-    ('{"messages": []}\n', [], "row 1: messages is not a list"),
-    ('{"messages": [{"role": "robot", "content": "a"}]}\n', [], "robot"),
-    ('{"messages": [{"role": "user", "content": "a"}]}\n{"mess\n', [], "row 1"),
-    ('{"question": "a", "answer": "b"}\n', [], "has columns question, answer"),
-    ('{"content": "a"}\n', ["--max-seq-length", "9000"], "above the model's 2048 positions"),
-    ('{"content": "a"}\n', ["--max-seq-length", "2"], "--max-seq-length: 2 is out of range"),
-    ('{"prompt": "long question", "completion": "a"}\n{"prompt": "another long", "completion": '
-     '"b"}\n', ["--max-seq-length", "8"],
-     "the answers of 1 of 1 documents begin after --max-seq-length 8"),
-    ('{"content": "a"}\n{"content": "b"}\n', [], None),
-    (None, [], "does not exist"),
-])  # fmt: skip
-def test_bad_input_is_one_sentence(
-    content: str | None, flags: list, said: str | None, tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-) -> None:  # fmt: skip
-    """Before training, with an exit code that is not 0."""
-    file = tmp_path / "chats.jsonl"
-    if content is not None:
-        file.write_text(content)
-    command = ["--model-name", "tiny", "--dataset", str(file), "--max-steps", "1", "--output-dir",
-               str(tmp_path / "run"), *flags]  # fmt: skip
-    if said is None:  # the smallest data there can be: a document to train on, one to validate on
-        llama_fsdp.fsdp_main(llama_fsdp.parse_args(command))
-        return
-    with pytest.raises(SystemExit) as end:
-        llama_fsdp.fsdp_main(llama_fsdp.parse_args(command))
-    error = capfd.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code and error.startswith("error: ") and said in error

@@ -120,23 +120,6 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     assert not list(tmp_path.glob("checkpoints/tmp-*"))
 
 
-@pytest.mark.slow
-def test_resumed_by_one_process_under_ddp(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """From one file written by two ranks under SHARD_GRAD_OP; the shards of the last are kept."""
-    output = ["--output-dir", str(tmp_path)]
-    command = [*flags, *output, "--strategy", "shard_grad_op", "--checkpoint-type", "full"]
-    command += ["--batch-size", "2"]
-    assert launch(
-        2, "tests/workers/killed.py", "llama_fsdp", 0, 7, *command, check=False
-    ).returncode
-    args = [*flags, *output, "--batch-size", "4", "--strategy", "ddp"]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args(args))
-    for event in ("train", "val"):
-        assert losses(tmp_path, event) == pytest.approx(losses(uninterrupted, event), abs=1e-5)
-
-
 def test_plain_transformers_finds_the_same_loss(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
@@ -156,16 +139,6 @@ def test_plain_transformers_finds_the_same_loss(
     assert found["loss"] == pytest.approx(expected, rel=1e-5)
     assert found["class"] == "LlamaForCausalLM" and found["dtype"] == "torch.float32"
     assert found["temperature"] == 0.6
-
-
-def test_export_only_in_bf16(flags: list[str], uninterrupted: Path, tmp_path: Path) -> None:
-    """By one process, from two ranks' checkpoint."""
-    shutil.copytree(uninterrupted, tmp_path / "run")
-    args = ["--output-dir", str(tmp_path / "run"), "--export-only", "--export-dtype", "bf16"]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*flags, *args]))
-    before, after = weights(uninterrupted / "final"), weights(tmp_path / "run/final")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], tensor.bfloat16()) for name, tensor in before.items())
 
 
 def test_evaluation_by_one_process(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:

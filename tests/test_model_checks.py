@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import re
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ import transformers
 from conftest import launch, metrics
 from copied import copied, llama_as, llama_changes
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer
@@ -27,9 +25,8 @@ import llama_fsdp
 import policies
 import T5_training
 from runtime import chunked_loss
-from runtime import metrics as metrics_module
 from runtime.attention import per_document, register, set_attention
-from runtime.metrics import Metrics, flops_per_token, peak_tflops, product_weights
+from runtime.metrics import flops_per_token, peak_tflops, product_weights
 from runtime.model_checks import fit_config
 from runtime.optimization import parameter_groups
 from tools import memory_estimator
@@ -168,11 +165,6 @@ def test_checks_with_each_attention(
         return
     with pytest.raises(ValueError, match=expected):
         check(script, chats, device, *flags)
-
-
-def test_refusal_names_the_scale(chats: Path, device: torch.device) -> None:
-    with pytest.raises(ValueError, match="Its config has logit_scale 0.5"):
-        check(llama_as("Llama", logit_scale=0.5), chats, device)
 
 
 PLAIN_LOSS = {  # a copy that takes the loss from the model's own logits
@@ -376,24 +368,6 @@ def test_blocks_that_miss_a_layer_or_name_another_model_are_refused() -> None:
     policies.check_blocks(llama, llama_fsdp.BLOCKS)
 
 
-def test_nan_is_reported_by_the_first_step(
-    texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It names the samples, which the checks cannot."""
-    wrap_model = gpt2_fsdp.wrap_model
-
-    def broken(*args: object) -> nn.Module:
-        made = wrap_model(*args)
-        made.module.transformer.ln_f.bias.data.fill_(torch.nan)
-        return made
-
-    monkeypatch.setattr(gpt2_fsdp, "wrap_model", broken)
-    with pytest.raises(SystemExit):
-        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command(texts, tmp_path, 1)))
-    error = capfd.readouterr().err
-    assert "Step 1: gradient norm nan" in error and "samples [" in error
-
-
 def attend(**options: object) -> torch.Tensor:
     """Packed attention over two documents of 8 tokens, in a row, asked for `options` besides."""
     query = torch.randn(1, 2, 16, 8)
@@ -439,13 +413,6 @@ def test_packed_attention_accepts_features_that_are_off() -> None:
         attend(sliding_window=16)
 
 
-def test_a_window_is_refused_before_any_training(chats: Path, device: torch.device) -> None:
-    """Where sequences may be longer than Mistral's, whatever the first of them is."""
-    script = llama_as("Mistral", sliding_window=63)
-    with pytest.raises(ValueError, match="have no sliding_window, which MistralAttention asks for"):
-        check(script, chats, device, "--attention", "varlen", "--precision", "bf16")
-
-
 def formula(config: transformers.PretrainedConfig, length: float) -> float:
     """FLOP of a token, from the fields of a GPT-2's or a Llama's config."""
     if config.model_type == "gpt2":
@@ -480,77 +447,6 @@ def test_peaks_by_name() -> None:
         "NVIDIA GeForce RTX 4090": None,
     }  # fmt: skip
     assert {name: peak_tflops(name) for name in names} == names
-
-
-def test_speed_of_three_architectures(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FLOP/s and MFU, whatever names their configurations have."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    monkeypatch.setattr(metrics_module, "peak_memory", lambda _: {})
-    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-    models = (
-        transformers.Qwen2Config(num_key_value_heads=2, intermediate_size=48, **shape),
-        transformers.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, **shape),
-        transformers.GPTNeoXConfig(intermediate_size=48, **shape),
-    )
-    for config in models:
-        model = transformers.AutoModelForCausalLM.from_config(config)
-        products = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-        flops = 6 * sum(weight.numel() for weight in products) + 12 * 3 * 32 * 100
-        state = SimpleNamespace(device=torch.device("cuda"), step=0, total_steps=1, tokens=0)
-        numbers = Metrics(argparse.Namespace(), Path(), "", state)
-        model.product_weights = product_weights(model)
-        numbers.flops_per_token = flops_per_token(model, 100)
-        state.tokens = 8
-        numbers.count_step(0.5)
-        rates = numbers.speed()
-        assert rates["tflops_per_gpu"] == pytest.approx(16 * flops / 1e12)
-        assert rates["mfu"] == rates["tflops_per_gpu"] / 312
-
-
-def test_a_copy_for_qwen_2_counts_its_flops(chats: Path, device: torch.device) -> None:
-    """As it is wrapped, with the mean length of its documents."""
-    script = llama_as("Qwen2")
-    args = script.parse_args(FLAGS + ["--dataset", str(chats)])
-    model, tokenizer, init = script.load_model(args, device)
-    train_set, _ = script.load_data(args, tokenizer)
-    model.product_weights = product_weights(model)
-    model = script.wrap_model(args, device, model, init).module
-    shapes = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear)]
-    expected = 6 * sum(shapes) + 12 * 4 * 128 * train_set.span
-    assert flops_per_token(model, train_set.span) == pytest.approx(expected)
-
-
-def test_all_block_classes_of_a_model(device: torch.device) -> None:
-    """BART's encoder and decoder layers are units, recomputed and compiled."""
-    blocks = (BartEncoderLayer, BartDecoderLayer)
-    shape = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "vocab_size": 64}
-    shape |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dropout": 0.0}
-    shape |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = transformers.BartConfig(**shape, max_position_embeddings=32)
-    ids = torch.arange(3, 19).reshape(2, 8)
-    gradients = []
-    for recompute in (False, True):
-        torch.manual_seed(0)
-        model = transformers.BartForConditionalGeneration(config)
-        model = FSDP(
-            model,
-            auto_wrap_policy=policies.wrap_policy(blocks),
-            device_id=device,
-            use_orig_params=True,
-        )
-        assert sum(isinstance(m, FSDP) for m in model.modules()) == 2 + 3 + 1
-        if recompute:
-            policies.checkpoint_activations(model, blocks)
-        wrapped = [m for m in model.modules() if isinstance(m, CheckpointWrapper)]
-        assert len(wrapped) == 5 * recompute
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    assert gradients[0].norm() > 0 and torch.equal(*gradients)
-    policies.compile_blocks(model, blocks)
-    compiled = [m for m in model.modules() if m._compiled_call_impl is not None]
-    assert len(compiled) == 5 and all(isinstance(m, blocks) for m in compiled)
 
 
 def test_model_that_sees_later_tokens_is_refused(
@@ -630,25 +526,6 @@ def test_layerdrop_is_switched_off(alone: None, capfd: pytest.CaptureFixture) ->
     fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
     fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
     assert capfd.readouterr().out == ""
-
-
-def test_tiny_is_tiny(chats: Path, alone: None) -> None:
-    """A TINY with names that the config ignores, or with 128 experts, takes no memory."""
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    random = torch.get_rng_state()
-    for script in (
-        llama_as("Qwen3Moe", "qwen3_moe"),
-        copied("llama_fsdp", {'"num_hidden_layers"': '"layers"', '"hidden_size"': '"width"'}),
-    ):
-        args = script.parse_args([*FLAGS, "--dataset", str(chats)])
-        with pytest.raises(ValueError, match=r"tiny would have [\d,]+ parameters, above 50,0"):
-            script.load_model(args, torch.device("cpu"))
-    config = llama_fsdp.MODEL.config_class(
-        vocab_size=384, **llama_fsdp.TINY_TOKEN_IDS, **llama_fsdp.TINY
-    )
-    fit(config, llama_fsdp.LossModel, "tiny")
-    assert torch.equal(torch.get_rng_state(), random)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # KB
 
 
 HEADED = {  # the script, the model, and its shape

@@ -1,6 +1,5 @@
 """What a user does to OUTPUT_DIR between two starts: nothing is lost, or mistaken for another."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -62,20 +61,6 @@ def test_a_finished_run_without_checkpoints_stays_finished(
     assert everything(finished) == before and status(finished) == "finished"
 
 
-def test_files_have_the_modes_that_the_umask_asks_for(
-    original: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """Safetensors makes its own for one user alone. Weights that stand twice are one file."""
-    before = os.umask(0o027)
-    try:
-        assert start(tmp_path / "run", flags) == 0
-    finally:
-        os.umask(before)
-    files = [x for x in tmp_path.glob("run/*/*") if x.is_file()]
-    assert len(files) > 8
-    assert {oct(path.stat().st_mode & 0o777) for path in files} == {"0o640"}
-
-
 def test_copies_of_the_user_stay(finished: Path, flags: list[str]) -> None:
     """Whatever their names, and whatever is in them."""
     place = finished / "checkpoints"
@@ -100,21 +85,6 @@ def test_lines_of_metrics_that_are_no_events(torn: str, finished: Path, flags: l
     assert list(losses(finished)) == [1, 2, 3, 4, 5]
 
 
-def test_a_status_or_a_lock_that_is_not_ours(
-    finished: Path, flags: list[str], capfd: pytest.CaptureFixture
-) -> None:
-    """Both are replaced; a directory in place of the lock is an error."""
-    for content in b"5", b"\xff\xfe\x00":
-        (finished / "lock").write_bytes(content)
-        (finished / "status").write_bytes(content)
-        assert start(finished, flags) == 0
-        assert not (finished / "lock").exists()
-    assert status(finished) == "finished" and list(losses(finished)) == [1, 2, 3, 4]
-    (finished / "lock").mkdir()
-    assert start(finished, flags) == 1
-    assert "cannot be used" in capfd.readouterr().err
-
-
 def test_without_its_status(finished: Path, flags: list[str]) -> None:
     """The checkpoints say whose they are."""
     (finished / "status").unlink()
@@ -131,15 +101,6 @@ def test_nothing_is_left_of_an_export_that_failed(
     with pytest.raises(ZeroDivisionError):
         start(finished, flags, "--export-only")
     assert not list(finished.glob("tmp-*")) and everything(finished / "final") == before
-
-
-def test_prepared_tokens_leave_no_status(flags: list[str], tmp_path: Path) -> None:
-    """Nothing was trained. A training in the same directory begins as in any."""
-    assert start(tmp_path, flags, "--prepare-only") == 0
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"prepared", "checkpoints"}
-    assert start(tmp_path, flags) == 0
-    assert status(tmp_path) == "finished"
 
 
 def test_a_change_between_the_probes_is_seen(
@@ -161,26 +122,3 @@ def test_a_change_between_the_probes_is_seen(
         words = "was saved by a different run: training data is "
         assert code == (changed != text) and (words in said) == bool(code)
     assert list(losses(tmp_path / "run")) == [1, 2, 3, 4, 5]
-
-
-def test_what_somebody_else_has_left(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """An export that is not a run's, and a directory that no run has prepared, stay."""
-    mine = tmp_path / "prepared/book.txt"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    assert start(tmp_path, flags, "--prepare-only") == 1
-    assert "prepared exists" in capfd.readouterr().err and mine.read_text() == "mine"
-    (tmp_path / "final").mkdir()
-    assert start(tmp_path, flags) == 1
-    assert "holds a final/ or best/ of something else" in capfd.readouterr().err
-
-
-def test_a_finished_run_of_which_little_is_left(finished: Path, flags: list[str]) -> None:
-    """Its metrics and best/ are not written over where final/ was moved away, too."""
-    shutil.rmtree(finished / "checkpoints")
-    shutil.rmtree(finished / "final")
-    before = everything(finished)
-    assert start(finished, flags) == 0
-    assert everything(finished) == before

@@ -8,16 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
 from chaos import workers
 from conftest import ROOT, errors_said, launch
 from slurm_cluster import free_ports, wait_until
 
-from tools import memory_estimator, preflight
+from tools import preflight
 from tools.preflight import Place, Probe
 
 HOST = socket.gethostname().split(".")[0]
@@ -128,15 +126,6 @@ def test_errors_name_the_cause(processes: int, tmp_path: Path) -> None:
         assert message in error
 
 
-def test_flags_out_of_range_are_reported_together(capsys: pytest.CaptureFixture) -> None:
-    """In one message."""
-    with pytest.raises(SystemExit) as end:
-        preflight.parse_args(["--timeout-seconds", "0", "--gpus-per-node", "-1"])
-    assert end.value.code == 1
-    (error,) = errors_said(capsys.readouterr().err)
-    assert "--timeout-seconds 0.0" in error and "--gpus-per-node -1" in error
-
-
 def samples(*medians: float, spread: float = 0.0) -> preflight.Seconds:
     """Return seven samples for each rank, with this median and spread."""
     steps = (-3, -2, -1, 0, 1, 2, 3)
@@ -179,73 +168,3 @@ def test_only_ranks_that_are_slow_twice_are_reported(monkeypatch: pytest.MonkeyP
         "rank 2 on host1 is slow: b 4.00 times the others' time"
     ]
     assert preflight.name_members((1, 3), PLACES) == "rank 1 of each node"
-
-
-def test_group_is_slow_only_in_all_collectives_of_one_size() -> None:
-    """Probes without a kind are judged alone."""
-    probes = [Probe(name, "ms", 0, (0,), list, "small") for name in "abc"]
-    probes += [Probe("d", "ms", 0, (0,), list, "large")]
-    probes += [Probe(name, "ms", 0, (0,), list) for name in "ef"]
-    slow, healthy = samples(1, 2), samples(1, 1)
-    results = {"a": slow, "b": slow, "c": healthy, "d": healthy, "e": slow, "f": healthy}
-    nobody: dict = dict.fromkeys("abcdf", {})
-    assert preflight.find_slow(probes, results) == nobody | {"e": {(1,): 2.0}}
-    found = preflight.find_slow(probes, results | {"c": slow})
-    assert [name for name in found if found[name]] == list("abce")
-
-
-@pytest.mark.parametrize(
-    "changes,gpus,wrong,notes",
-    [
-        ({}, 0, "", ""),
-        ({"devices": 1}, 0, "node 1 (host1) has 1 devices instead of 2", ""),
-        ({"devices": 4}, 0, "", "node 1 (host1) has 4 devices for 2 processes"),
-        ({"devices": 4}, 4, "node 0 (host0) has 2 devices instead of 4", "has 4 devices"),
-    ],
-)
-def test_missing_devices_and_nodes_are_reported(
-    monkeypatch: pytest.MonkeyPatch, changes: dict, gpus: int, wrong: str, notes: str
-) -> None:
-    """More devices than processes are only worth a note."""
-    for name in ("SLURM_NNODES", "SLURM_GPUS_ON_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    places = PLACES[:2] + [Place(**vars(place) | changes) for place in PLACES[2:]]
-    args = Namespace(gpus_per_node=gpus)
-    found = preflight.count_devices(args, places)
-    assert wrong in "; ".join(found[0]) and bool(wrong) == bool(found[0])
-    assert notes in "; ".join(found[1]) and bool(notes) == bool(found[1])
-    monkeypatch.setenv("SLURM_NNODES", "3")
-    assert "only 2 of the Slurm job's 3 nodes" in preflight.count_devices(args, places)[0][0]
-
-
-def test_bound_is_the_estimators_at_the_measured_speeds() -> None:
-    """Speeds of a DGX A100 give the estimator's row for that machine."""
-    places = [Place(f"host{n}", n, gpu, 8, 8) for n in range(2) for gpu in range(8)]
-    args = preflight.parse_args([])
-    model, machine, unit = preflight.read_model(args, places, "bf16")
-    assert unit == pytest.approx(2 * 202.4e6, rel=1e-3)  # a block of Llama 2 7B
-    speeds = {"matrix products": 312.0}
-    for name in ("all-gather", "reduce-scatter"):
-        speeds |= {f"{name} in node, unit": 300.0, f"{name} across, unit": 25.0}
-    found = preflight.bound(model, machine, speeds)
-    assert (found["intranode_gbps"], found["internode_gbps"]) == pytest.approx((2400, 1600))
-    there = memory_estimator.traffic(model, machine, "full_shard", model.checkpointing)
-    assert {key: found[key] for key in there} == pytest.approx(there)
-    slower = speeds | {"reduce-scatter across, unit": 1.0}
-    assert preflight.bound(model, machine, slower)["bound_by"] == "internode"
-
-
-def test_groups_take_their_slowest_rank(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds become a speed in the probe's unit."""
-    shares = [
-        [((0, 1), [1.0, 4.0])],
-        [((0, 1), [2.0, 3.0])],
-        [((2, 3), [8.0, 8.0])],
-        [((), [9, 9])],
-    ]
-    monkeypatch.setattr(preflight.ranks, "on_every_rank", lambda function: shares)
-    probe = Probe("all-gather", "GB/s", 24.0, (0, 1), list)
-    results = preflight.measure([probe], torch.distributed.default_pg_timeout)
-    assert results["all-gather"] == {(0, 1): [2.0, 4.0], (2, 3): [8.0, 8.0]}
-    assert preflight.slowest_speeds([probe], results) == {"all-gather": 3.0}
-    assert Probe("latency", "ms", 0, (0,), list).value(0.5) == 500

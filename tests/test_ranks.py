@@ -3,12 +3,9 @@
 import subprocess
 import sys
 import time
-from datetime import timedelta
 
 import pytest
 from conftest import ROOT, errors_said, launch
-
-from runtime import ranks
 
 
 def python(code: str, **options: float) -> subprocess.CompletedProcess:
@@ -51,16 +48,6 @@ with ranks.rendezvous(timedelta(minutes=30)) as place:
     assert result.returncode == 1
     (said,) = errors_said(result.stderr)
     assert "NCCL_SOCKET_IFNAME" in said
-
-
-def test_the_limit_ends_with_the_join() -> None:
-    """What comes after it may take its time; and an error within it is its own."""
-    with ranks.joining(timedelta(seconds=1), limit=0.5):
-        pass
-    joining = ranks.joining(timedelta(seconds=1), limit=0.5)
-    with pytest.raises(RuntimeError, match="no such interface"), joining:
-        raise RuntimeError("no such interface")
-    time.sleep(1)  # the thread would have ended this process
 
 
 def test_an_uncaught_exception_ends_the_process() -> None:

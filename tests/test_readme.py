@@ -82,12 +82,6 @@ def without_numbers(line: str) -> str:
     return re.sub(r"\d[\d.,:]*(e-\d+)?", "N", line)
 
 
-def test_the_readme_is_short() -> None:
-    """One sitting."""
-    readme = PAGES[ROOT / "README.md"]
-    assert len(readme.splitlines()) <= 160 and len(readme.split()) <= 1600
-
-
 def test_demo_command(tmp_path: Path) -> None:
     """`make demo`, of few dates: it evaluates, trains, evaluates, shows examples and a picture, in
     lines as the README has them; a second one shows the result. The model can be talked to."""
@@ -183,12 +177,6 @@ def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not unknown, f"{path.name}: {unknown}"
 
 
-def test_what_to_set_where_ranks_are_apart() -> None:
-    """The error names the same variables as the troubleshooting."""
-    names = re.findall(r"\w+_SOCKET_IFNAME", ranks.APART)
-    assert len(names) == 2 and all(f"`{name}`" in TEXT for name in names)
-
-
 def test_every_command_is_marked_or_run_by_a_test() -> None:
     """Those that need GPUs or a hub say so; each other kind has its test."""
     run = (
@@ -269,21 +257,6 @@ def test_commands_parse(
         PARSERS[program](flags)
     except SystemExit:
         pytest.fail(f"{line}: {capsys.readouterr().err}")
-
-
-@pytest.mark.parametrize("line, said", [
-    ("torchrun --nproc_per_node 8 T5_training.py --batchsize 4", "unrecognized arguments"),
-    ("torchrun --nproc_per_node 8 llama_fsdp.py --lora-rank 8 --fsdp 1", "needs --fsdp 2"),
-    ("python gpt2_fsdp.py --cpu-offload", "needs a GPU"),
-])  # fmt: skip
-def test_wrong_commands_do_not_parse(line: str, said: str, capsys: pytest.CaptureFixture) -> None:
-    """So that the test above would see a wrong flag; and torchrun's are looked at, too."""
-    program, flags, *_ = program_and_flags(line)
-    with pytest.raises(SystemExit):
-        PARSERS[program](flags)
-    assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        program_and_flags("torchrun --nprocs 8 T5_training.py")
 
 
 def anchors(text: str) -> set[str]:

@@ -4,7 +4,6 @@ Ten steps with it are in test_gpt2.py and test_llama.py, its bytes in test_memor
 """
 
 import functools
-import importlib
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -145,23 +144,6 @@ def test_attention_without_kernel_or_with_dropout_is_refused(
         said = capsys.readouterr().err.strip().splitlines()[-1]
         assert end.value.code == 1 and said.startswith("error: ")
         assert "needs an attention kernel without dropout: use --activation-checkp" in said
-
-
-@pytest.mark.parametrize("flags, expected", [
-    ([], False),
-    (["--activation-checkpointing"], "blocks"),
-    (["--activation-checkpointing", "--compile"], "blocks"),
-    (["--activation-checkpointing", "blocks"], "blocks"),
-    (ATTENTION, "attention"),
-    ([*ATTENTION, "--no-activation-checkpointing"], False),
-])  # fmt: skip
-def test_the_flag_with_and_without_a_value(flags: list[str], expected: str | bool) -> None:
-    """The last one counts; Llama's default is the bare one."""
-    for script in ("gpt2_fsdp", "llama_fsdp"):
-        module = importlib.import_module(script)
-        args = module.parse_args(["--model-name", "none", "--dataset", "docstrings", *flags])
-        default = "blocks" if script == "llama_fsdp" else False
-        assert args.activation_checkpointing == (expected if flags else default)
 
 
 def test_the_random_numbers_of_dropout_stay(capsys: pytest.CaptureFixture) -> None:

@@ -13,17 +13,9 @@ import pytest
 import tqdm
 from conftest import ROOT
 
-from runtime import ranks, screen
-from runtime.metrics import shown
+from runtime import screen
 
 TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
-
-
-def test_numbers() -> None:
-    """Those above a thousand are whole, with commas."""
-    assert [shown(x, 4) for x in (0.011843, 2.3456, 12380.4, 1e-5)] == [
-        "0.01184", "2.346", "12,380", "1e-05"
-    ]  # fmt: skip
 
 
 def test_lines_in_a_file(
@@ -68,11 +60,3 @@ def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
         if line.startswith(("train ", "val  ", "save ", "done ", "64 samples", "1 x cpu")):
             assert len(line) <= 80, line
     assert "validation on docstrings: " in text.decode()
-
-
-def test_torchrun_repeats_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its report shows what the error file says."""
-    path = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    ranks.say_error("no such thing")
-    assert '"error: no such thing"' in path.read_text()

@@ -68,17 +68,6 @@ def test_script_on_a_simulated_device(script: str, tmp_path: Path) -> None:
     run("--export-only", "--cpu-offload")
 
 
-@pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_own_data_on_a_simulated_device(script: str, tmp_path: Path) -> None:
-    """Plain lists of samples, see own_data.py."""
-    environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
-    command = ["-m", "simdev.run", ROOT / "tests/workers/own_data.py", script,
-               "--model-name", "tiny", "--dataset", "docstrings", "--max-steps", "2",
-               "--output-dir", tmp_path]  # fmt: skip
-    launch(2, *command, env=environment)
-    assert (tmp_path / "final/model.safetensors").is_file()
-
-
 @pytest.mark.parametrize("held", ["16 bits", "4 bits"])
 def test_adapters_on_a_simulated_device(held: str, tmp_path: Path) -> None:
     """They train, and go on from their checkpoint, offloaded too."""

@@ -32,15 +32,6 @@ write(f"running")
 time.sleep(300)
 """
 
-# One that does not stop in time.
-BUSY = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status").write_text("running\\n")
-time.sleep(600)
-"""
-
 FAILS = """
 import os, sys, time
 if os.environ["GROUP_RANK"] == "1":
@@ -145,22 +136,6 @@ def test_stopped_before_the_time_is_up_and_requeued(
     assert losses(output) == losses(finished)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["load", "first validation"])
-def test_stopped_before_the_first_step_and_requeued(
-    phase: str, cluster: None, flags: list[str], tmp_path: Path
-) -> None:
-    """With nothing saved: the second start trains."""
-    output = tmp_path / "output"
-    words = ["tests/workers/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
-    job = Job(output, [], *words, f"--output-dir={output}")
-    wait_until((tmp_path / f"output.{phase}-0").exists, 120, job.report)
-    slurm("scancel", "--signal=USR1", job.number)
-    job.wait("COMPLETED")
-    assert job["Restarts"] == "1" and status(output) == "finished"
-    assert list(losses(output)) == [1, 2, 3]
-
-
 def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) -> None:
     """scancel --signal=USR1, twice; the second time is one too many."""
     (tmp_path / "idle.py").write_text(IDLE)
@@ -190,15 +165,6 @@ def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
     job.wait("FAILED")
     assert job["Restarts"] == "3" and job.report().count("and requeued") == 3
     assert "no step was saved in two starts in a row" in job.report()
-
-
-@pytest.mark.slow
-def test_the_time_is_up_before_the_save_is_done(cluster: None, tmp_path: Path) -> None:
-    """It is said, as the job would go on if it had saved."""
-    (tmp_path / "busy.py").write_text(BUSY)
-    job = Job(tmp_path, ["--time", "1"], tmp_path / "busy.py", f"--output-dir={tmp_path}")
-    job.wait("TIMEOUT")
-    assert job["Restarts"] == "0" and "the time is up before the script has saved" in job.report()
 
 
 @pytest.mark.slow

@@ -110,27 +110,3 @@ def test_on_a_simulated_device(
     assert save["device_after"] < 1000
     # The check of the loss had left the root whole.
     assert abs(resume["device_after"] - moments) < unit
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
-@pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
-@pytest.mark.parametrize("flags", [
-    ["--fsdp", "2"], ["--strategy", "ddp"], ["--fsdp", "2", "--cpu-offload"], [],
-], ids=" ".join)  # fmt: skip
-def test_a_save_in_the_background(
-    flags: list[str], deep_gpt2: Path, texts: tuple, tmp_path: Path
-) -> None:
-    """Under FSDP2 and DDP, and with offload, the copies of the first save are kept for the next;
-    FSDP1's state dicts are copied anew. None is written over while a save reads it."""
-    simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
-    found = measured(deep_gpt2, texts[0], tmp_path, *flags, "--async-save", **simulated)
-    parameter = found["shard"] / 4
-    assert found["exact"] == [True] * 3
-    saves = [found[name] for name in ("first", "second", "third")]
-    assert all(save["device"] < parameter for save in saves)
-    # PyTorch's stager pins memory by CUDA's own functions, which the simulated device lacks.
-    assert saves[0]["host"] == pytest.approx(12 * parameter, rel=0.02)
-    for save in saves[1:]:
-        assert save["pinned"] == 0
-        assert save["host"] < parameter  # above the copy before, which goes first

@@ -4,11 +4,8 @@ import argparse
 import csv
 import hashlib
 import json
-import os
 import pickle
 import random
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +21,7 @@ from transformers import (
 )
 
 import summarization_dataset as sd
-from runtime import readers, rouge
+from runtime import rouge
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ByT5Tokenizer()
@@ -347,29 +344,6 @@ def test_collate_suits_t5():
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def written(cache):
-    return {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
-
-
-def test_a_second_process_reuses_the_cache(tmp_path, cache):
-    args = {"dataset": str(write_rows(tmp_path / "x.jsonl", ROWS)), **COLUMNS}
-    train, _ = sd.load(arguments(**args), words_tokenizer())
-    files = written(cache)
-    program = (
-        "from test_summarization_dataset import *\n"
-        f"train, val = sd.load(arguments(**{args!r}), words_tokenizer())\n"
-        "print(train.with_format(None)[:])"
-    )
-    search = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    environment = {**os.environ, "PYTHONPATH": search, "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(train.with_format(None)[:])
-    assert written(cache) == files
-
-
 def test_flags_and_tokenizers_do_not_share_a_cache(tmp_path):
     rows = [{"text": t * 2, "headline": t} for t in ("a b", "c")]
     path = str(write_rows(tmp_path / "x.jsonl", rows))
@@ -385,27 +359,6 @@ def test_flags_and_tokenizers_do_not_share_a_cache(tmp_path):
     assert encoded(words_tokenizer()) == base
     write_rows(Path(path), [rows[0], rows[1] | {"text": "d"}])
     assert encoded(words_tokenizer()) != base
-
-
-def test_large_files_are_mapped_by_several_processes(tmp_path, monkeypatch, cache):
-    path = str(write_rows(tmp_path / "x.jsonl", ROWS))
-    alone = load(dataset=path, **COLUMNS)
-    monkeypatch.setattr(readers, "LARGE", 100)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
-    assert load(dataset=path, **COLUMNS) == alone
-    assert list((tmp_path / "other").rglob("*00001_of_00002.arrow"))
-
-
-def test_rouge_samples_where_they_are_not_given():
-    """32 in a training, all in an evaluation; a check by itself changes nothing."""
-    training, evaluation = arguments(), arguments(evaluate_only=True)
-    for args in training, evaluation:
-        assert rouge.check_arguments(args) == [] and args.rouge_samples is None
-    assert rouge.resolve_arguments(training) == {"rouge_samples": 32}
-    assert rouge.resolve_arguments(evaluation) == {}
-    assert rouge.resolve_arguments(arguments(rouge_samples=5)) == {}
-    assert "--num-beams 0 is out" in rouge.check_arguments(arguments(num_beams=0))[0]
 
 
 def test_texts_and_their_scores():

@@ -297,22 +297,6 @@ def test_no_whole_checkpoint_is_no_fresh_start(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGUSR1])
-def test_asked_to_stop_during_a_slow_save(first: int, flags: list[str], tmp_path: Path) -> None:
-    """It is no rank that hangs: SIGTERM, also after SIGUSR1, lets the save end."""
-    script = [sys.executable, ROOT / "tests/workers/faulty.py", "gpt2_fsdp", "slow", 0, 0]
-    process = subprocess.Popen([*map(str, script), *flags, "--output-dir", str(tmp_path)])
-    deadline = time.monotonic() + 100
-    wait_for_step(tmp_path, 2)
-    process.send_signal(first)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=100) == 75 and time.monotonic() < deadline
-    assert status(tmp_path) == "stopped"
-    assert (tmp_path / "checkpoints/step-00000002").is_dir()
-
-
-@pytest.mark.slow
 def test_a_run_that_was_silent_for_too_long(flags: list[str], tmp_path: Path) -> None:
     """As in a pod that was cut off, and replaced: another has taken its directory over meanwhile.
     It wakes up, writes nothing more, and leaves the other's status."""

@@ -103,21 +103,6 @@ def test_resumed_by_fewer_processes_under_another_strategy(
     assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)
 
 
-@pytest.mark.slow
-def test_resumed_by_more_processes_under_another_strategy(
-    alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
-) -> None:
-    """Killed as one process, finished as two ranks under SHARD_GRAD_OP."""
-    flags = [*flags, "--model-name", str(t5_directory)]
-    command = [*flags, "--batch-size", "8", "--output-dir", tmp_path]
-    assert launch(
-        0, "tests/workers/killed.py", "T5_training", 0, 6, *command, check=False
-    ).returncode
-    launch(2, "T5_training.py", *flags, *two_ranks(tmp_path), "--strategy", "shard_grad_op")
-    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
-    assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)
-
-
 def test_validation_does_not_depend_on_the_number_of_processes(
     alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
 ) -> None:
@@ -273,21 +258,6 @@ def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixtur
         assert word[0] in capfd.readouterr().err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_hybrid_shard_on_two_by_two(
-    fsdp: int, alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
-) -> None:
-    """Four ranks, two copies of the model: the losses of one process, and its weights."""
-    command = [*flags, "--model-name", t5_directory, "--batch-size", "2", "--output-dir", tmp_path]
-    hybrid = ["--fsdp", fsdp, "--strategy", "hybrid_shard", "--shard-group-size", "2"]
-    launch(4, "T5_training.py", *command, *hybrid)
-    assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
-    there = weights(alone / "final")
-    for name, tensor in weights(tmp_path / "final").items():
-        torch.testing.assert_close(tensor, there[name], rtol=0, atol=1e-4)
-
-
 def test_what_is_not_ours_stays(
     finished: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -331,36 +301,3 @@ def test_an_untied_head_stays_untied(
     found = reloaded(output / "final", pairs)
     assert found["loss"] == pytest.approx(losses(output, "val")[8], abs=1e-5)
     assert not found["tied"] and "lm_head.weight" in weights(output / "final")
-
-
-def test_accumulation_without_sync_alone_in_bf16(flags: list[str], tmp_path: Path) -> None:
-    """One process has nothing to wait for; the flag changes nothing."""
-    more = ["--gradient-accumulation-steps", "2", "--precision", "bf16", "--max-steps", "1"]
-    found = []
-    for flag in ("--accumulate-no-sync", "--no-accumulate-no-sync"):
-        one_process([*flags, *more, flag], tmp_path / flag)
-        (line,) = metrics(tmp_path / flag, "train")
-        found.append((line["loss"], line["grad_norm"]))
-    assert found[0] == found[1]
-
-
-def test_a_model_that_is_no_t5(
-    flags: list[str], gpt2_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """Named for what it is; and a directory without a tokenizer is not guessed at."""
-    said = refused([*flags, "--model-name", str(gpt2_directory)], tmp_path / "run", capfd)
-    assert "is a gpt2, not a t5" in said
-    for name in ("config.json", "model.safetensors"):
-        (tmp_path / name).write_bytes((gpt2_directory / name).read_bytes())
-    text = (tmp_path / "config.json").read_text().replace('"gpt2"', '"t5"')
-    (tmp_path / "config.json").write_text(text)
-    said = refused([*flags, "--model-name", str(tmp_path)], tmp_path / "run", capfd)
-    assert "has no tokenizer" in said
-
-
-def test_fewer_examples_than_processes(flags: list[str], tmp_path: Path) -> None:
-    """One example for two ranks."""
-    command = [*flags, "--num-train-samples", "1", "--output-dir", tmp_path]
-    result = launch(2, "T5_training.py", *command, check=False)
-    assert result.returncode != 0 and len(errors_said(result.stderr)) == 1
-    assert "there are 1 training samples, fewer than the 2 processes" in result.stderr

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, launch, metrics, status
+from conftest import ROOT, launch, metrics
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoTokenizer,
@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from runtime import weights
 from runtime.chats import LLAMA_2
 from runtime.optimization import parameter_groups
 
@@ -313,53 +312,6 @@ def save_model(name: str, path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def directory(name: str, tmp_path: Path) -> Path:
-    """The model of this name."""
-    return save_model(name, tmp_path / "model")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_load(name: str, directory: Path, alone: None, tmp_path: Path) -> None:
-    """From its files the copy has the tensors that Transformers has, and the tokens."""
-    script, changes, model_class = CASES[name]
-    (tmp_path / "copy").mkdir()
-    copy = import_copy(copy_script(script, changes, name, tmp_path / "copy"))
-    flags = ["--dataset", "docstrings", "--model-name", str(directory), *SHORT[script]]
-    model, tokenizer, init = copy.load_model(copy.parse_args(flags), torch.device("cpu"))
-    weights.materialize(model, init)
-    own = model_class.from_pretrained(directory).state_dict()
-    assert model.state_dict().keys() == own.keys()
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(tensor, own[key]), key
-    ids = tokenizer("Ab ü\n", add_special_tokens=False).input_ids
-    assert len(ids) == 6 and tokenizer.decode(ids) == "Ab ü\n" and tokenizer.eos_token_id == 1
-
-
-@pytest.mark.parametrize("name", ["bart"])
-def test_texts_longer_than_the_model(
-    name: str, directory: Path, alone: None, tmp_path: Path
-) -> None:
-    """BART counts its positions, as T5 does not: the flag is named."""
-    (tmp_path / "copy").mkdir()
-    copy = import_copy(copy_script(*CASES["bart"][:2], "bart", tmp_path / "copy"))
-    flags = ["--dataset", "docstrings", "--model-name", str(directory), *SHORT["T5_training"]]
-    for flag in ("--source-length", "--target-length"):
-        args = copy.parse_args([*flags, flag, "129"])
-        with pytest.raises(ValueError, match=f"{flag} 129 is above the model's 128 positions"):
-            copy.load_model(args, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("name", ["qwen2"])
-def test_a_tokenizer_of_another_class(name: str, directory: Path, tmp_path: Path) -> None:
-    """Transformers takes Qwen 2's whatever the directory holds, which may leave it empty."""
-    path = tmp_path / "other"
-    ByT5Tokenizer().save_pretrained(path)
-    shutil.copy(directory / "config.json", path)
-    with pytest.raises(ValueError, match="no vocabulary of a Qwen2Tokenizer"):
-        weights.load_tokenizer(path, vocab_size=384)
-
-
 def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]:
     """Data of the script's kind; the model has no position to spare."""
     if script == "T5_training":
@@ -369,14 +321,6 @@ def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]
     else:
         data = ["--dataset", chats, "--export-dtype", "fp32"]
     return [*map(str, data), *SHORT[script], "--lr", "1e-2", "--log-every", "1"]
-
-
-@pytest.fixture
-def flags(name: str, directory: Path, pairs: Path, texts: tuple, chats: Path) -> list[str]:
-    """Four steps."""
-    data = data_flags(CASES[name][0], pairs, texts, chats)
-    steps = ["--max-steps", "4", "--save-every", "2", "--batch-size", "2"]
-    return ["--model-name", str(directory), *data, *steps]
 
 
 def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, torch.Tensor]]:
@@ -485,35 +429,3 @@ def test_tried(trained: Path, name: str) -> None:
     print(name, f"loss {difference:.1e}, gradient {apart:.1e}, exported {after:.1e}")  # pytest -s
     assert abs(difference) < 1e-5 and apart < 1e-4 and abs(after) < 1e-4
     assert abs(first["loss"] - last["loss"]) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bart", "mt5", "opt", "gpt_neox", "qwen3", "mistral", "qwen2"])
-def test_run(name: str, directory: Path, flags: list[str], tmp_path: Path) -> None:
-    """Killed and resumed in a folder of its own; each loss is Transformers' own."""
-    script, changes, model_class = CASES[name]
-    folder = tmp_path / "copy"
-    (folder / "tests/workers").mkdir(parents=True)
-    shutil.copy(ROOT / "tests/workers/killed.py", folder / "tests/workers")
-    path = copy_script(script, changes, name, folder)
-    output = tmp_path / "output"
-    flags = [*flags, "--output-dir", str(output)]
-    kill = [folder / "tests/workers/killed.py", name, 0, 4]
-    assert launch(2, *kill, *flags, check=False, cwd=folder).returncode
-    assert status(output) == "running"
-    launch(2, path, *flags, cwd=folder)
-    assert status(output) == "finished"
-    assert [line["step"] for line in metrics(output, "start")] == [0, 2]
-    assert [line["step"] for line in metrics(output, "train")] == [1, 2, 3, 4]
-
-    held_out = list(samples(script, flags, "validation"))
-    first, *_, last = metrics(output, "val")
-    assert (first["step"], last["step"]) == (0, 4)
-    own = plain_loss(model_class.from_pretrained(directory), held_out)
-    final, report = model_class.from_pretrained(output / "final", output_loading_info=True)
-    assert not any(report.values()), report
-    after = plain_loss(final, held_out)
-    differences = first["loss"] - own, last["loss"] - after
-    print(name, own, after, "differences", differences)  # pytest -s shows it
-    assert max(map(abs, differences)) < 1e-4
-    assert after < own

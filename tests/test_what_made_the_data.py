@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -32,21 +31,6 @@ def start(script: ModuleType, *flags: object) -> int:
         return script.fsdp_main(script.parse_args([*SMALL, *map(str, flags)]))
     except SystemExit as end:
         return end.code
-
-
-@pytest.fixture
-def model_with(llama_directory: Path, tmp_path: Path) -> Callable:
-    """Copies of a model whose tokenizer has other attributes."""
-
-    def make(name: str, **changes: object) -> Path:
-        path = Path(shutil.copytree(llama_directory, tmp_path / name))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        for attribute, value in changes.items():
-            setattr(tokenizer, attribute, value)
-        tokenizer.save_pretrained(path)
-        return path
-
-    return make
 
 
 def test_chat_template_is_part_of_the_run(
@@ -142,16 +126,3 @@ def test_validation_data_of_an_evaluation_is_compared(
     monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), there])
     with pytest.raises(ValueError, match=r"450 samples, crc 0 on node 1 \(b\). Give all nodes"):
         identity.of_data(args, None, {"mine": loader})
-
-
-def test_the_date_in_a_template_is_always_the_same(
-    model_with: Callable, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """A log line names it; the exported tokenizer keeps its own template."""
-    model = model_with("dated", chat_template=DATED)
-    flags = ["--max-seq-length", 64, "--dataset", chats, "--model-name", model, "--output-dir"]
-    assert start(llama_fsdp, *flags, tmp_path / "run") == 0
-    said = capfd.readouterr().out
-    assert "The chat template writes a date: it is always 2024-07-26." in said
-    assert "26 Jul 2024" in said  # in the example
-    assert "strftime_now" in AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template
