@@ -73,7 +73,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, wide_llama: Path, chats: Pat
     results = {}
     for ranks, (batch, variants) in ({2: (4, TWO_RANKS)} | OTHER_RANKS).items():
         path = directory / f"{ranks}.pt"
-        worker = [path, wide_llama, chats, batch, json.dumps(variants), "{}"]
+        worker = [path, wide_llama, chats, batch, json.dumps(variants)]
         launch(ranks, "tests/workers/llama_worker.py", *worker)
         results[ranks] = torch.load(path, weights_only=False)
     return results

@@ -367,7 +367,6 @@ def test_formats_give_the_same_chat(tmp_path: Path) -> None:
     "row, message",
     [
         ({"messages": []}, "messages is not a list of objects, or empty"),
-        ({"messages": ["hello"]}, "messages is not a list of objects, or empty"),
         ({"messages": [USER | {"role": "bing"}]}, "the role bing is not one of system, user"),
         ({"messages": [USER]}, "no turn is the assistant's"),
         ({"messages": [USER, ASSISTANT | {"content": "\n"}]}, "the assistant's turn is empty"),
@@ -376,13 +375,8 @@ def test_formats_give_the_same_chat(tmp_path: Path) -> None:
             "the user's turn is .*, not text",
         ),
         ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "the assistant's turn has weight"),
-        ({"messages": [USER, CALLING | {"tool_calls": [{"id": 1}]}]}, "a tool call has no name"),
         ({"messages": [USER, ASSISTANT | {"function_call": {}}]}, ".*use tool_calls"),
-        ({"messages": [USER, ASSISTANT], "tools": "f"}, "tools is not a list of objects"),
         ({"prompt": [USER, ASSISTANT], "completion": "b"}, "the prompt has an assistant turn"),
-        ({"prompt": "", "completion": "b"}, "the user's turn is None, not text"),
-        ({"conversations": [{"from": ["x"], "value": "a"}]}, "unhashable"),
-        ({"instruction": 3, "output": "b"}, "the user's turn is 3, not text"),
     ],
 )
 def test_unusable_chats(row: dict, message: str) -> None:

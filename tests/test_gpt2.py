@@ -414,29 +414,23 @@ def test_the_end_is_held_out_without_a_val_file(
 
 
 @pytest.mark.parametrize("content, flags, said", [
-    (None, [], "does not exist"),
-    (b"", [], "is empty"),
-    (b"\xff\xfe\x00x", [], "'utf-8' codec can't decode"),
     (b"a", ["--model-name", "tiny"], None),
     (b"", ["--wrap", "size"], "neither block nor size:NUMBER"),
-    (b"", ["--cpu-offload", "--strategy", "ddp"], "--cpu-offload needs a GPU"),
     (b"", ["--cpu-offload"], "--cpu-offload needs a GPU"),
-    (b"", ["--block-size", "1"], "--block-size: 1 is out of range: it must be at least 2"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
     (b"", ["--output-dir", __file__], "test_gpt2.py is a file. Pass a directory"),
     (b"", ["--output-dir", "tests", "--model-name", str(ROOT / "tests")], "the model's own direct"),
     (b"", ["--model-name", "NO EOS"], "has a tokenizer without an EOS token"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(
-    content: bytes | None, flags: list, said: str | None, texts: tuple, tmp_path: Path,
+    content: bytes, flags: list, said: str | None, texts: tuple, tmp_path: Path,
     gpt2_directory: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Before training, with an exit code that is not 0."""
     if torch.cuda.is_available() and flags == ["--cpu-offload"]:
         pytest.skip("there is a GPU")
     file = tmp_path / "train.txt"
-    if content is not None:
-        file.write_bytes(content)
+    file.write_bytes(content)
     monkeypatch.chdir(ROOT)
     if "NO EOS" in flags:
         flags = ["--model-name", str(tmp_path / "model")]

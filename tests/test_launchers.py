@@ -23,7 +23,7 @@ K8S, SKY = ROOT / "launch/k8s.yaml", ROOT / "launch/sky.yaml"
 # gpt2_fsdp.py, slow enough to be killed in the middle.
 PACED = f"""
 import importlib, os, sys, time
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests/workers")!r}]
 from killed import before_each_step
 script = importlib.import_module("gpt2_fsdp")
 before_each_step(lambda _: time.sleep(0.2))
@@ -73,10 +73,7 @@ sky.Task.from_yaml(sys.argv[2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [containers.Kubernetes, containers.SkyPilot])
-def test_killed_and_started_again(
-    launcher: type[containers.Job], texts: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_killed_and_started_again(texts: tuple[Path, Path], tmp_path: Path) -> None:
     """On two nodes: one is asked to leave, the first is killed, then the second. What comes out is
     what comes out of a run that was left alone."""
     if not containers.possible():
@@ -87,7 +84,7 @@ def test_killed_and_started_again(
              "--batch-size", "2"]  # fmt: skip
     launch(2, "gpt2_fsdp.py", *flags, "--output-dir", tmp_path / "whole")
     output = tmp_path / "output"
-    job = launcher(tmp_path, [tmp_path / "paced.py", *flags, "--output-dir", output])
+    job = containers.Kubernetes(tmp_path, [tmp_path / "paced.py", *flags, "--output-dir", output])
     try:
         for step, node, number in ((3, 1, "SIGTERM"), (10, 0, "SIGKILL"), (18, 1, "SIGKILL")):
 

@@ -43,18 +43,16 @@ TWO_RANKS = CORE_VARIANTS | {
     **PAGED,
 }
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
+WORKER = "tests/workers/llama_worker.py"
 FOUR_RANKS = {"hybrid_shard": HYBRID, "fsdp2_hybrid_shard": ["--fsdp", "2", *HYBRID]}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(
-    tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, chats: Path, wrong: dict
-) -> dict:
-    """Results of two ranks by variant, at a global batch of 8 sequences, and what was printed."""
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, chats: Path) -> dict:
+    """Results of two ranks by variant, at a global batch of 8 sequences."""
     path = tmp_path_factory.mktemp("results") / "two.pt"
-    arguments = (path, llama_directory, chats, 4, json.dumps(TWO_RANKS), json.dumps(wrong))
-    printed = launch(2, "tests/workers/llama_worker.py", *arguments).stdout
-    return torch.load(path, weights_only=False) | {"printed": printed}
+    launch(2, WORKER, path, llama_directory, chats, 4, json.dumps(TWO_RANKS))
+    return torch.load(path, weights_only=False)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +61,7 @@ def four_ranks(
 ) -> dict:
     """The same of four ranks."""
     path = tmp_path_factory.mktemp("results") / "four.pt"
-    arguments = (path, llama_directory, chats, 2, json.dumps(FOUR_RANKS), "{}")
-    launch(4, "tests/workers/llama_worker.py", *arguments)
+    launch(4, WORKER, path, llama_directory, chats, 2, json.dumps(FOUR_RANKS))
     return torch.load(path, weights_only=False)
 
 

@@ -32,7 +32,6 @@ from runtime.optimization import parameter_groups
 from tools import memory_estimator
 
 FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-HEADS = {"head_dim": 32, "pad_token_id": 0}
 CONV = ["conv", "conv", "full_attention", "conv"]
 LLAMAS = {  # the architecture, its folder in Transformers, and what TINY has besides
     "Llama": ("Llama", "", {}),
@@ -188,20 +187,14 @@ def test_loss_of_a_copy_without_loss_logits_is_not_checked(
         check(mean, chats, device, "--attention", "sdpa")
 
 
-RIGHT = {  # the folder, and what TINY has besides
-    "Cohere": ("cohere", {"logit_scale": 0.0625}),
+RIGHT = {  # the folder, and what TINY has besides; test_architectures.py has all others
     "DeepseekV3": ("deepseek_v3", {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 32,
         "first_k_dense_replace": 1, "num_key_value_heads": 4,
     }),
     "Gemma3": ("gemma3", {"head_dim": 32, "sliding_window": 8}),
-    "Mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 4096}),
-    "Olmo2": ("olmo2", {"pad_token_id": 0}),
-    "Phi": ("phi", {}),
     "Qwen3Moe": ("qwen3_moe", FEW | {"head_dim": 32}),
-    "SmolLM3": ("smollm3", {"pad_token_id": 0}),
-    "Starcoder2": ("starcoder2", {}),
 }  # fmt: skip
 
 

@@ -119,11 +119,7 @@ def test_demo_persuades(tmp_path: Path) -> None:
     assert ask_the_demo(tmp_path) == "1987-03-03\n"
 
 
-@pytest.mark.parametrize("script", [
-    "T5_training.py",
-    pytest.param("gpt2_fsdp.py", marks=pytest.mark.slow),
-    pytest.param("llama_fsdp.py", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
 def test_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None:
     """The by-hand command, cut to one step, started elsewhere and without torchrun."""
     start = f"python {script} --model-name tiny"

@@ -150,11 +150,11 @@ def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(same) <= 1  # the epochs mix
 
 
-@pytest.mark.parametrize("rows", [355, 1420, 5680])
-def test_less_padding_than_transformers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_less_padding_than_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two ranks with micro-batches of 4 it pads fewer positions than Transformers' sampler by
     length, and has the ranks wait less for the one whose micro-batch is longer."""
     torch.manual_seed(0)
+    rows = 1420
     lengths = torch.randn(rows).mul(100).add(250).clamp(10, 512).int().tolist()
     monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(batches.dist, "get_rank", lambda: 0)

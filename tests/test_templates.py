@@ -82,143 +82,54 @@ STACK |= {"intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32, "v
 TINY = {"encoder": STACK, "decoder": STACK}"""
 LAYERS = 'TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}'
 WIDER = '\nTINY |= {"intermediate_size": 512}'
-PADDING = '    "pad_token_id": 0,\n'
 EXPERTS = '    "num_experts": 4,\n    "num_experts_per_tok": 2,\n    "moe_intermediate_size": 64,\n'
 CASES = {  # the name of a copy: its script, its changes, and the class in Transformers
     "bart": ("T5_training", from_t5(
         "bart", "BartForConditionalGeneration", "BartDecoderLayer, BartEncoderLayer",
         ENCODER_AND_DECODER), transformers.BartForConditionalGeneration),
-    "mt5": ("T5_training", from_t5("mt5", "MT5ForConditionalGeneration", "MT5Block"),
-        transformers.MT5ForConditionalGeneration),
-    "pegasus": ("T5_training", from_t5(
-        "pegasus", "PegasusForConditionalGeneration", "PegasusDecoderLayer, PegasusEncoderLayer",
-        ENCODER_AND_DECODER), transformers.PegasusForConditionalGeneration),
-    "marian": ("T5_training", from_t5(
-        "marian", "MarianMTModel", "MarianDecoderLayer, MarianEncoderLayer", ENCODER_AND_DECODER),
-        transformers.MarianMTModel),
-    "m2m_100": ("T5_training", from_t5(
-        "m2m_100", "M2M100ForConditionalGeneration", "M2M100DecoderLayer, M2M100EncoderLayer",
-        ENCODER_AND_DECODER), transformers.M2M100ForConditionalGeneration),
     "t5gemma": ("T5_training", from_t5(
         "t5gemma", "T5GemmaForConditionalGeneration", "T5GemmaDecoderLayer, T5GemmaEncoderLayer",
         TWO_STACKS), transformers.T5GemmaForConditionalGeneration),
     "opt": ("gpt2_fsdp", from_gpt2(
         "opt", "OPTForCausalLM", "OPTDecoderLayer", LAYERS + '\nTINY |= {"ffn_dim": 512}'),
         transformers.OPTForCausalLM),
-    "gpt_neox": ("gpt2_fsdp", from_gpt2(
-        "gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXLayer", LAYERS + WIDER),
-        transformers.GPTNeoXForCausalLM),
     "phi": ("gpt2_fsdp", from_gpt2(
         "phi", "PhiForCausalLM", "PhiDecoderLayer", LAYERS + WIDER),
         transformers.PhiForCausalLM),
-    "falcon": ("gpt2_fsdp", from_gpt2(
-        "falcon", "FalconForCausalLM", "FalconDecoderLayer", LAYERS),
-        transformers.FalconForCausalLM),
-    "starcoder2": ("gpt2_fsdp", from_gpt2(
-        "starcoder2", "Starcoder2ForCausalLM", "Starcoder2DecoderLayer",
-        LAYERS + WIDER), transformers.Starcoder2ForCausalLM),
-    "qwen2": ("llama_fsdp", from_llama("qwen2", "Qwen2"), transformers.Qwen2ForCausalLM),
     "qwen3": ("llama_fsdp", from_llama("qwen3", "Qwen3", '    "head_dim": 32,\n'),
         transformers.Qwen3ForCausalLM),
     "mistral": ("llama_fsdp", from_llama("mistral", "Mistral"), transformers.MistralForCausalLM),
     "gemma3": ("llama_fsdp", from_llama("gemma3", "Gemma3", '    "head_dim": 32,\n'),
         transformers.Gemma3ForCausalLM),
-    "phi3": ("llama_fsdp", from_llama("phi3", "Phi3", PADDING),
-        transformers.Phi3ForCausalLM),
-    "granite": ("llama_fsdp", from_llama("granite", "Granite"), transformers.GraniteForCausalLM),
-    "olmo2": ("llama_fsdp", from_llama("olmo2", "Olmo2", PADDING), transformers.Olmo2ForCausalLM),
-    "diffllama": ("llama_fsdp", from_llama("diffllama", "DiffLlama"),
-        transformers.DiffLlamaForCausalLM),
-    "smollm3": ("llama_fsdp", from_llama("smollm3", "SmolLM3", PADDING),
-        transformers.SmolLM3ForCausalLM),
-    "mixtral": ("llama_fsdp", from_llama("mixtral", "Mixtral", '    "num_local_experts": 4,\n'),
-        transformers.MixtralForCausalLM),
     "qwen3_moe": ("llama_fsdp", from_llama("qwen3_moe", "Qwen3Moe", EXPERTS),
         transformers.Qwen3MoeForCausalLM),
 }  # fmt: skip
-SLOW = {"mt5", "pegasus", "marian", "opt", "gpt_neox", "starcoder2", "qwen2", "mistral", "phi3",
-        "olmo2", "smollm3", "mixtral"}  # fmt: skip
-LIKE_LLAMA = {
-    "hidden_size": 32,
-    "intermediate_size": 88,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-LIKE_BART = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 1,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "decoder_start_token_id": 2,  # not the padding, as in T5
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-}
-LIKE_NEOX = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+LIKE_LLAMA = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2,
+              "max_position_embeddings": 128}  # fmt: skip
+LIKE_BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_ffn_dim": 64,
+             "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+             "max_position_embeddings": 128, "pad_token_id": 0, "dropout": 0.0,
+             "attention_dropout": 0.0,
+             "decoder_start_token_id": 2}  # fmt: skip  # in T5 it is the padding
+LIKE_NEOX = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
 NO_DROPOUT = dict.fromkeys(
     ("embd_pdrop", "resid_pdrop", "embedding_dropout", "residual_dropout", "attention_dropout"), 0.0
 )
 HALF = {**LIKE_LLAMA, "head_dim": 8, "vocab_size": 384}  # of T5Gemma
 SHAPES = {  # of the models in files; no dropout
     "bart": LIKE_BART,
-    "mt5": {
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "decoder_start_token_id": 0,
-        "dropout_rate": 0.0,
-        "tie_word_embeddings": False,
-    },
-    "pegasus": LIKE_BART,
-    "marian": LIKE_BART,
-    "m2m_100": LIKE_BART,  # with its layerdrop of 0.05
     "t5gemma": {"encoder": HALF, "decoder": HALF},
-    "opt": {
-        "hidden_size": 32,
-        "word_embed_proj_dim": 16,  # a projection stands between the last block and the head
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "dropout": 0.0,
-    },
-    "gpt_neox": LIKE_NEOX,
-    "phi": LIKE_NEOX | NO_DROPOUT,  # whose head has a bias
-    "falcon": LIKE_NEOX,
-    "starcoder2": LIKE_NEOX | NO_DROPOUT | {"num_key_value_heads": 2},
-    "qwen2": LIKE_LLAMA,
-    "qwen3": {**LIKE_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
-    "mistral": {**LIKE_LLAMA, "sliding_window": 8},  # shorter than the documents
-    "gemma3": {**LIKE_LLAMA, "head_dim": 16, "sliding_window": 8, "pad_token_id": 0},
-    "phi3": {**LIKE_LLAMA, "pad_token_id": 0},
-    "granite": {**LIKE_LLAMA, "logits_scaling": 3.0, "residual_multiplier": 0.5},
-    "olmo2": {**LIKE_LLAMA, "pad_token_id": 0},
-    "diffllama": LIKE_LLAMA,  # whose lambdas are made elsewhere than on meta
-    "smollm3": {**LIKE_LLAMA, "pad_token_id": 0},
-    "mixtral": {**LIKE_LLAMA, "num_local_experts": 4},
-    "qwen3_moe": {
-        **LIKE_LLAMA,
-        "head_dim": 16,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-    },
-}
+    "opt": LIKE_NEOX | {"word_embed_proj_dim": 16, "ffn_dim": 64, "pad_token_id": 0}
+    | {"dropout": 0.0},
+    "phi": LIKE_NEOX | NO_DROPOUT,  # its head has a bias
+    "qwen3": LIKE_LLAMA | {"head_dim": 16, "tie_word_embeddings": True},
+    "mistral": LIKE_LLAMA | {"sliding_window": 8},  # shorter than the documents
+    "gemma3": LIKE_LLAMA | {"head_dim": 16, "sliding_window": 8, "pad_token_id": 0},
+    "qwen3_moe": LIKE_LLAMA | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+                               "moe_intermediate_size": 32},
+}  # fmt: skip
 
 
 SHORT = {  # texts as long as these models take
@@ -372,23 +283,15 @@ def plain_gradient(
     return {name: p.grad / count for name, p in named if p.grad is not None}
 
 
-FOLDERS: dict[tuple, Path] = {}  # of `trained`, by the names in them
-
-
 @pytest.fixture(scope="module")
 def trained(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
-    pairs: Path, texts: tuple, chats: Path,
-) -> Path:  # fmt: skip
-    """A folder with MODEL and OUTPUT_DIR by name, of two steps of two ranks under FSDP2. The first
-    step is on all samples. Names that are launched together are launched once: pytest keeps no
-    fixture whose parameter is equal, but another one's."""
-    if request.param in FOLDERS:
-        return FOLDERS[request.param]
-    folder = FOLDERS[request.param] = tmp_path_factory.mktemp("trained")
+    tmp_path_factory: pytest.TempPathFactory, pairs: Path, texts: tuple, chats: Path
+) -> Path:
+    """Return a folder with MODEL and OUTPUT_DIR by name, of two steps of two ranks under FSDP2. The
+    first step is on all samples."""
+    folder = tmp_path_factory.mktemp("trained")
     cases = {}
-    for name in request.param:
-        script, changes, _ = CASES[name]
+    for name, (script, changes, _) in CASES.items():
         model, output = save_model(name, folder / name / "model"), folder / name / "output"
         flags = ["--model-name", str(model), "--output-dir", str(output), "--fsdp", "2"]
         flags += ["--max-steps", "2", "--batch-size", "64", "--save-every", "0"]
@@ -398,16 +301,7 @@ def trained(
     return folder
 
 
-def tried() -> list:
-    """Each name with those that are launched along with it: few at each `make test`."""
-    fast = tuple(name for name in CASES if name not in SLOW)
-    slow = tuple(name for name in CASES if name in SLOW)
-    return [pytest.param(fast, name) for name in fast] + [
-        pytest.param(slow, name, marks=pytest.mark.slow) for name in slow
-    ]
-
-
-@pytest.mark.parametrize(("trained", "name"), tried(), indirect=["trained"])
+@pytest.mark.parametrize("name", CASES)
 def test_tried(trained: Path, name: str) -> None:
     """Loss and first gradient are those of the model alone, and so is what it exports."""
     script, _, model_class = CASES[name]

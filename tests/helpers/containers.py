@@ -147,32 +147,3 @@ class Kubernetes(Job):
             return True
         self.due[index] = time.monotonic() + self.seconds
         return False
-
-
-class SkyPilot(Job):
-    """The managed job of launch/sky.yaml: the first node that fails restarts all."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.task = yaml.safe_load((ROOT / "launch/sky.yaml").read_text())
-        super().__init__(*args, **options)
-
-    def start(self, index: int) -> Container:
-        script = "T5_training.py --output-dir /output/t5"
-        assert script in self.task["run"]
-        text = self.task["run"].replace(script, '"$@"').replace("29500", self.port)
-        env = {"SKYPILOT_NODE_RANK": str(index)}
-        self.new_address(index)
-        env |= {"SKYPILOT_NODE_IPS": "\n".join(self.addresses.values()), "SKYPILOT_NUM_NODES": "2"}
-        env |= {"SKYPILOT_NUM_GPUS_PER_NODE": "1"}
-        command = ["bash", "-c", text, "_", *self.words]
-        return Container(f"train-{index}", self.hosts, self.log, command, **env)
-
-    def ended(self, index: int, code: int) -> bool:
-        if code == 0:
-            return False
-        self.close()
-        limit = self.task["resources"]["job_recovery"]["max_restarts_on_errors"]
-        if len(self.codes) > limit:
-            return True
-        self.nodes = {index: self.start(index) for index in range(2)}
-        return False

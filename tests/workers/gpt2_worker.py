@@ -145,10 +145,6 @@ def main() -> None:
             inner.lm_head.weight is inner.transformer.wte.weight
             for inner in (weights.unwrapped(trained.model), weights.unwrapped(resumed.model))
         )
-        results[name]["texts"] = continued(resumed)
-        groups = dist.distributed_c10d._world.pg_map
-        limits = {group._get_backend(device).options._timeout for group in groups}
-        results[name]["limits"] = {limit.total_seconds() for limit in limits}
         if name in ("full_shard", "fsdp2", "ddp"):
             results[name]["bad"] = bad_steps(trained)
     if dist.get_world_size() == 2:

@@ -5,14 +5,13 @@
 Rank 0 writes, in bytes: `shard`, a rank's parameters in fp32; `unit`, the largest FSDP unit in
 fp32; and the peak and the rest of a save and of a resume above what lived before, on the host and,
 with SIMULATED=1 on the simulated device, on the device and in pinned memory. And the momentum,
-saved and resumed. With --async-save it is what `in_background` returns.
+saved and resumed.
 """
 
 import gc
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -85,34 +84,6 @@ def momentum(state: TrainState) -> float:
     return sum(tensor.double().abs().sum().item() for tensor in moments)
 
 
-def in_background(args: Namespace, device: torch.device) -> dict:
-    """Three saves that go on while the state is trained: what each takes before it goes on; and of
-    the checkpoints whether they are of the weights as they were when their saves were asked for."""
-    driven = prepared(args, device, 2)
-    state, saver = driven.state, driven._new_saver()
-    write, asked = checkpoints._Writer.write_data, []
-
-    def slowly(*arguments: object) -> object:
-        time.sleep(2)  # the next save is asked for in the meantime
-        return write(*arguments)
-
-    checkpoints._Writer.write_data = slowly
-    saver.saved_step, saver.keep = 0, 3
-    found = {"shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters())}
-    for name in ("first", "second", "third"):
-        found[name] = peaks(saver.save)
-        asked.append([local(p).detach().cpu().clone() for p in state.model.parameters()])
-        train(driven)
-    saver.finish()
-    found["exact"] = []
-    for step, expected in zip((2, 3, 4), asked, strict=True):
-        path = Path(args.output_dir) / f"checkpoints/step-{step:08d}"
-        checkpoints.load_weights(path, state.model)
-        there = [local(p).detach().cpu() for p in state.model.parameters()]
-        found["exact"].append(all(map(torch.equal, there, expected)))
-    return found
-
-
 def main() -> None:
     """Write what was found."""
     result, model, text, output, *flags = sys.argv[1:]
@@ -120,8 +91,7 @@ def main() -> None:
               "--batch-size", "1", "--output-dir", output]  # fmt: skip
     args = gpt2_fsdp.parse_args([*common, *flags])
     device = gpt2_fsdp.setup(args)
-    measure = in_background if args.async_save else saved_and_resumed
-    found = measure(args, device)
+    found = saved_and_resumed(args, device)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     gpt2_fsdp.cleanup()
