@@ -13,7 +13,6 @@ from conftest import WIDE, check_equal_weights, errors_said, launch, losses, met
 from safetensors.torch import save_file
 from ten_steps import COMPILED
 from test_architectures import blocks_of, small_model
-from test_generate import generate
 from test_llama import HYBRID, check_parity, plain_steps
 from test_templates import copy_script, plain_loss
 from torch import nn
@@ -199,12 +198,6 @@ def test_peft_finds_the_same_loss(uninterrupted: Path, flags: list[str], wide_ll
     tensors = FileSystemReader(path).read_metadata().state_dict_metadata.values()
     held = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
     assert 3 * size <= held <= 3 * size + 4 * len(tensors)  # AdamW counts its steps
-
-
-def test_adapters_answer(uninterrupted: Path) -> None:
-    """By the program that talks to what was trained."""
-    answer = generate(uninterrupted / "final", "one", "--max-new-tokens", 5)
-    assert answer.returncode == 0 and answer.stdout, answer.stderr
 
 
 @pytest.mark.slow  # those of the scripts are killed in each make test

@@ -48,18 +48,6 @@ def test_flags_of_the_presets_exist(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, loops", [(1, 3), (2, 5)])
-def test_step_time(processes: int, loops: int) -> None:
-    """A row for each loop, ours and, on two processes, the peers'; all train alike."""
-    pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
-    flags = f"step_time.py --model tiny --length 64 --steps 2 --processes {processes}"
-    found = json.loads(run(flags).splitlines()[-1])
-    assert len(found) == loops
-    losses = [row["loss"] for row in found.values()]
-    assert losses == pytest.approx([losses[0]] * loops, rel=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("peer, share", [("trl", 1.0), ("seq2seq", 2.0), ("trainer", 255 / 256)])
 def test_side_by_side(peer: str, share: float) -> None:
     """Rows of all loops; the loss that a trainer reports is that of the model alone, but for the
@@ -70,16 +58,6 @@ def test_side_by_side(peer: str, share: float) -> None:
         assert len(re.findall(rf"^\| {name} \|", table, re.M)) == 1
     reported, alone = re.search(r"of (\S+) for its first step; .* has (\S+)", table).groups()
     assert float(alone) * share == pytest.approx(float(reported), rel=2e-3)
-
-
-@pytest.mark.slow
-def test_saving() -> None:
-    """A row for each way; a save in the background stalls least."""
-    pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
-    found = json.loads(run("saving.py --model tiny --turns 1").splitlines()[-1])
-    assert len(found) == 7
-    for name in ("ours-fsdp1", "ours-fsdp2"):
-        assert found[f"{name}-async"]["save"][0] < found[name]["save"][0]
 
 
 @pytest.mark.slow
@@ -101,26 +79,6 @@ def test_estimate() -> None:
     """What is held is what was estimated, to the last digit shown."""
     pairs = re.findall(r"([0-9.]+) / ([0-9.]+)", run("estimate.py --models tiny-t5 tiny"))
     assert len(pairs) == 18 and all(estimated == found for estimated, found in pairs)
-
-
-@pytest.mark.slow
-def test_pictures(tmp_path: Path) -> None:
-    """Of a run, and of an estimate."""
-    pytest.importorskip("matplotlib", reason="needs benchmarks/requirements.txt")
-    lines = [{"event": "train", "step": i, "loss": 3 / i, "lr": 0.1} for i in range(1, 9)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    estimate = [
-        sys.executable,
-        ROOT / "tools/memory_estimator.py",
-        "--model-name",
-        "tiny",
-        "--json",
-    ]
-    (tmp_path / "tiny.json").write_bytes(subprocess.check_output(estimate))
-    for flags in (str(tmp_path), f"--estimate {tmp_path}/tiny.json"):
-        run(f"plot_runs.py {flags} --picture {tmp_path}/x.png")
-        assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-        (tmp_path / "x.png").unlink()
 
 
 @pytest.mark.slow

@@ -19,25 +19,9 @@ def test_killed_in_every_phase(script: str, fsdp: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fsdp1_and_2_in_turn(tmp_path: Path) -> None:
-    """Each start goes on where the other was killed."""
-    launch = Launch("gpt2_fsdp.py", [])
-    found = chaos(launch, tmp_path, ["SIGKILL all"], PHASES, seed=3, alternate=True)
-    assert len(found) >= 8
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
 def test_files_that_fail_or_are_slow(tmp_path: Path) -> None:
     """For some seconds, in a save and in the export."""
     launch = Launch("gpt2_fsdp.py", ["--fsdp", "2"])
     found = chaos(launch, tmp_path, ["EIO", "slow files"], ["save", "export"], seed=4)
     assert len(found) == 4
-
-
-@pytest.mark.slow
-def test_started_again_by_torchrun(tmp_path: Path) -> None:
-    """A lost rank ends nothing then."""
-    launch = Launch("gpt2_fsdp.py", [], restarts=True)
-    found = chaos(launch, tmp_path, ["SIGKILL rank 1"], ["save"], seed=5)
-    assert [outcome["status"] for outcome in found] == ["finished"]

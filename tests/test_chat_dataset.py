@@ -18,7 +18,6 @@ from chat_templates import (
     PROMPTER,
     TOOLS,
 )
-from conftest import ROOT
 from datasets import Dataset, Features
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -450,14 +449,6 @@ def test_prompts_longer_than_the_sequence(
     assert ("WARNING" in capfd.readouterr().out) == lost
 
 
-def test_long_documents_are_cut(tmp_path: Path) -> None:
-    """To one token more than the length, which is only a target."""
-    path = write(tmp_path / "x.jsonl", [{"content": "x" * n} for n in (3, 8, 9, 30)])
-    found = documents(path, max_seq_length=8)
-    assert [len(ids) for ids in found["input_ids"]] == [4, 9, 9, 9]
-    assert found["cut"][:] == [0, 0, 1, 22]
-
-
 @pytest.fixture(scope="module")
 def small() -> Dataset:
     """Return three hundred documents of 2 to 31 tokens, no two the same."""
@@ -465,27 +456,6 @@ def small() -> Dataset:
     columns = {"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids]}
     features = Features({k: chat_dataset.FEATURES[k] for k in columns})
     return readers.join([Dataset.from_dict(columns, features)])
-
-
-def test_packs_of_real_chats_are_full(tmp_path: Path) -> None:
-    """To 95%; every document is there once; as many targets as without packing."""
-    path = ROOT.parent / "shared" / "data" / "seed_tasks.jsonl"
-    if not path.is_file():
-        pytest.skip(f"{path} is missing")
-    tasks = [json.loads(line) for line in path.read_text().splitlines()]
-    pairs = [(x["instruction"], x["instances"][0]) for x in tasks]
-    rows = [{"instruction": x, "input": y["input"], "output": y["output"]} for x, y in pairs]
-    args = arguments(max_seq_length=1024)
-    found = documents(write(tmp_path / "seed.jsonl", rows), max_seq_length=1024)
-    found = readers.join([chat_dataset.draw_documents(found, 0, "x", args)])
-    packs = chat_dataset.Packs(found, args)
-    padded = chat_dataset.Packs(found, arguments(max_seq_length=1024, packing=False))
-    assert packs.fill >= 0.95 and len(padded) == len(found) > len(packs)
-    assert sorted(i for pack in packs.plan() for i in pack) == list(range(len(found)))
-    for key in "targets", "tokens":
-        sums = [sum(chat_dataset.collate([pack])[key] for pack in part) for part in (packs, padded)]
-        assert sums[0] == sums[1] > 0
-    assert packs.positions == sum(map(len, found["input_ids"])) - len(found)
 
 
 def test_packs_depend_on_seed_and_epoch(small: Dataset) -> None:

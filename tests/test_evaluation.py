@@ -130,19 +130,6 @@ def test_beams_are_those_of_transformers(finished: Path, flags: list[str]) -> No
     }
 
 
-def test_best_and_pretrained_weights(finished: Path, flags: list[str], t5_directory: Path) -> None:
-    """--model-name is evaluated: best/ of the run, or the weights that it started from."""
-    val = losses(finished, "val")
-    (done,) = metrics(finished, "done")
-    for model, step in ((finished / "best", done["best_step"]), (t5_directory, 0)):
-        more = ["--rouge-samples", "0", "--model-name", model]
-        run(flags, finished, "--evaluate-only", *more)
-        found = evaluation(finished)
-        assert found["evaluated"] == str(model)
-        assert found["loss"] == pytest.approx(val[step], rel=1e-6)
-        assert "rouge1" not in found and predictions(finished) == []
-
-
 def test_stopped(finished: Path, flags: list[str]) -> None:
     """The status stays that of the training."""
     before = contents(finished)

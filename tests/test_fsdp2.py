@@ -12,7 +12,6 @@ from conftest import launch, losses, metrics, weights
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import gpt2_fsdp
-from runtime import ranks
 
 WAYS = {"1-D mesh": 4, "2-D mesh": 2, "FSDP1": 4, "DDP": 1}  # and how many ranks share a model
 
@@ -91,23 +90,3 @@ def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -
     args = gpt2_fsdp.parse_args([*common, "--batch-size", "8", "--fsdp", "2", "--export-only"])
     gpt2_fsdp.fsdp_main(args)
     assert all(tensor.equal(before[key]) for key, tensor in weights(output / "final").items())
-
-
-@pytest.mark.parametrize("flags, said", [
-    (["--strategy", "no_shard"], "--strategy no_shard requires --fsdp 1"),
-    (["--strategy", "ddp"], "--strategy ddp requires --fsdp 1"),
-    (["--wrap", "size:9"], "--wrap size:NUMBER needs --fsdp 1"),
-    (["--cpu-offload", "--precision", "fp16"], "--precision fp16 needs --fsdp 1"),
-])  # fmt: skip
-def test_what_it_has_not_is_refused(
-    flags: list[str], said: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a sentence; under --fsdp 1, the default, the same flags are taken."""
-    monkeypatch.setattr(ranks, "device_count", lambda: 2)  # --cpu-offload needs a GPU
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as end:
-        gpt2_fsdp.parse_args(["--fsdp", "2", *flags])
-    assert end.value.code
-    (error,) = capfd.readouterr().err.splitlines()
-    assert error.startswith("error: ") and said in error
-    assert gpt2_fsdp.parse_args(flags).fsdp == gpt2_fsdp.parse_args([]).fsdp == 1

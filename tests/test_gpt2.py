@@ -13,7 +13,6 @@ import transformers
 from conftest import ROOT, launch
 from copied import copied
 from datasets import Dataset
-from ema import EMA
 from ten_steps import SHARED_VARIANTS, check_nothing_waits, check_recomputation
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
@@ -163,32 +162,6 @@ def test_what_a_script_trains_besides_goes_on(fsdp: str, two_ranks: dict) -> Non
     assert count == their_count == 5
     assert all(map(torch.equal, average, theirs))
     assert not all(map(torch.equal, average, found["weights"]))
-
-
-def test_another_number_of_ranks_goes_on_with_an_average_in_dtensors_alone(
-    two_ranks: dict, gpt2_directory: Path, texts: tuple, tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-) -> None:  # fmt: skip
-    """Plain tensors are each rank's own. A script that has no average, or another name, is told."""
-    script = copied("gpt2_fsdp", EMA)
-    flags = ["--model-name", gpt2_directory, "--dataset", texts[0], "--val-dataset", texts[1],
-             "--block-size", "32", "--num-train-samples", "34", "--num-val-samples", "5",
-             "--batch-size", "8", "--max-steps", "4", "--precision", "fp32"]  # fmt: skip
-
-    def go_on(module: object, fsdp: str, output: str) -> None:
-        checkpoint = Path(f"{two_ranks['directory']}-ema-{fsdp}/checkpoints/step-00000003")
-        shutil.copytree(checkpoint, tmp_path / output / "checkpoints" / checkpoint.name)
-        more = ["--fsdp", fsdp, "--output-dir", tmp_path / output]
-        module.fsdp_main(module.parse_args([*map(str, [*flags, *more])]))
-
-    go_on(script, "2", "sharded")
-    for module, fsdp, said in (
-        (script, "1", "ema has tensors of each rank, saved by 2 processes"),
-        (gpt2_fsdp, "2", "run.restore's further arguments is [], was ['ema']"),
-    ):
-        with pytest.raises(SystemExit):
-            go_on(module, fsdp, f"refused {fsdp}")
-        assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("old, new, said", [

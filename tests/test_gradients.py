@@ -1,15 +1,11 @@
 """Gradients as they are clipped under FSDP1, and as they lie in DDP's buckets: on four ranks."""
 
-import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch
-from gradients_worker import BAD, CLIPPED, IN_BUCKETS, OFFLOADED, head_gradient_error
-
-SIMULATOR = ROOT.parent / "shared/simdev"
+from conftest import launch
+from gradients_worker import BAD, CLIPPED, IN_BUCKETS, head_gradient_error
 
 
 def test_head_gradient_in_bf16_is_within_one_percent() -> None:
@@ -47,19 +43,6 @@ def test_clipping_is_that_of_fsdp(name: str, ranks: list[dict]) -> None:
         assert found["ours", 0.01][2] < 12
         if name != "no_shard":  # whose own is torch.nn.utils', too
             assert found["FSDP", 0.01][2] > 2 * len(found["FSDP", 0.01][1]) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
-@pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
-def test_clipping_of_offloaded_gradients(gpt2_directory: Path, tmp_path: Path) -> None:
-    """On a simulated device, with the gradients on the host."""
-    paths = tmp_path / "found.pt", gpt2_directory, tmp_path / "run"
-    simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
-    launch(2, "tests/workers/gradients_worker.py", *paths, env=os.environ | simulated)
-    for found in torch.load(tmp_path / "found.pt"):
-        for name in OFFLOADED:
-            check_clipped(name, found[f"clipped, {name}"])
 
 
 def test_a_rank_without_gradients(ranks: list[dict]) -> None:

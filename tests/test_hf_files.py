@@ -187,29 +187,6 @@ def test_broken_files_are_named(alone: None, t5_directory: Path, tmp_path: Path)
     refused("model-00001-of-00002.safetensors cannot be read")
 
 
-@pytest.mark.parametrize("part", ["gate_proj", "down_proj"])
-def test_missing_expert_is_an_error(part: str, alone: None, models: Path, tmp_path: Path) -> None:
-    """A matrix of one expert: Transformers cannot stack the others."""
-    tensors = weights(models / "qwen3 moe")
-    del tensors[f"model.layers.1.mlp.experts.10.{part}.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    kind = transformers.Qwen3MoeForCausalLM
-    config = kind.config_class.from_pretrained(models / "qwen3 moe")
-    with pytest.raises(ValueError, match="cannot be converted|has shape"):
-        hf_weights.new_model(kind, config, tmp_path)
-
-
-def test_resume_converts_no_experts(alone: None, models: Path) -> None:
-    """Without weights only what may be tied is read, and buffers."""
-    kind = transformers.MixtralForCausalLM
-    config = kind.config_class.from_pretrained(models / "mixtral")
-    model = hf_weights.read_model(kind, config, models / "mixtral", reads_layers=False)
-    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-    assert "model.layers.1.mlp.experts.gate_up_proj" in on_meta
-    assert not any(".layers." not in name for name in on_meta)
-    assert not any(buffer.is_meta for buffer in model.buffers())
-
-
 def change(directory: Path, **settings: object) -> None:
     """Change settings in a directory's config.json."""
     path = directory / "config.json"

@@ -9,7 +9,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import published
 import pytest
 import torch
 import transformers
@@ -20,13 +19,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import policies
+from benchmarks import published
 from runtime import ranks
 from tools import memory_estimator
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 HAS_EXTRAS = importlib.util.find_spec("bitsandbytes") is not None
 needs_extras = pytest.mark.skipif(not HAS_EXTRAS, reason="needs requirements-extras.txt")
-RECOMPUTED = "--activation-checkpointing"
 
 
 def read(*flags: object) -> tuple[Any, memory_estimator.Model]:
@@ -203,16 +202,3 @@ def test_verdict_has_a_command_that_the_script_accepts(
     script = importlib.import_module(words[place].removesuffix(".py"))
     values = vars(script.parse_args([*words[place + 1 :], "--dataset", "docstrings"]))
     assert {name: values[name] for name in expected} == expected
-
-
-@pytest.mark.parametrize("flags, message", [
-    ("--model-name gpt2 --optimizer paged_adamw_32bit", "--optimizer: the script of gpt2 has no"),
-    ("--nodes 0 --peak-tflops 0", "--nodes 0 is out of range: it must be at least 1; --peak-tfl"),
-    ("--gpu-memory-gb 4", "On 4096 nodes full_shard takes 2.9 GB, and --reserve-gb 2."),
-])  # fmt: skip
-def test_errors(flags: str, message: str, capsys: pytest.CaptureFixture) -> None:
-    """One line, and exit code 1."""
-    with pytest.raises(SystemExit) as end:
-        memory_estimator.main(flags.split())
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 1 and error.startswith("error: ") and message in error

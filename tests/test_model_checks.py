@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import launch, metrics
+from conftest import launch
 from copied import copied, llama_as, llama_changes
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -26,7 +26,7 @@ import policies
 import T5_training
 from runtime import chunked_loss
 from runtime.attention import per_document, register, set_attention
-from runtime.metrics import flops_per_token, peak_tflops, product_weights
+from runtime.metrics import flops_per_token, product_weights
 from runtime.model_checks import fit_config
 from runtime.optimization import parameter_groups
 from tools import memory_estimator
@@ -318,18 +318,6 @@ def command(texts: tuple, output: Path, steps: int) -> list[str]:
     return ["--model-name", "tiny", *files, *length, "--output-dir", str(output)]
 
 
-def test_resumed_run_is_checked(texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    """A script that was changed in between is refused with exit code 1."""
-    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command(texts, tmp_path, 1)))
-    changed = copied("gpt2_fsdp", {"()(hidden.flatten": "()(0.5 * hidden.flatten"})
-    with pytest.raises(SystemExit) as end:
-        changed.fsdp_main(changed.parse_args(command(texts, tmp_path, 2)))
-    error = capfd.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 1 and error.startswith(f"error: {DIFFER}")
-    (step,) = metrics(tmp_path, "train")
-    assert "tflops_per_gpu" not in step  # on a CPU nobody asks for them
-
-
 def test_mean_in_place_of_summed_loss_is_refused(
     texts: tuple, pairs: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
@@ -428,18 +416,6 @@ def test_flops_are_those_of_the_formula(name: str) -> None:
         model = scripts[config.model_type](config)
     model.product_weights = product_weights(model)
     assert flops_per_token(model, 377.3) == pytest.approx(formula(config, 377.3), rel=1e-9)
-
-
-def test_peaks_by_name() -> None:
-    """PCIe and NVL parts have other peaks than SXM."""
-    names = {
-        "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756, "NVIDIA H100 NVL": 835,
-        "NVIDIA H200": 989, "NVIDIA H200 NVL": 835, "NVIDIA A100-SXM4-80GB": 312,
-        "NVIDIA B200": 2250, "NVIDIA GB200": 2500, "NVIDIA B300 SXM6 AC": 2250,
-        "NVIDIA GB300": 2500, "NVIDIA A100 80GB PCIe": 312, "NVIDIA L40S": 362,
-        "NVIDIA GeForce RTX 4090": None,
-    }  # fmt: skip
-    assert {name: peak_tflops(name) for name in names} == names
 
 
 def test_model_that_sees_later_tokens_is_refused(

@@ -7,7 +7,6 @@ import pytest
 from conftest import losses, status
 
 import gpt2_fsdp
-from runtime import export
 
 
 @pytest.fixture(scope="module")
@@ -83,24 +82,6 @@ def test_lines_of_metrics_that_are_no_events(torn: str, finished: Path, flags: l
     path.write_bytes(strange.rstrip(b"\n") + b"\n" + before + strange)
     assert start(finished, flags, "--max-steps", "5") == 0
     assert list(losses(finished)) == [1, 2, 3, 4, 5]
-
-
-def test_without_its_status(finished: Path, flags: list[str]) -> None:
-    """The checkpoints say whose they are."""
-    (finished / "status").unlink()
-    assert start(finished, flags, "--max-steps", "5") == 0
-    assert list(losses(finished)) == [1, 2, 3, 4, 5] and status(finished) == "finished"
-
-
-def test_nothing_is_left_of_an_export_that_failed(
-    finished: Path, flags: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    """The one before stays."""
-    monkeypatch.setattr(export, "save_file", lambda *_: 1 / 0)
-    before = everything(finished / "final")
-    with pytest.raises(ZeroDivisionError):
-        start(finished, flags, "--export-only")
-    assert not list(finished.glob("tmp-*")) and everything(finished / "final") == before
 
 
 def test_a_change_between_the_probes_is_seen(

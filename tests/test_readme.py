@@ -316,30 +316,6 @@ def test_estimates() -> None:
         assert [cell.strip() for cell in cells.split("|")] == expected
 
 
-def test_estimates_of_adapters() -> None:
-    """The same of the table of LoRA and QLoRA."""
-    pytest.importorskip("peft")
-    pytest.importorskip("bitsandbytes")
-    cells = r"\| (Q?)LoRA, (\d+)B \| (\d) of (\d+) GB \| (.*) \| (.*) \| (.*) \|"
-    rows = set(re.findall(cells, TEXT))
-    assert len(rows) == 5
-    for in_4bit, size, gpus, memory, *figures in rows:
-        flags = ["--model-name", f"llama-2-{size}b", "--lora-rank", "16"]
-        flags += ["--gpus-per-node", gpus, "--gpu-memory-gb", memory]
-        args = memory_estimator.parse_args([*flags, *(["--load-in-4bit"] * bool(in_4bit))])
-        model = memory_estimator.read_model(args)
-        plain, offloaded = (
-            memory_estimator.estimate(model, args, "full_shard", offload, True, "adamw")
-            for offload in (False, True)
-        )
-        sizes = [row["peak_bytes"] for row in (plain, offloaded)]
-        sizes.append(offloaded["cpu_bytes_per_node"])
-        expected = [f"{size / 1e9:,.1f}" for size in sizes]
-        if not plain["fits"]:
-            expected[0] += ": too much"
-        assert offloaded["fits"] and figures == expected
-
-
 def test_estimates_of_flags_for_gpus() -> None:
     """The same of the table of GPUs and flags, all with activation checkpointing."""
     pytest.importorskip("peft")

@@ -167,18 +167,6 @@ def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
     assert "no step was saved in two starts in a row" in job.report()
 
 
-@pytest.mark.slow
-def test_preflight_of_two_nodes(cluster: None, tmp_path: Path) -> None:
-    """Its table stands in the job's log; what it finds wrong fails the job, which stays so."""
-    words = ["tools/preflight.py", "--model-name", "tiny", "--output-dir", tmp_path / "output"]
-    job = Job(tmp_path / "healthy", TWO_BY_TWO, *words)
-    job.wait("COMPLETED")
-    assert "all-gather across" in job.report() and "a step of tiny" in job.report()
-    job = Job(tmp_path / "wrong", TWO_BY_TWO, *words, "--gpus-per-node", "3")
-    job.wait("FAILED")
-    assert job["Restarts"] == "0" and "has 0 devices, and 3 were asked for" in job.report()
-
-
 def test_cancelled_is_not_requeued(cluster: None, tmp_path: Path) -> None:
     """Though the script saves and says so."""
     (tmp_path / "idle.py").write_text(IDLE)
@@ -206,16 +194,6 @@ def test_a_node_whose_script_fails_ends_the_others(cluster: None, tmp_path: Path
     job = Job(tmp_path / "output", ["--nodes", "2"], tmp_path / "fails.py")
     job.wait("FAILED")
     assert job["Restarts"] == "0" and job["RunTime"] < "00:01:00", job.report()
-
-
-def test_requeued_when_a_node_fails(cluster: None, tmp_path: Path) -> None:
-    """By Slurm, since launch.slurm allows it."""
-    (tmp_path / "idle.py").write_text(IDLE)
-    job = Job(tmp_path, ["--nodes", "2"], tmp_path / "idle.py", f"--output-dir={tmp_path}")
-    job.wait_for(tmp_path / "status", "running")
-    slurm("scontrol", "update", "NodeName=127.0.0.2", "State=DOWN", "Reason=test")
-    job.wait("PENDING")
-    slurm("scancel", job.number)
 
 
 def test_a_process_for_each_gpu(cluster: None, tmp_path: Path) -> None:

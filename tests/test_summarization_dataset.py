@@ -166,14 +166,6 @@ def test_title_lists(tmp_path, capsys):
     assert "train 3, validation 3, test 1" in out
 
 
-@pytest.mark.parametrize(("titles", "sizes"), [(2, (1, 1, 0)), (3, (1, 1, 1)), (5, (3, 1, 1))])
-def test_every_split_gets_a_row(tmp_path, titles, sizes):
-    wikihow_all(tmp_path, [row for row in articles(titles) for _ in range(2)])
-    found = placed(data_dir=str(tmp_path))
-    assert tuple(len(found.get(s, [])) // 2 for s in ("train", "validation", "test")) == sizes
-    assert found == placed(data_dir=str(tmp_path))
-
-
 def test_wikihow_errors(tmp_path):
     flags = {"data_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="mahnazkoupaee/WikiHow-Dataset, or pass --dataset docst"):
@@ -253,15 +245,6 @@ def test_several_data_sets(tmp_path, capfd):
         load(dataset=glob, **COLUMNS)
     with pytest.raises(ValueError, match="has columns document, id, summary, but not all of"):
         load(dataset=paths[0])
-
-
-def test_subset_is_fixed_and_drawn_from_everywhere(tmp_path):
-    path = str(write_rows(tmp_path / "x.jsonl", ROWS))
-    everything, val = load(dataset=path, **COLUMNS)
-    some, one = load(dataset=path, num_train_samples=10, num_val_samples=1, **COLUMNS)
-    assert len(some) == 10 and set(some) < set(everything) and set(one) < set(val)
-    assert some not in (everything[:10], everything[-10:])
-    assert load(dataset=path, num_train_samples=10, **COLUMNS)[0] == some
 
 
 def words_tokenizer(template=True, vocabulary="abcdefgh", eos_token="</s>"):

@@ -23,7 +23,6 @@ from conftest import (
 from slurm_cluster import wait_until
 
 import gpt2_fsdp
-from runtime import checkpoints
 from runtime.lock import Lock
 
 
@@ -221,25 +220,6 @@ def test_a_disk_that_stays_full(mode: str, flags: list[str], tmp_path: Path) -> 
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 2 * len(names)]
 
 
-def test_a_last_save_that_fails(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture,
-) -> None:  # fmt: skip
-    """No next save can make up for it: the run has failed, and says so."""
-    write = checkpoints._Writer.write_data
-
-    def no_last_step(writer: checkpoints._Writer, *args: object) -> object:
-        if writer.path.name == "step-00000010":
-            raise OSError("no")
-        return write(writer, *args)
-
-    monkeypatch.setattr(checkpoints._Writer, "write_data", no_last_step)
-    with pytest.raises(SystemExit):
-        run(flags, tmp_path)
-    assert "error: The last save failed." in capfd.readouterr().err
-    assert status(tmp_path) == "failed"
-
-
 @pytest.mark.slow
 def test_async_save_is_exact(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     """Killed and run again: the copy is of the step it was made in, not of later ones."""
@@ -350,30 +330,3 @@ def test_lock_of_live_process_is_refused_and_of_killed_one_replaced(
     with Lock(tmp_path):
         assert time.monotonic() - start < 5
     assert not (tmp_path / "lock").exists()
-
-
-def test_lock_taken_over_ends_the_process(
-    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    """Before it writes anything, and with the code of a stop."""
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with Lock(tmp_path) as lock:
-        lock.check()
-        text = (tmp_path / "lock").read_text()
-        (tmp_path / "lock").write_text(text.replace(str(os.getpid()), "1"))
-        with pytest.raises(SystemExit) as end:
-            lock.check()
-    assert end.value.code == 75 and "Another run has taken over" in capfd.readouterr().err
-
-
-def test_prune_keeps_the_newest_complete_ones_up_to_the_step(tmp_path: Path) -> None:
-    """Interrupted saves, and later checkpoints that the run did not resume from, are deleted."""
-    for step in (2, 4, 6, 8, 10):
-        path = tmp_path / f"step-{step:08d}"
-        path.mkdir()
-        if step != 6:
-            (path / "train_state.json").write_text("{}")
-    (tmp_path / "step-00000002-mine").mkdir()
-    checkpoints.prune(tmp_path, keep=2, step=8)
-    kept = {path.name for path in tmp_path.iterdir()}
-    assert kept == {"step-00000004", "step-00000008", "step-00000002-mine"}

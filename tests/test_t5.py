@@ -7,7 +7,6 @@ import torch
 from conftest import launch
 from ten_steps import CORE_VARIANTS, check_nothing_waits
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import T5_training
 from runtime import batches, optimization
@@ -148,28 +147,6 @@ def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     whole.epoch, whole.consumed = 1, 0
     same = {frozenset(step) for step in steps} & {frozenset(step) for step in whole.steps()}
     assert len(same) <= 1  # the epochs mix
-
-
-def test_less_padding_than_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks with micro-batches of 4 it pads fewer positions than Transformers' sampler by
-    length, and has the ranks wait less for the one whose micro-batch is longer."""
-    torch.manual_seed(0)
-    rows = 1420
-    lengths = torch.randn(rows).mul(100).add(250).clamp(10, 512).int().tolist()
-    monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(batches.dist, "get_rank", lambda: 0)
-    sampler = batches.GlobalBatchSampler(rows, 4, 1, 7, lengths)
-    ours, theirs = [], []
-    for sampler.epoch in range(10):
-        ours += [(step[::2], step[1::2]) for step in sampler.steps()]
-        order = get_length_grouped_indices(lengths, 4)
-        theirs += [(order[i : i + 4], order[i + 4 : i + 8]) for i in range(0, rows, 8)]
-    padded, longest = {}, {}
-    for name, steps in (("ours", ours), ("theirs", theirs)):
-        sizes = [[max(lengths[i] for i in x) * len(x) for x in step if x] for step in steps]
-        padded[name] = sum(map(sum, sizes)) / sum(lengths)
-        longest[name] = 2 * sum(map(max, sizes)) / sum(lengths)
-    assert padded["ours"] <= padded["theirs"] and longest["ours"] < longest["theirs"]
 
 
 def test_schedules() -> None:

@@ -9,7 +9,6 @@ import pytest
 from conftest import losses, metrics, status
 
 import gpt2_fsdp
-from runtime.arguments import TRACKERS
 
 
 @pytest.fixture
@@ -108,14 +107,3 @@ def test_a_tracker_that_fails_ends_nothing(
     assert (said.out + said.err).count("--track wandb failed") == 1
     assert "no route to host" in said.out + said.err
     assert status(tmp_path / "run") == "finished"
-
-
-@pytest.mark.parametrize("name", TRACKERS)
-def test_one_that_is_not_installed(
-    name: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sentence before anything is started."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit):
-        gpt2_fsdp.parse_args(["--track", name])
-    assert f"error: --track {name} requires {name}: pip install" in capfd.readouterr().err

@@ -41,13 +41,6 @@ def code(mark: Path) -> str:
     return f"import os\nos.mkdir({str(mark)!r})\n"
 
 
-def test_the_code_is_hostile(mark: Path, tmp_path: Path) -> None:
-    """Or what follows would show nothing."""
-    torch.save(Hostile(mark), tmp_path / "file.pt")
-    torch.load(tmp_path / "file.pt", weights_only=False)
-    assert mark.exists()
-
-
 def test_weights_in_a_bin(alone: None, llama_directory: Path, mark: Path, tmp_path: Path) -> None:
     """They are pickled: refused."""
     directory = tmp_path / "model"
@@ -111,13 +104,6 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 def run(flags: list[str], output: Path, *more: str) -> None:
     """In this process."""
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(output), *more]))
-
-
-def test_random_states_are_json(flags: list[str], tmp_path: Path) -> None:
-    """Those of Python, NumPy and PyTorch."""
-    run(flags, tmp_path, "--max-steps", "2")
-    own = json.loads((tmp_path / "checkpoints/step-00000002/rank-0.json").read_text())
-    assert own["random"].keys() == {"python", "numpy", "torch"}
 
 
 def put(path: Path, name: str, write: Callable[[Path], None]) -> None:

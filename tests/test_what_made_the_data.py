@@ -112,17 +112,3 @@ def test_other_flags_on_another_node(alone: None, monkeypatch: pytest.MonkeyPatc
     there["--lr"] = "0.0001"
     with pytest.raises(ValueError, match=r"--lr is 0.001 on node 0 .*; 0.0001 on node 1 \(b\)"):
         identity.compare_ranks(identity.of_flags(args))
-
-
-def test_validation_data_of_an_evaluation_is_compared(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its length and up to 256 samples."""
-    loader = Namespace(dataset=[{"input_ids": [i]} for i in range(600)])
-    args = Namespace(dataset="x", seed=0)
-    (mine, _) = identity.of_data(args, None, {"mine": loader}).values()
-    assert mine == identity.fingerprint(loader.dataset) and mine.startswith("600 samples, crc ")
-    there = "node 1 (b)", {"validation data 1": "450 samples, crc 0"}
-    monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), there])
-    with pytest.raises(ValueError, match=r"450 samples, crc 0 on node 1 \(b\). Give all nodes"):
-        identity.of_data(args, None, {"mine": loader})
