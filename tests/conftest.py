@@ -31,6 +31,36 @@ CACHE = tempfile.TemporaryDirectory()  # of `datasets`, which reads the variable
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # it is imported already
 
+# What `make test` runs: all tests of a file, or those named. `make test-ci` runs the others.
+MAKE_TEST: dict[str, set[str]] = {
+    "test_chat_dataset": set(),
+    "test_layout": set(),
+    "test_llama": set(),
+    "test_memory_estimator": {"test_verdict_has_a_command_that_the_script_accepts"},
+    "test_model_checks": {
+        "test_mean_in_place_of_summed_loss_is_refused",
+        "test_blocks_that_miss_a_layer_or_name_another_model_are_refused",
+        "test_model_that_sees_later_tokens_is_refused",
+        "test_changed_hidden_states_are_refused",
+    },
+    "test_readers": set(),
+    "test_readme": {
+        "test_every_command_is_marked_or_run_by_a_test",
+        "test_commands_parse",
+        "test_links_resolve",
+        "test_files_that_are_named_exist",
+        "test_help_helps",
+    },
+    "test_summarization_dataset": set(),
+    "test_survival": {"test_a_damaged_checkpoint_is_passed_over", "test_stopped_without_torchrun"},
+    "test_t5_runs": {
+        "test_killed_and_run_again_is_as_if_nothing_was",
+        "test_exports_reload_and_give_the_same_loss",
+        "test_bad_input_is_one_sentence",
+        "test_wrong_values_are_said_together",
+    },
+    "test_weight": set(),
+}
 WIDE = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -111,6 +141,16 @@ def check_equal_weights(one: Path, other: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark with `ci` all tests that `make test` leaves out."""
+    for item in items:
+        names = MAKE_TEST.get(item.path.stem)
+        is_in = names is not None and (not names or item.originalname in names)
+        if not is_in or item.originalname == "test_ten_steps_on_four_ranks":
+            item.add_marker(pytest.mark.ci)
 
 
 @pytest.fixture
