@@ -99,7 +99,7 @@ def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def reference(result: dict, directory: Path, in_4bit: bool, targets: list[str]) -> dict:
-    """The same steps by Transformers and peft on one process, a document at a time."""
+    """Return the same steps by Transformers and peft on one process, a document at a time."""
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     model = peft.get_peft_model(base(directory, in_4bit), config).train()
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -131,9 +131,9 @@ def test_ten_steps_equal_peft(ranks: int, variant: str, found: dict, wide_llama:
 
 
 @pytest.mark.parametrize("variant", ["lora", "lora_bf16", "nf4", "nf4_bf16"])
-def test_what_a_rank_holds(variant: str, found: dict) -> None:
-    """A shard of the base in the compute dtype or 4 bits; gradients and moments of adapters alone,
-    in fp32."""
+def test_rank_holds_a_shard_of_the_base_and_of_the_adapters(variant: str, found: dict) -> None:
+    """Base weights in the compute dtype or 4 bits; gradients and moments of the adapters alone, in
+    fp32."""
     result = found[2][variant]
     model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **WIDE))
     projections = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, nn.Linear))
@@ -147,8 +147,7 @@ def test_what_a_rank_holds(variant: str, found: dict) -> None:
 
 
 @pytest.mark.parametrize("variant", ["lora", "nf4"])
-def test_bf16_is_near(variant: str, found: dict) -> None:
-    """Base weights are held in 16 or 4 bits, adapters and their moments in fp32."""
+def test_bf16_losses_are_near_fp32(variant: str, found: dict) -> None:
     near, exact = found[2][f"{variant}_bf16"], found[2][variant]
     assert near["losses"] == pytest.approx(exact["losses"], abs=0.05)
     assert near["losses"] != pytest.approx(exact["losses"], abs=1e-6)
@@ -164,14 +163,14 @@ def flags(wide_llama: Path, chats: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks."""
+    """Return a finished run of two ranks."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "llama_fsdp.py", *flags, "--batch-size", "2", "--output-dir", output)
     return output
 
 
 def held_out_loss(model: nn.Module, flags: list[str]) -> float:
-    """The mean loss of the validation documents, one by one."""
+    """Return the mean loss of the validation documents, one by one."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
     total, count = 0.0, 0
@@ -184,8 +183,9 @@ def held_out_loss(model: nn.Module, flags: list[str]) -> float:
     return total / count
 
 
-def test_peft_finds_the_same_loss(uninterrupted: Path, flags: list[str], wide_llama: Path) -> None:
-    """With final/ and best/ on the weights in 4 bits. Nothing else is in the checkpoints."""
+def test_peft_loads_exports_with_the_same_loss(
+    uninterrupted: Path, flags: list[str], wide_llama: Path
+) -> None:
     val = losses(uninterrupted, "val")
     for name, expected in (("final", val[8]), ("best", min(val.values()))):
         model = peft.PeftModel.from_pretrained(base(wide_llama, True), uninterrupted / name).eval()
@@ -201,8 +201,9 @@ def test_peft_finds_the_same_loss(uninterrupted: Path, flags: list[str], wide_ll
 
 
 @pytest.mark.slow  # those of the scripts are killed in each make test
-def test_killed_and_run_again(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
-    """By SIGKILL, with dropout: equal to the last bit."""
+def test_killed_run_with_dropout_resumes_bit_for_bit(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
     command = [*flags, "--batch-size", "2", "--output-dir", str(tmp_path)]
     assert launch(
         2, "tests/workers/killed.py", "llama_fsdp", 1, 6, *command, check=False
@@ -215,10 +216,9 @@ def test_killed_and_run_again(uninterrupted: Path, flags: list[str], tmp_path: P
         check_equal_weights(tmp_path / name, uninterrupted / name)
 
 
-def test_evaluation_by_one_process(
+def test_evaluation_reads_base_and_adapters(
     uninterrupted: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """The weights below come from their files, the adapters from two ranks' checkpoint."""
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     words = [*flags, "--evaluate-only", "--output-dir", str(run)]
     llama_fsdp.fsdp_main(llama_fsdp.parse_args(words))
@@ -242,11 +242,11 @@ def test_evaluation_by_one_process(
     (["--model-name", "OTHER"], "base is "),
     (["ALL WEIGHTS"], "model is "),
 ])  # fmt: skip
-def test_another_run_is_refused(
+def test_resume_rejects_changed_adapters_or_base(
     changed: list[str], said: str, uninterrupted: Path, flags: list[str], wide_llama: Path,
     tmp_path: Path, capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    """In a sentence that names what differs; another base has other values, not other shapes."""
+    """Another base has other values, not other shapes."""
     shutil.copytree(wide_llama, tmp_path / "OTHER")
     tensors = weights(wide_llama)
     tensors["model.layers.1.mlp.up_proj.weight"] += 1
@@ -263,9 +263,9 @@ def test_another_run_is_refused(
     assert said in error
 
 
-def test_two_ranks_begin_and_one_ends(flags: list[str], wide_llama: Path, tmp_path: Path) -> None:
-    """From one file written in the background: the losses of a run that one process made. Merged,
-    final/ is what peft makes of its adapters, also when it is written afterwards."""
+def test_one_rank_resumes_two_and_merges_like_peft(
+    flags: list[str], wide_llama: Path, tmp_path: Path
+) -> None:
     common = [*flags, "--no-load-in-4bit", "--lora-dropout", "0", "--export-dtype", "fp32"]
     one = [*common, "--batch-size", "4"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -308,8 +308,9 @@ T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.
 ]
 
 
-def test_another_script_has_adapters(t5_directory: Path, pairs: Path, tmp_path: Path) -> None:
-    """By the same few lines: two ranks train and generate, and merge what Transformers loads."""
+def test_t5_copy_trains_and_merges_adapters(
+    t5_directory: Path, pairs: Path, tmp_path: Path
+) -> None:
     path = copy_script("T5_training", T5, "T5_lora", tmp_path)
     flags = ["--model-name", t5_directory, "--dataset", pairs, "--lora-rank", "4", "--lr", "1e-2",
              "--max-steps", "4", "--rouge-samples", "2", "--merge",
@@ -322,16 +323,16 @@ def test_another_script_has_adapters(t5_directory: Path, pairs: Path, tmp_path: 
 
 
 def held_out_pairs(pairs: Path) -> list[dict[str, torch.Tensor]]:
-    """The validation set, a sample at a time."""
+    """Return the validation set, a sample at a time."""
     args = T5_training.parse_args(["--dataset", str(pairs)])
     _, sets = summarization_dataset.load(args, ByT5Tokenizer())
     rows = sets[str(pairs)].with_format(None)
     return [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
 
 
-def test_routers_and_experts() -> None:
-    """A router is no projection, though Llama 4's is a Linear; what peft gives adapters besides, as
-    it does experts, is refused by name."""
+def test_routers_and_experts_get_no_adapters() -> None:
+    """Llama 4's router is a Linear module. peft would adapt experts in any case, so that is
+    refused."""
     router = small_model(Llama4ForCausalLM)
     args = llama_fsdp.parse_args(["--model-name", "tiny", *LORA])
     held = torch.float32, torch.device("cpu")
@@ -356,10 +357,9 @@ def test_routers_and_experts() -> None:
     (["--lora-rank", "4", "--optimizer", "paged_adamw_32bit"], "takes no DTensors"),
     (["--fsdp", "2", "--optimizer", "paged_adamw_32bit"], "takes no DTensors"),
 ])  # fmt: skip
-def test_flags_that_do_not_go_together(
+def test_conflicting_flags_are_refused(
     flags: list[str], said: str, capfd: pytest.CaptureFixture
 ) -> None:
-    """One line, before anything is started."""
     with pytest.raises(SystemExit) as end:
         llama_fsdp.parse_args(flags)
     assert end.value.code
@@ -371,11 +371,10 @@ def test_flags_that_do_not_go_together(
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: the projections are down_proj"),
     (["--load-in-4bit"], "is 32 wide, which bitsandbytes computes wrongly"),
 ])  # fmt: skip
-def test_models_that_do_not_do(
+def test_unsuitable_targets_and_widths_are_refused(
     flags: list[str], said: str, llama_directory: Path, tmp_path: Path,
     capfd: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
-    """What is no projection of theirs, and widths that bitsandbytes gets wrong on a CPU."""
     common = ["--model-name", str(llama_directory), "--lora-rank", "4", "--max-seq-length", "64"]
     args = llama_fsdp.parse_args([*common, "--output-dir", str(tmp_path / "run"), *flags])
     with pytest.raises(SystemExit) as end:
@@ -390,10 +389,9 @@ def test_models_that_do_not_do(
     (["--lora-rank", "4", "--load-in-4bit"], "bitsandbytes"),
     (["--optimizer", "paged_adamw_32bit"], "bitsandbytes"),
 ])  # fmt: skip
-def test_without_the_extras(
+def test_missing_package_is_named(
     flag: list[str], package: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sentence says what to install."""
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)

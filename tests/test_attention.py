@@ -33,7 +33,7 @@ BROKEN = "raise RuntimeError('built for another torch')"
 
 @pytest.fixture
 def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory where a test installs modules, on a machine whose GPU computes bf16."""
+    """Return a directory where a test installs modules, on a machine whose GPU computes bf16."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield tmp_path
@@ -51,7 +51,6 @@ def test_newest_flash_attn_that_imports_is_used(
     capability: tuple[int, int], changes: dict[str, str], origin: str | None,
     site_packages: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """If none does, the error says why."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     for name, text in (MODULES | changes).items():
         (site_packages / f"{name}.py").write_text(text)
@@ -103,7 +102,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch, batches: list[dict]) -> int:
 
 
 def packed(*rows: list[int]) -> dict[str, torch.Tensor | int]:
-    """A batch of documents of these lengths."""
+    """Return a batch of documents of these lengths."""
     document = {n: list(range(3, 4 + n)) for row in rows for n in row}
     return chat_dataset.collate(
         [[{"input_ids": document[n], "labels": document[n]} for n in row] for row in rows]
@@ -111,7 +110,7 @@ def packed(*rows: list[int]) -> dict[str, torch.Tensor | int]:
 
 
 def test_kernel_gets_the_longest_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest of each batch, including padding; other lengths cause no compilation."""
+    """Padding counts as a document. New lengths compile nothing."""
     told.clear()
     two = [[40, 24], [20, 44], [30, 34], [50, 14], [63, 1], [61, 3], [33, 31]]
     constant = [packed([40, 24], [24, 40])] * 2

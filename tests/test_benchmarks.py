@@ -23,7 +23,7 @@ def run(command: str) -> str:
 
 @pytest.fixture
 def run_all(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, which stands in no package."""
+    """Return the module, which stands in no package."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("run_all")
 
@@ -31,10 +31,9 @@ def run_all(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("processes", [1, 8])
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
-def test_flags_of_the_presets_exist(
+def test_presets_use_existing_flags_and_models(
     preset: str, processes: int, large: bool, run_all: ModuleType
 ) -> None:
-    """Of the program, or of the script whose flags it passes on; and so do models and shapes."""
     commands = run_all.programs(preset, processes, Path("data"), large)
     assert commands
     for command in commands.values():
@@ -49,9 +48,8 @@ def test_flags_of_the_presets_exist(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("peer, share", [("trl", 1.0), ("seq2seq", 2.0), ("trainer", 255 / 256)])
-def test_side_by_side(peer: str, share: float) -> None:
-    """Rows of all loops; the loss that a trainer reports is that of the model alone, but for the
-    factors that RESULTS.md names."""
+def test_trainers_report_the_same_loss(peer: str, share: float) -> None:
+    """Except for the factors that RESULTS.md names."""
     pytest.importorskip("trl" if peer == "trl" else "accelerate", reason=f"{peer} needs it")
     table = run(f"side_by_side.py --peers {peer} --rows 40 --epochs 1")
     for name in ("ours, ddp", "ours, full_shard", peer):
@@ -61,9 +59,8 @@ def test_side_by_side(peer: str, share: float) -> None:
 
 
 @pytest.mark.slow
-def test_memory_of_loads_and_exports() -> None:
-    """1.1B parameters from 16 bits: a load holds the shard and little more, an export the file that
-    rank 0 collects, here the whole model in fp32."""
+def test_load_holds_a_shard_and_export_one_file() -> None:
+    """A model of 1.1B parameters, stored in 16 bits."""
     pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
     flags = "saving.py --model 1.1B --turns 1 --stages load export --ways ours-fsdp1 ours-fsdp2"
     found = json.loads(run(flags).splitlines()[-1])
@@ -75,15 +72,13 @@ def test_memory_of_loads_and_exports() -> None:
 
 
 @pytest.mark.slow
-def test_estimate() -> None:
-    """What is held is what was estimated, to the last digit shown."""
+def test_measured_bytes_equal_the_estimate() -> None:
     pairs = re.findall(r"([0-9.]+) / ([0-9.]+)", run("estimate.py --models tiny-t5 tiny"))
     assert len(pairs) == 18 and all(estimated == found for estimated, found in pairs)
 
 
 @pytest.mark.slow
-def test_compare_strategies() -> None:
-    """Within three minutes; FULL_SHARD holds half of what DDP does, and DDP is 1.00 of DDP."""
+def test_full_shard_holds_half_of_ddp() -> None:
     start = time.monotonic()
     command = [sys.executable, ROOT / "benchmarks/compare_strategies.py", "--steps", "3"]
     table = subprocess.check_output(command, text=True)

@@ -41,7 +41,7 @@ VARIANTS = [  # --cpu-offload needs a GPU
 @pytest.mark.parametrize(
     "more", [[], *(pytest.param(more, marks=pytest.mark.slow) for more in VARIANTS)], ids=" ".join
 )
-def test_training_with_exports_equals_training_without(
+def test_exports_during_training_change_nothing(
     more: list[str], flags: list[str], chats: Path, wide_llama: Path, tmp_path: Path
 ) -> None:
     """To the last bit, on two ranks."""
@@ -63,10 +63,9 @@ def test_training_with_exports_equals_training_without(
     assert metrics(tmp_path / "without", "done")[0]["best_step"] == done["best_step"]
 
 
-def test_a_failed_export_keeps_the_best_weights_before(
+def test_failed_export_keeps_the_previous_best(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """Training continues, and neither best_loss nor best_step changes."""
     export_model = export.export_model
     paths = []
 
@@ -85,8 +84,7 @@ def test_a_failed_export_keeps_the_best_weights_before(
     assert metrics(tmp_path, "done")[0]["best_step"] == step_of_best(tmp_path) == 2
 
 
-def test_an_older_checkpoint_exports_again(flags: list[str], tmp_path: Path) -> None:
-    """best/ of a step that the checkpoint has not reached does not count, nor does a lost one."""
+def test_resume_from_older_checkpoint_exports_best_again(flags: list[str], tmp_path: Path) -> None:
     run(flags, tmp_path / "whole")
     for damage in ("older", "without best"):
         path = Path(shutil.copytree(tmp_path / "whole", tmp_path / damage))
@@ -100,10 +98,9 @@ def test_an_older_checkpoint_exports_again(flags: list[str], tmp_path: Path) -> 
         assert step_of_best(path) == 6
 
 
-def test_a_stop_before_the_export_repeats_the_validation(
+def test_stop_before_the_export_repeats_the_validation(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run saves with the validation still due, and exports when it resumes."""
     run(flags, tmp_path / "whole")
     on_any = ranks.true_on_any
     asked = []

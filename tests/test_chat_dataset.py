@@ -197,7 +197,7 @@ def check_documents(chat: list[dict], tools: list | None, tokenizer: object) -> 
 
 
 @pytest.mark.parametrize("name, chat", PAIRS)
-def test_answers_are_learned_exactly(name: str, chat: str) -> None:
+def test_labels_are_exactly_the_answers(name: str, chat: str) -> None:
     tools = [TOOL] if chat == "tools" else None
     count = check_documents(CHATS[chat], tools, known_tokenizer(name))
     assert count == SEVERAL.get(name, {}).get(chat, 1)
@@ -228,7 +228,7 @@ def random_chats(seed: int, count: int) -> list[list[dict]]:
 @pytest.mark.parametrize(
     "name", ["our llama 2", "llama 3", "our chatml", "mistral", "qwen 3", "gemma"]
 )
-def test_random_chats_are_learned_exactly(name: str, count: int) -> None:
+def test_labels_of_random_chats_are_exactly_the_answers(name: str, count: int) -> None:
     tokenizer = known_tokenizer(name)
     checked = 0
     for chat in random_chats(len(name), count):
@@ -242,8 +242,7 @@ def test_random_chats_are_learned_exactly(name: str, count: int) -> None:
     assert checked > 0.6 * count
 
 
-def test_answers_and_eos() -> None:
-    """An answer at the end gets EOS once, a question does not; a header is never a target."""
+def test_last_answer_gets_one_eos() -> None:
     plain = [f" {turn['content']} <|endoftext|>" for turn in CHAT[2::2]]
     tokenizer = letters()
     ((ids, labels),) = encode(CHAT, tokenizer)
@@ -260,7 +259,6 @@ def test_answers_and_eos() -> None:
 
 
 def test_thoughts_are_learned_once() -> None:
-    """Beside the content as within it; dropped from the document of the second answer."""
     tokenizer = known_tokenizer("qwen 3")
     found = encode(THOUGHTS[:5], tokenizer)
     texts = [spans(ids, labels, tokenizer) for ids, labels in found]
@@ -282,7 +280,9 @@ def test_thoughts_are_learned_once() -> None:
         ("{{ messages + 1 }}", [USER, ASSISTANT], "refuses the chat: can only concatenate"),
     ],
 )
-def test_template_refuses_or_drops(template: str, chat: list[dict], message: str) -> None:
+def test_template_that_drops_content_is_refused(
+    template: str, chat: list[dict], message: str
+) -> None:
     tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=template)
     with pytest.raises(ValueError, match=message):
         encode(chat, tokenizer)
@@ -290,7 +290,9 @@ def test_template_refuses_or_drops(template: str, chat: list[dict], message: str
         encode([USER, ASSISTANT], known_tokenizer("chatml"), [TOOL])
 
 
-def test_chat_template_flag(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_chat_template_flag_replaces_the_template(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     (tmp_path / "own.jinja").write_text(CHATML)
     for own, wanted, template, words in (
         (None, None, chats.LLAMA_2, "no chat template: using llama-2"),
@@ -308,8 +310,7 @@ def test_chat_template_flag(tmp_path: Path, capfd: pytest.CaptureFixture) -> Non
         chats.set_chat_template(tokenizer, str(tmp_path / "own.jinja"))
 
 
-def test_template_with_a_date() -> None:
-    """It always gets the same day."""
+def test_template_always_writes_the_same_date() -> None:
     dated = "{{ strftime_now('%d %b %Y') }}" + PROMPTER
     ((ids, _),) = encode(CHAT, letters(dated))
     assert letters().decode(ids).startswith("26 Jul 2024<|system|>")
@@ -318,8 +319,8 @@ def test_template_with_a_date() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
-def test_tool_arguments_are_as_in_the_file(name: str, tmp_path: Path) -> None:
-    """Nulls, order, dates and large integers. Parquet gives all objects the same members."""
+def test_tool_arguments_equal_the_file(name: str, tmp_path: Path) -> None:
+    """Parquet gives all objects the same members."""
     given = [GIVEN, {}, {"b": None, "a": 1}]
     rows = []
     for i, values in enumerate(given):
@@ -378,7 +379,7 @@ def test_formats_give_the_same_chat(tmp_path: Path) -> None:
         ({"prompt": [USER, ASSISTANT], "completion": "b"}, "the prompt has an assistant turn"),
     ],
 )
-def test_unusable_chats(row: dict, message: str) -> None:
+def test_unusable_chats_are_refused(row: dict, message: str) -> None:
     kind = next(kind for kind, needed in chats.COLUMNS.items() if {*needed} <= {*row})
     with pytest.raises((ValueError, TypeError), match=message):
         chats.read_chat(row, kind)
@@ -400,7 +401,6 @@ def test_bad_rows_are_named_or_skipped(tmp_path: Path, capfd: pytest.CaptureFixt
 
 
 def test_hold_out_keeps_equal_prompts_together(tmp_path: Path) -> None:
-    """So do the documents of one chat; 5% of the prompts are held out, at least one."""
     turns = [[USER | {"content": str(i // 2)}, *CHAT[2 : 3 + i % 2 * 2]] for i in range(200)]
     path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
     rows = documents(path, known_tokenizer("qwen 3"))
@@ -412,8 +412,9 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path: Path) -> None:
         chat_dataset.hold_out("x", rows.select([0, 0]))
 
 
-def test_load_several_data_sets(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    """Each is validated on by itself, or all of --val-dataset; a name given twice counts twice."""
+def test_each_data_set_is_validated_on_its_own(
+    tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
     paths = []
     for name in "abc":
         rows = [{"prompt": f"{name} {i}", "completion": str(i)} for i in range(40)]
@@ -433,10 +434,10 @@ def test_load_several_data_sets(tmp_path: Path, capfd: pytest.CaptureFixture) ->
 
 
 @pytest.mark.parametrize("long, lost", [(10, False), (11, True), (51, None)])
-def test_prompts_longer_than_the_sequence(
+def test_prompts_longer_than_the_sequence_warn_or_fail(
     long: int, lost: bool | None, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """Above a tenth a warning, above half an error that names a better length."""
+    """Above a tenth they cause a warning, above half an error."""
     prompts = ["?" * (1 + i) if i < 100 - long else "?" * (99 + i) for i in range(100)]
     path = write(tmp_path / "chats.jsonl", [{"prompt": x, "completion": "x"} for x in prompts])
     args = arguments(max_seq_length=150)
@@ -459,7 +460,6 @@ def small() -> Dataset:
 
 
 def test_packs_depend_on_seed_and_epoch(small: Dataset) -> None:
-    """Their number does not."""
 
     def packs(seed: int, epoch: int) -> list[list[list[int]]]:
         found = chat_dataset.Packs(small, arguments(max_seq_length=64, seed=seed))
@@ -487,8 +487,7 @@ def document(*ids: int, prompt: int = 1) -> dict[str, list[int]]:
     return {"input_ids": list(ids), "labels": [-100] * prompt + list(ids[prompt:])}
 
 
-def test_collate() -> None:
-    """Two rows, one of them with two documents: nothing is predicted across their border."""
+def test_collate_predicts_nothing_across_documents() -> None:
     rows = [[document(3, 4, 5, 6), document(7, 8, 9, 10, 11, prompt=3)], [document(*range(20, 29))]]
     batch = chat_dataset.collate(rows)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -506,8 +505,8 @@ def test_collate() -> None:
     assert wide["cu_seq_lens"].tolist() == [0, 9, 16, 17, 32] and wide["longest_document"] == 15
 
 
-def test_collate_of_nothing() -> None:
-    """A row without targets, for a rank that has nothing left."""
+def test_empty_batch_has_no_targets() -> None:
+    """A rank that has no samples left gets one."""
     batch = chat_dataset.collate([])
     assert batch["input_ids"].tolist() == batch["position_ids"].tolist() == [[0] * 8]
     assert batch["labels"].tolist() == [[-100] * 8]

@@ -17,7 +17,6 @@ SHORT = {  # flags that keep texts short
 
 @pytest.mark.parametrize("script", SHORT)
 def test_copied_script_trains_resumes_and_exports(script: str, tmp_path: Path) -> None:
-    """In an empty directory, without the repository."""
     copy = tmp_path / "copy"
     command = [sys.executable, ROOT / "tools/copy_script.py", script, copy]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True)

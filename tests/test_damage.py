@@ -21,7 +21,7 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks, whose checkpoints have the shards of both."""
+    """Return a finished run of two ranks, whose checkpoints have the shards of both."""
     path = tmp_path_factory.mktemp("original") / "run"
     launch(2, "gpt2_fsdp.py", *flags, "--output-dir", path)
     return path
@@ -70,17 +70,17 @@ DAMAGES = (flip, flip_early, cut, empty, zero, delete, exchange)
 
 
 def files(directory: Path) -> list[str]:
-    """The names of a directory's files; fails if there is none."""
+    """Return the names of a directory's files; fails if there is none."""
     found = sorted(path.name for path in directory.iterdir())
     assert found, directory
     return found
 
 
 @pytest.mark.slow
-def test_each_file_of_a_checkpoint(
+def test_damaged_checkpoint_file_is_named_and_skipped(
     original: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """The file is named, the checkpoint before is used, and the losses are as they were."""
+    """The run resumes from the previous checkpoint, with the same losses."""
     clean = Path(shutil.copytree(original, tmp_path / "clean"))
     shutil.rmtree(clean / "checkpoints/step-00000008")
     assert start(clean, flags, "--max-steps", "10") == 0
@@ -113,8 +113,10 @@ def test_each_file_of_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_each_other_file_of_a_run(original: Path, flags: list[str], tmp_path: Path) -> None:
-    """The run goes on as it would have; of metrics.jsonl its lines are lost."""
+def test_damaged_status_metrics_and_best_are_survived(
+    original: Path, flags: list[str], tmp_path: Path
+) -> None:
+    """Only the damaged lines of metrics.jsonl are lost."""
     clean = Path(shutil.copytree(original, tmp_path / "clean"))
     assert start(clean, flags, "--max-steps", "10") == 0
     names = ("status", "metrics.jsonl", "best/validation.json")
@@ -133,11 +135,11 @@ def test_each_other_file_of_a_run(original: Path, flags: list[str], tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_each_file_of_an_export(
+def test_damaged_export_is_refused_as_a_model(
     original: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """A run that begins with it refuses what is not whole; a flipped weight has no checksum in this
-    format. The run that wrote it does not read it, and writes it anew."""
+    """Safetensors has no checksum, so a flipped bit is not among the cases. The run that wrote an
+    export replaces it."""
     outcomes = {}
     for name, damage in itertools.product(files(original / "final"), (cut, empty, zero, delete)):
         run = Path(shutil.copytree(original, tmp_path / "run"))

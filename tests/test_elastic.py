@@ -28,10 +28,10 @@ def parsed(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Name
     [(64, 8, 1, (8, 8)), (64, 8, 8, (8, 1)), (64, 64, 2, (32, 1)), (60, 8, 2, (6, 5)),
      (26, 8, 2, (1, 13)), (8, 1, 8, (1, 1))],
 )  # fmt: skip
-def test_micro_batches(
+def test_micro_batches_keep_the_global_batch(
     total: int, most: int, processes: int, micro_batches: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As few as can be, of one size, and at most --batch-size; the estimator has the same."""
+    """The estimator splits it alike."""
     flags = ["--global-batch-size", str(total), "--batch-size", str(most)]
     args = parsed(processes, monkeypatch, *flags)
     assert (args.batch_size, args.gradient_accumulation_steps) == micro_batches
@@ -49,10 +49,10 @@ def test_micro_batches(
          "--global-batch-size and --gradient-accumulation-steps exclude each other"),
     ],
 )  # fmt: skip
-def test_what_cannot_be(
+def test_impossible_batches_are_refused(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """One sentence; an export, on any number of processes, has no batch."""
+    """An export has no batch."""
     with pytest.raises(SystemExit):
         parsed(8, monkeypatch, *flags)
     (error,) = errors_said(capfd.readouterr().err)
@@ -103,8 +103,9 @@ def nodes() -> Iterator[list[Nodes]]:
 
 
 @pytest.mark.slow
-def test_a_node_joins_and_is_lost(nodes: list[Nodes], chats: Path, tmp_path: Path) -> None:
-    """One process, then two, then one: the losses of an uninterrupted run."""
+def test_node_that_joins_and_leaves_keeps_the_losses(
+    nodes: list[Nodes], chats: Path, tmp_path: Path
+) -> None:
     flags = ["--model-name", "tiny", "--dataset", chats, "--max-seq-length", "64", "--max-steps",
              "120", "--epochs", "1000", "--log-every", "1", "--save-every", "20", "--eval-every",
              "0", "--lr", "1e-3", "--batch-size", "2", "--global-batch-size", "8"]  # fmt: skip

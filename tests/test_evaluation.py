@@ -18,7 +18,8 @@ import T5_training
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path) -> list[str]:
-    """A model that learns to write the same words under any text, and so some of each headline."""
+    """Return a model that learns to write the same words under any text, and so some of each
+    headline."""
     path = tmp_path_factory.mktemp("pairs") / "sums.jsonl"
     rows = []
     for i in range(200):
@@ -38,7 +39,7 @@ def run(flags: list[str], output: Path, *more: object) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of one process."""
+    """Return a finished run of one process."""
     output = tmp_path_factory.mktemp("run") / "trained"
     run(flags, output)
     return output
@@ -46,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
 
 @pytest.fixture
 def finished(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, to evaluate."""
+    """Return a copy of it, to evaluate."""
     return Path(shutil.copytree(trained, tmp_path / "finished"))
 
 
@@ -56,12 +57,12 @@ def evaluation(output: Path) -> dict:
 
 
 def predictions(output: Path) -> list[dict[str, str]]:
-    """The lines of predictions.jsonl."""
+    """Return the lines of predictions.jsonl."""
     return [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
 
 
 def contents(output: Path) -> dict[str, tuple[bytes, int]]:
-    """All that a training has left, and when each file was written."""
+    """Return all that a training has left, and when each file was written."""
     found = {}
     for path in output.rglob("*"):
         if path.is_file() and path.name not in ("evaluation.json", "predictions.jsonl"):
@@ -70,9 +71,9 @@ def contents(output: Path) -> dict[str, tuple[bytes, int]]:
     return found
 
 
-def test_one_and_two_processes(finished: Path, flags: list[str], tmp_path: Path) -> None:
-    """final/ on one under DDP and on two under FSDP2: the loss of the training, and the same texts
-    of a beam search, each once and in order. Damaged checkpoints do not matter."""
+def test_two_processes_evaluate_like_one(finished: Path, flags: list[str], tmp_path: Path) -> None:
+    """The loss of the training, and the same texts by beam search. Damaged checkpoints do not
+    matter."""
     (finished / "checkpoints/step-00000090/.metadata").write_bytes(b"")
     before = contents(finished)
     final = ["--model-name", finished / "final"]
@@ -111,8 +112,7 @@ def test_one_and_two_processes(finished: Path, flags: list[str], tmp_path: Path)
         assert one[kind] == two[kind] > 0
 
 
-def test_beams_are_those_of_transformers(finished: Path, flags: list[str]) -> None:
-    """And --rouge-samples takes the first examples, as at the end of a training."""
+def test_beam_search_equals_transformers(finished: Path, flags: list[str]) -> None:
     final = ["--model-name", finished / "final"]
     run(flags, finished, "--evaluate-only", "--rouge-samples", "3", "--num-beams", "4", *final)
     rows = predictions(finished)
@@ -130,8 +130,7 @@ def test_beams_are_those_of_transformers(finished: Path, flags: list[str]) -> No
     }
 
 
-def test_stopped(finished: Path, flags: list[str]) -> None:
-    """The status stays that of the training."""
+def test_stopped_evaluation_keeps_the_status(finished: Path, flags: list[str]) -> None:
     before = contents(finished)
     worker = ["tests/workers/phases.py", "T5_training", "generation", "100"]
     command = [sys.executable, *worker, *flags, "--evaluate-only", "--output-dir", str(finished)]

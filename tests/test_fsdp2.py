@@ -40,8 +40,7 @@ def loads(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_weights_are_those_of_the_files(script: str, way: str, loads: dict) -> None:
-    """To the last bit, tied ones too; and each rank has its share of the bytes."""
+def test_loaded_weights_equal_the_files(script: str, way: str, loads: dict) -> None:
     path = loads["directory"] / script / way
     kind = AutoModelForSeq2SeqLM if script == "T5_training" else AutoModelForCausalLM
     ours = kind.from_pretrained(path)
@@ -58,9 +57,11 @@ def test_weights_are_those_of_the_files(script: str, way: str, loads: dict) -> N
     assert {rank["tied"] for rank in everyone} == {theirs.config.tie_word_embeddings}
 
 
-def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
-    """FSDP1 on two ranks, 2 on four, 1 on two, killed each time, then DDP on one: the losses of a
-    run that was not interrupted. Saved in shards, in one file in the background, and again."""
+def test_checkpoints_cross_strategies_and_world_sizes(
+    gpt2_directory: Path, texts: tuple, tmp_path: Path
+) -> None:
+    """FSDP1 on 2 ranks, FSDP2 on 4, FSDP1 on 2, killed each time, then DDP on 1: sharded, full and
+    asynchronous saves."""
     common = ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
               str(texts[1]), "--block-size", "32", "--num-train-samples", "35",
               "--num-val-samples", "0", "--max-steps", "8", "--log-every", "1", "--eval-every", "3",

@@ -68,7 +68,7 @@ def four_ranks(
 
 @pytest.fixture(scope="module")
 def reference(two_ranks: dict, gpt2_directory: Path) -> dict:
-    """The same ten global batches in a plain training loop, an example at a time."""
+    """Return the same ten global batches in a plain training loop, an example at a time."""
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory, dtype=torch.float32)
     model.train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -107,13 +107,14 @@ def check_parity(result: dict, reference: dict) -> None:
 
 
 @pytest.mark.parametrize("variant", [name for name in TWO_RANKS if "bf16" not in name])
-def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, reference: dict) -> None:
-    """With the short last block, and steps that the ranks cannot share out evenly."""
+def test_ten_steps_on_two_ranks_equal_plain_pytorch(
+    variant: str, two_ranks: dict, reference: dict
+) -> None:
+    """With the short last block, and steps that the ranks cannot share evenly."""
     check_parity(two_ranks[variant], reference)
 
 
-def test_recomputation_changes_nothing(two_ranks: dict) -> None:
-    """Of blocks, or of all of them but their attention."""
+def test_recomputation_changes_no_loss(two_ranks: dict) -> None:
     check_recomputation(
         two_ranks,
         activation_checkpointing="full_shard",
@@ -124,16 +125,15 @@ def test_recomputation_changes_nothing(two_ranks: dict) -> None:
     )
 
 
-def test_nothing_waits_for_the_device(two_ranks: dict) -> None:
-    """Nor are there other collectives in a step than each unit's three (the root stays gathered for
-    the backward pass), the exchange, and the gradient norm."""
+def test_step_never_waits_for_the_device(two_ranks: dict) -> None:
+    """A step has three collectives for each unit (the root stays gathered for the backward pass),
+    one for the gradient norm and one exchange."""
     check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
     for name in ("full_shard", "fsdp2"):
         assert two_ranks[name]["collectives"] == 3 * two_ranks[name]["units"] + 1
 
 
-def test_a_bad_step_changes_nothing(two_ranks: dict) -> None:
-    """No weight, moment or count of steps, whoever steps; and it is told when it is checked."""
+def test_bad_step_changes_nothing_and_is_reported(two_ranks: dict) -> None:
     for name in ("full_shard", "fsdp2", "ddp"):
         (changed, infinite), (changed_by_empty, empty) = two_ranks[name]["bad"].values()
         assert changed == changed_by_empty == [], name
@@ -144,8 +144,7 @@ def test_a_bad_step_changes_nothing(two_ranks: dict) -> None:
 
 
 @pytest.mark.parametrize("name", ["Lion", "SGD", "AdamW"])
-def test_an_optimizer_that_is_not_fused(name: str, two_ranks: dict) -> None:
-    """It resumes to the bit, and a NaN changes nothing, though it looks at no `found_inf`."""
+def test_unfused_optimizer_resumes_and_skips_nan_steps(name: str, two_ranks: dict) -> None:
     found = two_ranks["other optimizers"][name]
     (losses, parameters), (again, their_parameters) = found["runs"]
     assert losses == again and len(losses) == 2
@@ -155,8 +154,7 @@ def test_an_optimizer_that_is_not_fused(name: str, two_ranks: dict) -> None:
 
 
 @pytest.mark.parametrize("fsdp", ["1", "2"])
-def test_what_a_script_trains_besides_goes_on(fsdp: str, two_ranks: dict) -> None:
-    """An average of the weights, its count of updates too, as that of an uninterrupted run."""
+def test_average_of_the_weights_resumes(fsdp: str, two_ranks: dict) -> None:
     found = two_ranks["ema"][fsdp]
     (count, average), (their_count, theirs) = found["averages"]
     assert count == their_count == 5
@@ -170,10 +168,9 @@ def test_what_a_script_trains_besides_goes_on(fsdp: str, two_ranks: dict) -> Non
     ("            run.describe(model, tokenizer)\n", "", "Call run.describe"),
     ("        with step:\n", "        if step:\n", "The step was not entered"),
 ])  # fmt: skip
-def test_a_loop_that_leaves_something_out_ends_in_its_first_step(
+def test_incomplete_loop_fails_in_its_first_step(
     old: str, new: str, said: str, tmp_path: Path
 ) -> None:
-    """With a sentence, and nothing saved."""
     script = copied("gpt2_fsdp", {old: new})
     flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "9",
              "--num-val-samples", "2", "--block-size", "32", "--output-dir",
@@ -183,8 +180,7 @@ def test_a_loop_that_leaves_something_out_ends_in_its_first_step(
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
-    """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
+def test_blocks_compile_without_graph_breaks(two_ranks: dict) -> None:
     compiled = two_ranks["fsdp2_compile"]
     assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
     assert len({length for _, length in compiled["shapes"]}) > 1
@@ -193,21 +189,21 @@ def test_compiled_blocks_are_compiled(two_ranks: dict) -> None:
 
 @pytest.mark.slow  # Llama's are not
 @pytest.mark.parametrize("variant", FOUR_RANKS)
-def test_ten_steps_on_four_ranks(variant: str, four_ranks: dict, reference: dict) -> None:
-    """HYBRID_SHARD as 2 x 2 among them."""
+def test_ten_steps_on_four_ranks_equal_plain_pytorch(
+    variant: str, four_ranks: dict, reference: dict
+) -> None:
     check_parity(four_ranks[variant], reference)
 
 
 @pytest.mark.parametrize("variant", ["bf16", "ddp_bf16", "fsdp2_bf16"])
-def test_bf16_is_near(variant: str, two_ranks: dict, reference: dict) -> None:
-    """And not equal: the policy, or under DDP autocast, is in force."""
+def test_bf16_losses_are_near_fp32(variant: str, two_ranks: dict, reference: dict) -> None:
     losses = two_ranks[variant]["losses"]
     assert losses == pytest.approx(reference["losses"], abs=0.05)
     assert losses != pytest.approx(reference["losses"], abs=1e-5)
 
 
-def test_units(two_ranks: dict) -> None:
-    """Blocks and the root; by size, more of them, and never one that holds the tied embedding."""
+def test_units_are_blocks_and_root(two_ranks: dict) -> None:
+    """Wrapping by size makes more units, and none of them contains the tied embedding."""
     assert two_ranks["full_shard"]["units"] == two_ranks["fsdp2"]["units"] == 4
     assert two_ranks["size"]["units"] > 4
     assert two_ranks["ddp"]["units"] == 0
@@ -218,10 +214,9 @@ def test_units(two_ranks: dict) -> None:
     ("full_shard", 4), ("shard_grad_op", 4), ("hybrid_shard", 2), ("ddp", 1),
     ("fsdp2_full_shard", 4), ("fsdp2_hybrid_shard", 2),
 ])  # fmt: skip
-def test_bytes_held_are_what_the_strategy_promises(
+def test_rank_holds_its_share_of_the_bytes(
     strategy: str, share: int, four_ranks: dict, reference: dict
 ) -> None:
-    """After backward, of each: parameters, gradients, and both moments of AdamW."""
     count = sum(grad.numel() for grad in reference["gradient"].values())
     padding = 4 * 16 * four_ranks["full_shard"]["units"]  # at most 15 elements a unit, and rounding
     result = four_ranks[strategy]
@@ -232,10 +227,9 @@ def test_bytes_held_are_what_the_strategy_promises(
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_prompts_are_continued_as_by_plain_generate(
+def test_prompts_continue_like_plain_generate(
     fsdp: int, two_ranks: dict, gpt2_directory: Path
 ) -> None:
-    """The model as it was loaded, under FULL_SHARD on two ranks, in fp32."""
     tokenizer = ByT5Tokenizer()
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
     texts = two_ranks[f"untrained {fsdp}"]["texts"]
@@ -246,8 +240,7 @@ def test_prompts_are_continued_as_by_plain_generate(
         assert tokenizer.decode(output[0, ids.input_ids.size(1) :]) == continued
 
 
-def test_loss_without_logits_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value and gradients to 1e-5 in fp32, over several chunks."""
+def test_chunked_loss_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=500, n_positions=256)
     model = gpt2_fsdp.LossModel(config).eval()
@@ -274,8 +267,8 @@ def functions(path: Path) -> dict[str, str]:
     return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
-def test_gelu_in_one_kernel_is_the_same() -> None:
-    """Logits and gradients as by Transformers' own; autograd keeps a tensor where it kept four."""
+def test_fused_gelu_equals_transformers() -> None:
+    """Autograd keeps one tensor instead of four."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
     model = transformers.GPT2LMHeadModel(config).eval()
@@ -300,8 +293,7 @@ def test_gelu_in_one_kernel_is_the_same() -> None:
     assert (kept, fused_kept) == (8, 2)  # of two blocks
 
 
-def test_functions_meant_to_be_identical_are() -> None:
-    """So that copies cannot drift."""
+def test_scripts_share_identical_functions() -> None:
     t5, gpt2 = functions(ROOT / "T5_training.py"), functions(ROOT / "gpt2_fsdp.py")
     llama = functions(ROOT / "llama_fsdp.py")
     for name in ("setup", "cleanup", "load_data", "validation"):
@@ -314,8 +306,7 @@ def test_functions_meant_to_be_identical_are() -> None:
     assert loops[0] == loops[1] == loops[2] and "scaler.step(optimizer)" in loops[0]
 
 
-def test_blocks_lose_nothing() -> None:
-    """Every token but the first is predicted once; the tail is kept."""
+def test_blocks_predict_every_token_once() -> None:
     rows = [{"input_ids": list(range(10))}, {"input_ids": []}, {"input_ids": list(range(10, 23))}]
     cut = [block["input_ids"] for block in block_dataset.blocks(rows, 5)]
     assert [len(block) for block in cut] == [6, 6, 6, 6, 3]
@@ -328,7 +319,7 @@ def test_blocks_lose_nothing() -> None:
 
 
 def load(tmp_path: Path, *flags: str) -> Dataset:
-    """The training blocks that these flags give."""
+    """Return the training blocks that these flags give."""
     args = gpt2_fsdp.parse_args(["--model-name", "tiny", "--block-size", "16", *flags])
     return block_dataset.load_blocks(args.dataset[0], ByT5Tokenizer(), args)["train"]
 
@@ -340,7 +331,6 @@ def decoded(rows: Dataset) -> str:
 
 
 def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
-    """Text files (globs too) line by line; rows of JSONL and Parquet; rows that go on."""
     for name, text in (("a.txt", "one\u2028\x85 <unk> \ntwo\n"), ("b.txt", "three")):
         (tmp_path / name).write_text(text)
     rows = [{"body": "four"}, {"body": ""}, {"body": "five\n"}, {"body": "six"}]
@@ -362,10 +352,9 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     assert decoded(load(tmp_path, "--dataset", str(tmp_path / "b.txt"), *some)) == "changed</s>"
 
 
-def test_the_end_is_held_out_without_a_val_file(
+def test_end_is_held_out_without_validation_data(
     texts: tuple, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """A twentieth of the blocks, at least one; no token of it is trained on; one block is none."""
     path = tmp_path / "all.txt"
     path.write_text(texts[0].read_text() * 3)
     flags = ["--dataset", str(path), "--block-size", "16", "--model-name", "tiny"]
@@ -395,11 +384,10 @@ def test_the_end_is_held_out_without_a_val_file(
     (b"", ["--output-dir", "tests", "--model-name", str(ROOT / "tests")], "the model's own direct"),
     (b"", ["--model-name", "NO EOS"], "has a tokenizer without an EOS token"),
 ])  # fmt: skip
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_one_message(
     content: bytes, flags: list, said: str | None, texts: tuple, tmp_path: Path,
     gpt2_directory: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Before training, with an exit code that is not 0."""
     if torch.cuda.is_available() and flags == ["--cpu-offload"]:
         pytest.skip("there is a GPU")
     file = tmp_path / "train.txt"
@@ -439,10 +427,9 @@ ACCUMULATE = ["--gradient-accumulation-steps", "2"]
     ("1", ["--export-only"], ""),
     ("2", [], ""),
 ])  # fmt: skip
-def test_where_offload_would_train_wrongly(
+def test_offload_is_refused_where_it_trains_incorrectly(
     processes: str, flags: list[str], refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused there, and taken elsewhere."""
     monkeypatch.setattr(policies.ranks, "device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", processes)
     parser = argparse.ArgumentParser()

@@ -49,26 +49,23 @@ def reloaded(directory: Path, text: Path, size: int) -> dict:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks under FSDP2, with dropout."""
+    """Return a finished run of two ranks under FSDP2, with dropout."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", output]
     launch(2, "gpt2_fsdp.py", *command, "--profile", 3)
     return output
 
 
-def test_a_step_is_profiled(uninterrupted: Path) -> None:
-    """With what computes, what communicates and what optimizes, once."""
+def test_profile_contains_compute_and_communication(uninterrupted: Path) -> None:
     trace = json.loads(gzip.decompress((uninterrupted / "trace-step-3.json.gz").read_bytes()))
     names = [event["name"] for event in trace["traceEvents"]]
     assert "gloo:all_reduce" in names and "aten::embedding" in names
     assert names.count("Optimizer.step#AdamW.step") == 1
 
 
-def test_killed_and_run_again_is_as_if_nothing_was(
+def test_killed_run_under_fsdp2_resumes_bit_for_bit(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """The same command after SIGKILL in the middle of an epoch: equal to the last bit. Under FSDP2;
-    the other scripts' tests have FSDP1."""
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", tmp_path]
     assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 1, 8, *command, check=False).returncode
     launch(2, "gpt2_fsdp.py", *command)
@@ -78,10 +75,10 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     check_equal_weights(tmp_path / "final", uninterrupted / "final")
 
 
-def test_resumed_by_one_process_under_ddp(
+def test_one_ddp_process_resumes_two_shard_grad_op_ranks(
     gpt2_directory: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """Two ranks by size under SHARD_GRAD_OP, killed; one process goes on. Without dropout."""
+    """Units are wrapped by size. The model has no dropout."""
     flags = [*flags, "--model-name", str(gpt2_directory)]
     whole = [*flags, "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(whole))
@@ -97,8 +94,9 @@ def test_resumed_by_one_process_under_ddp(
         assert losses(tmp_path / "parts", event) == pytest.approx(there, abs=1e-5)
 
 
-def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple) -> None:
-    """Plain transformers gives the run's perplexity; peak memory is logged."""
+def test_export_has_the_run_s_perplexity(
+    uninterrupted: Path, flags: list[str], texts: tuple
+) -> None:
     val = losses(uninterrupted, "val")
     found = reloaded(uninterrupted / "final", texts[1], 32)
     assert math.exp(found["loss"]) == pytest.approx(math.exp(val[8]), rel=1e-5)

@@ -97,7 +97,7 @@ def save(name: str, directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a directory for each of MODELS."""
+    """Return a folder with a directory for each of MODELS."""
     folder = tmp_path_factory.mktemp("models")
     for name in MODELS:
         save(name, folder / name)
@@ -118,17 +118,17 @@ def differences(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("way", ["fsdp1", "fsdp2", "ddp"])
 @pytest.mark.parametrize("name", MODELS)
-def test_loads_and_exports_equal_those_of_transformers(
+def test_loads_and_exports_equal_transformers(
     name: str, way: str, ranks: int, differences: dict
 ) -> None:
-    """Logits and buffers in fp32; keys, dtypes and values of exported files: to the last bit."""
+    """Logits, buffers, and the keys, dtypes and values of exported files, to the last bit."""
     assert differences[ranks][f"{name} {way}"] == []
 
 
-def test_older_keys_and_superfluous_ones_are_accepted(
+def test_older_and_extra_keys_are_accepted(
     alone: None, t5_directory: Path, gpt2_directory: Path, tmp_path: Path
 ) -> None:
-    """t5-base carries one bias too many and the embedding twice; GPT-2's keys lack the prefix."""
+    """t5-base has one bias too many and the embedding twice. GPT-2's keys lack the prefix."""
     tensors = weights(t5_directory)
     embedding = tensors.pop("shared.weight")
     for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
@@ -149,7 +149,6 @@ def test_older_keys_and_superfluous_ones_are_accepted(
 def test_all_problems_of_files_are_one_error(
     t5_directory: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    """Rank 0 reads, both ranks end, one error is printed, and nothing is left behind."""
     for path in t5_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = weights(t5_directory)
@@ -170,7 +169,6 @@ def test_all_problems_of_files_are_one_error(
 
 
 def test_broken_files_are_named(alone: None, t5_directory: Path, tmp_path: Path) -> None:
-    """No file, half a file, and an index that names a file which does not exist."""
     config = T5ForConditionalGeneration.config_class.from_pretrained(t5_directory)
     file = tmp_path / "model.safetensors"
 
@@ -227,7 +225,6 @@ def with_adapters(directory: Path) -> None:
 def test_unfit_directory_is_refused(
     damage: Callable, said: str, alone: None, llama_directory: Path, tmp_path: Path
 ) -> None:
-    """One message says what is wrong and what to do; without the damage the directory is fine."""
     for path in llama_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
@@ -239,7 +236,6 @@ def test_unfit_directory_is_refused(
 def test_text_part_of_multimodal_model_is_complete(
     alone: None, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Tensors of other parts are left out, and counted; none of the text part is."""
     tensors = weights(models / "gemma3 text part")
     kind = Gemma3ForCausalLM
     config = transformers.AutoConfig.from_pretrained(models / "gemma3 text part").text_config
@@ -266,7 +262,6 @@ ANSWERS = {  # status and X-Error-Code of the hub
 def test_unavailable_model_is_one_message(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the hub's library raises becomes a message that says what to do."""
     status, code, said = ANSWERS[name]
 
     def answer(_: httpx2.Request) -> httpx2.Response:
@@ -291,7 +286,6 @@ def test_unavailable_model_is_one_message(
 def test_only_the_first_process_of_a_node_asks_the_hub(
     local_rank: int, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others find the files in the cache without a request."""
     cached = tmp_path / "models--me--small"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("c0ffee")

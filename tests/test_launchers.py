@@ -39,8 +39,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
-def test_kubernetes_schema(version: str) -> None:
-    """Strict: an unknown field is none that is left out."""
+def test_kubernetes_file_is_valid(version: str) -> None:
     validate = pytest.importorskip("kubernetes_validate").validate
     service, job = documents()
     validate(service, version, strict=True)
@@ -51,8 +50,7 @@ def test_kubernetes_schema(version: str) -> None:
         validate(wrong, version, strict=True)
 
 
-def test_skypilot_schema(tmp_path: Path) -> None:
-    """As `sky jobs launch` reads it."""
+def test_skypilot_file_is_valid(tmp_path: Path) -> None:
     pytest.importorskip("sky")
     program = """
 import inspect, sys, sky
@@ -73,9 +71,10 @@ sky.Task.from_yaml(sys.argv[2])
 
 
 @pytest.mark.slow
-def test_killed_and_started_again(texts: tuple[Path, Path], tmp_path: Path) -> None:
-    """On two nodes: one is asked to leave, the first is killed, then the second. What comes out is
-    what comes out of a run that was left alone."""
+def test_restarted_pods_finish_with_the_same_losses(
+    texts: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """One of two nodes is asked to leave, then each is killed."""
     if not containers.possible():
         pytest.skip("needs unshare, and the right to make name spaces")
     (tmp_path / "paced.py").write_text(PACED)
@@ -105,8 +104,9 @@ def test_killed_and_started_again(texts: tuple[Path, Path], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_lock_of_another_host(texts: tuple[Path, Path], tmp_path: Path) -> None:
-    """A live holder in another container is refused within 40 s, a killed one replaced."""
+def test_lock_of_another_host_is_respected_while_alive(
+    texts: tuple[Path, Path], tmp_path: Path
+) -> None:
     if not containers.possible():
         pytest.skip("needs unshare, and the right to make name spaces")
     hosts = tmp_path / "hosts"

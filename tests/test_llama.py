@@ -59,14 +59,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, c
 def four_ranks(
     tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, chats: Path
 ) -> dict:
-    """The same of four ranks."""
+    """Return the same of four ranks."""
     path = tmp_path_factory.mktemp("results") / "four.pt"
     launch(4, WORKER, path, llama_directory, chats, 2, json.dumps(FOUR_RANKS))
     return torch.load(path, weights_only=False)
 
 
 def reference(result: dict, llama_directory: Path) -> dict:
-    """The global batches of `result` in a plain training loop, a document at a time."""
+    """Return the global batches of `result` in a plain training loop, a document at a time."""
     model = transformers.LlamaForCausalLM.from_pretrained(llama_directory, dtype=torch.float32)
     model.train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -105,7 +105,7 @@ def plain_steps(model: torch.nn.Module, groups: list[dict], steps: list[list]) -
 
 @pytest.fixture(scope="module")
 def plain(two_ranks: dict, llama_directory: Path) -> dict:
-    """The reference of all packed variants, which see the same documents."""
+    """Return the reference of all packed variants, which see the same documents."""
     return reference(two_ranks["full_shard"], llama_directory)
 
 
@@ -120,35 +120,33 @@ def check_parity(result: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("variant", [x for x in TWO_RANKS if "bf16" not in x and x != "padded"])
-def test_ten_steps_on_two_ranks(variant: str, two_ranks: dict, plain: dict) -> None:
-    """Packed, against separate documents; with steps that the ranks cannot share out evenly."""
+def test_ten_steps_on_two_ranks_equal_plain_pytorch(
+    variant: str, two_ranks: dict, plain: dict
+) -> None:
+    """Packs, compared with separate documents, and steps that the ranks cannot share evenly."""
     check_parity(two_ranks[variant], plain)
 
 
 @pytest.mark.parametrize("variant", PAGED)
-def test_a_paged_optimizer_goes_on(variant: str, two_ranks: dict) -> None:
-    """From its checkpoint, and PyTorch's AdamW from it too; the ten steps are above."""
+def test_paged_optimizer_resumes(variant: str, two_ranks: dict) -> None:
+    """PyTorch's AdamW resumes from its checkpoint, too."""
     pytest.importorskip("bitsandbytes")
     check_going_on(two_ranks[variant]["going on"])
 
 
-def test_nothing_waits_for_the_device(two_ranks: dict) -> None:
-    """Not in ours, in FSDP or in the optimizer."""
+def test_step_never_waits_for_the_device(two_ranks: dict) -> None:
     check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
 @pytest.mark.parametrize("variant", ["compile", "fsdp2_compile", "fsdp2_compile_attention_kept"])
-def test_compiled_blocks_are_compiled(variant: str, two_ranks: dict) -> None:
-    """In whole graphs, for several lengths; the losses are above, those of plain PyTorch."""
+def test_blocks_compile_without_graph_breaks(variant: str, two_ranks: dict) -> None:
     compiled = two_ranks[variant]
     assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
     assert len({length for _, length in compiled["shapes"]}) > 1
     assert not two_ranks["full_shard"]["graphs"]
 
 
-def test_recomputation_changes_nothing(two_ranks: dict) -> None:
-    """Of blocks, or of all of them but their attention, which is computed a document at a time or,
-    in compiled blocks, at once."""
+def test_recomputation_changes_no_loss(two_ranks: dict) -> None:
     check_recomputation(
         two_ranks,
         activation_checkpointing="full_shard",
@@ -157,21 +155,20 @@ def test_recomputation_changes_nothing(two_ranks: dict) -> None:
     )
 
 
-def test_ten_steps_padded(two_ranks: dict, llama_directory: Path) -> None:
-    """A document a sequence."""
+def test_padded_steps_equal_plain_pytorch(two_ranks: dict, llama_directory: Path) -> None:
     assert all(len(row) == 1 for rows in two_ranks["padded"]["rows"] for row in rows)
     check_parity(two_ranks["padded"], reference(two_ranks["padded"], llama_directory))
 
 
 @pytest.mark.parametrize("variant", FOUR_RANKS)
-def test_ten_steps_on_four_ranks(variant: str, four_ranks: dict, plain: dict) -> None:
-    """HYBRID_SHARD as 2 x 2."""
+def test_hybrid_shard_on_four_ranks_equals_plain_pytorch(
+    variant: str, four_ranks: dict, plain: dict
+) -> None:
     check_parity(four_ranks[variant], plain)
 
 
 @pytest.mark.parametrize("variant", ["bf16", "ddp_bf16", "fsdp2_bf16"])
 def test_bf16_is_near_and_frequencies_stay_fp32(variant: str, two_ranks: dict, plain: dict) -> None:
-    """The policy is in force, but not on the rotary buffers."""
     losses = two_ranks[variant]["losses"]
     assert losses == pytest.approx(plain["losses"], abs=0.05)
     assert losses != pytest.approx(plain["losses"], abs=1e-5)
@@ -180,8 +177,7 @@ def test_bf16_is_near_and_frequencies_stay_fp32(variant: str, two_ranks: dict, p
     assert torch.equal(frequencies, 10000 ** -(torch.arange(0, 8, 2) / 8))
 
 
-def test_loaded_as_by_from_pretrained(two_ranks: dict, llama_directory: Path) -> None:
-    """Tensor by tensor; blocks, embedding, head and the root are units."""
+def test_weights_load_as_by_from_pretrained(two_ranks: dict, llama_directory: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(llama_directory)
     there = dict(model.named_parameters())
     assert two_ranks["loaded"].keys() == there.keys()
@@ -198,8 +194,8 @@ def documents(count: int) -> list[dict]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def test_the_loss_is_summed_in_fp32() -> None:
-    """From bf16 within 1e-3 over 4,000 tokens, where a sum in bf16 has three digits."""
+def test_loss_is_summed_in_fp32() -> None:
+    """A sum in bf16 has three digits, so 1e-3 over 4,000 tokens shows the difference."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(4000, 32), torch.randn(300, 32)
     targets = torch.randint(0, 300, (4000,))
@@ -222,8 +218,7 @@ def logits(model: torch.nn.Module, batch: dict) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "packed"])
-def test_documents_do_not_see_each_other(attention: str, llama_directory: Path) -> None:
-    """Packed logits are those of each document alone, whatever stands in the others."""
+def test_packed_documents_do_not_see_each_other(attention: str, llama_directory: Path) -> None:
     register(per_document)
     model = llama_fsdp.LossModel.from_pretrained(
         llama_directory, attn_implementation=attention
@@ -245,8 +240,7 @@ def test_documents_do_not_see_each_other(attention: str, llama_directory: Path) 
     assert changed.max() < first + len(packs[0][1]["input_ids"]) - 1
 
 
-def test_a_kernel_is_refused_where_it_cannot_run(capsys: pytest.CaptureFixture) -> None:
-    """With the reason; auto takes torch's there."""
+def test_auto_avoids_kernels_that_cannot_run(capsys: pytest.CaptureFixture) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):

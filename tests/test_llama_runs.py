@@ -56,14 +56,13 @@ def flags(llama_directory: Path, chats: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks."""
+    """Return a finished run of two ranks."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "llama_fsdp.py", *flags, "--batch-size", "2", "--output-dir", output)
     return output
 
 
-def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
-    """Its loss falls, its validation losses are per data set and add up, its epochs differ."""
+def test_run_validates_each_data_set(uninterrupted: Path, flags: list[str]) -> None:
     train, val = losses(uninterrupted), metrics(uninterrupted, "val")
     assert train[12] < 0.9 * train[1]
     assert metrics(uninterrupted, "train")[-1]["epoch"] > 0
@@ -76,8 +75,7 @@ def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -> None:
-    """Its embedding and head stay in the root, and one tensor: in the loss, and in final/."""
+def test_tied_model_stays_tied(llama_directory: Path, flags: list[str], tmp_path: Path) -> None:
     config = LlamaConfig.from_pretrained(llama_directory)
     config.tie_word_embeddings = True
     torch.manual_seed(1)
@@ -101,11 +99,9 @@ def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_killed_and_run_again_is_as_if_nothing_was(
+def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """The same command after SIGKILL, from a checkpoint of one file: equal to the last bit. The
-    other scripts' tests have sharded ones."""
     command = [*flags, "--batch-size", "2", "--output-dir", tmp_path, "--checkpoint-type", "full"]
     assert launch(
         2, "tests/workers/killed.py", "llama_fsdp", 1, 8, *command, check=False
@@ -120,10 +116,10 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     assert not list(tmp_path.glob("checkpoints/tmp-*"))
 
 
-def test_plain_transformers_finds_the_same_loss(
+def test_export_has_the_same_loss_in_plain_transformers(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """In a fresh process, from final/ alone: weights, chat template, settings for generation."""
+    """In a fresh process: weights, chat template and generation settings."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
     rows = []
@@ -141,8 +137,9 @@ def test_plain_transformers_finds_the_same_loss(
     assert found["temperature"] == 0.6
 
 
-def test_evaluation_by_one_process(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
-    """final/ of two ranks has the run's own loss of each data set."""
+def test_evaluation_gives_the_loss_of_each_data_set(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", str(run)]
     llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, "--model-name", str(run / "final")]))

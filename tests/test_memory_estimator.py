@@ -68,12 +68,12 @@ def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @needs_extras
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_bytes_held_and_sent_equal_those_measured(
+def test_bytes_held_and_sent_equal_measurements(
     nodes: int, odd_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """On nodes of two ranks, padding included: fp32, bf16, which pads differently, LoRA and 4 bits.
-    DDP's collectives are not visible from Python. Optimizer states have no padding: rank 0's is
-    estimated, and together the ranks hold two moments of each copy."""
+    """Includes padding, which differs in bf16. DDP's collectives are not visible from Python.
+    Optimizer states have no padding: rank 0's are estimated, and together the ranks hold two
+    moments of each copy."""
     models = {}
     for script, path in odd_models.items():
         for strategy in dict(memory_estimator.MODES):
@@ -134,10 +134,9 @@ class Storages(TorchDispatchMode):
     ("llama_fsdp", "sdpa", "blocks"), ("gpt2_fsdp", "sdpa", "blocks"),
     ("llama_fsdp", "sdpa", "attention"), ("gpt2_fsdp", "sdpa", "attention"),
 ])  # fmt: skip
-def test_activations_are_the_storages_alive_after_a_forward_pass(
+def test_activations_equal_the_storages_alive(
     script: str, attention: str, how: str | None, odd_models: dict[str, Path]
 ) -> None:
-    """On the CPU, without and with recomputation."""
     flags = ["--model-name", odd_models[script], "--precision", "fp32", "--batch-size", 2]
     flags += ["--attention", {"sdpa": "fused"}.get(attention, attention), "--seq-length", 12]
     _, estimated = read(*flags, "--target-length", 12)
@@ -163,8 +162,7 @@ def test_activations_are_the_storages_alive_after_a_forward_pass(
 
 
 @needs_extras
-def test_published_measurements() -> None:
-    """Half of the rows of published.py are within 10%, and all within 25%."""
+def test_estimates_are_near_published_measurements() -> None:
     errors = [abs(error) for *_, error in published.compare()]
     assert len(errors) >= 8
     assert statistics.median(errors) <= 0.1 and max(errors) <= 0.25
@@ -184,10 +182,9 @@ def test_published_measurements() -> None:
      "x 1 GPUs: 5.7 of 24 GB", {"lora_rank": 16, "load_in_4bit": True, "fsdp": 2}),
 ])  # fmt: skip
 @needs_extras
-def test_verdict_has_a_command_that_the_script_accepts(
+def test_verdict_contains_a_command_that_the_script_accepts(
     flags: str, line: str, expected: dict, monkeypatch: Any, capsys: pytest.CaptureFixture
 ) -> None:
-    """The script reads the same values from it."""
     monkeypatch.chdir(ROOT)
     memory_estimator.main(flags.split())
     printed = capsys.readouterr().out

@@ -128,16 +128,16 @@ def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) ->
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
-def test_loss_and_packing_are_checked_on_all_ranks(variant: str, two_ranks: dict) -> None:
-    """Another loss than the model's and documents that see each other are refused on all ranks."""
+def test_different_loss_and_leaky_packing_are_refused_on_all_ranks(
+    variant: str, two_ranks: dict
+) -> None:
     for name in LLAMAS:
         for said in two_ranks[f"{name} {variant}"]:
             assert said.startswith(REFUSED[name]) if name in REFUSED else said == "", name
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
-def test_decoder_is_checked_on_all_ranks(variant: str, two_ranks: dict) -> None:
-    """Inputs that differ from the model's own, and a decoder that is not causal, are refused."""
+def test_different_decoder_inputs_are_refused_on_all_ranks(variant: str, two_ranks: dict) -> None:
     for name, (_, expected) in SEQ2SEQ.items():
         for said in two_ranks[f"{name} {variant}"]:
             assert re.match(expected, said) and bool(said) == bool(expected), name
@@ -145,10 +145,9 @@ def test_decoder_is_checked_on_all_ranks(variant: str, two_ranks: dict) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", LLAMAS)
-def test_checks_with_each_attention(
+def test_checks_hold_for_each_attention(
     name: str, attention: str, chats: Path, device: torch.device
 ) -> None:
-    """A feature that a kernel lacks is refused by name."""
     architecture, place, config = LLAMAS[name]
     script = llama_as(architecture, place, **config)
     flags = ["--attention", attention, *ATTENTIONS[attention]]
@@ -177,7 +176,7 @@ PLAIN_LOSS = {  # a copy that takes the loss from the model's own logits
 def test_loss_of_a_copy_without_loss_logits_is_not_checked(
     chats: Path, device: torch.device, capfd: pytest.CaptureFixture
 ) -> None:
-    """One line says so. Causality, documents and the sum are checked all the same."""
+    """Causality, documents and the sum are still checked."""
     check(llama_fsdp, chats, device, "--attention", "sdpa")
     assert "not checked" not in capfd.readouterr().out
     check(copied("llama_fsdp", PLAIN_LOSS), chats, device, "--attention", "sdpa")
@@ -200,7 +199,6 @@ RIGHT = {  # the folder, and what TINY has besides; test_architectures.py has al
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_correct_models_pass(name: str, chats: Path, device: torch.device) -> None:
-    """In fp32 and bf16, with packing and without, whatever computes the attention."""
     folder, config = RIGHT[name]
     script = llama_as(name, folder, **config)
     for flags in (
@@ -230,7 +228,7 @@ LEAKS = {  # the folder, and what TINY has besides
 
 @pytest.mark.parametrize("name", LEAKS)
 def test_leaks_between_documents_are_refused(name: str, chats: Path, device: torch.device) -> None:
-    """--no-packing is accepted. In bf16 LFM2's leak is smaller than a rounding error."""
+    """In bf16 LFM2's leak is smaller than a rounding error."""
     folder, config = LEAKS[name]
     script = llama_as(name, folder, **config)
     for precision in "fp32", "bf16":
@@ -257,7 +255,8 @@ SPARSE = {  # the folder, and what TINY has besides
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_attention_is_refused(name: str, chats: Path, device: torch.device) -> None:
-    """It chooses keys by their place in the pack, which shows only beyond a block of 128 keys."""
+    """It selects keys by their position in the pack, which only shows beyond a block of 128
+    keys."""
     if not hasattr(transformers, f"{name}ForCausalLM"):
         pytest.skip(f"this Transformers has no {name}")
     folder, config = SPARSE[name]
@@ -270,7 +269,6 @@ def test_sparse_attention_is_refused(name: str, chats: Path, device: torch.devic
 
 
 def test_changed_hidden_states_are_refused(chats: Path, device: torch.device) -> None:
-    """A difference of 1%, and a forward that loses the positions of the documents."""
     for old, new in (
         ("self.get_output_embeddings()(hidden", "self.get_output_embeddings()(1.01 * hidden"),
         ("self.model(input_ids, use_cache=False, **options)", "self.model(input_ids)"),
@@ -280,7 +278,7 @@ def test_changed_hidden_states_are_refused(chats: Path, device: torch.device) ->
 
 
 def test_checks_leave_no_trace(chats: Path, device: torch.device) -> None:
-    """They run in evaluation mode without compiling, and keep mode, method and random states."""
+    """They run in evaluation mode without compiling, and restore mode, method and random states."""
     model = check(llama_fsdp, chats, device, "--attention", "sdpa")
     compiled, modes = [], []
 
@@ -336,7 +334,7 @@ def test_mean_in_place_of_summed_loss_is_refused(
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_blocks_that_miss_a_layer_or_name_another_model_are_refused() -> None:
+def test_blocks_that_miss_a_layer_are_refused() -> None:
     with torch.device("meta"):
         mistral = transformers.MistralForCausalLM(transformers.MistralConfig(num_hidden_layers=2))
         bart = transformers.BartForConditionalGeneration(transformers.BartConfig())
@@ -375,8 +373,7 @@ def attend(**options: object) -> torch.Tensor:
     ("module_is_causal", False),
     ("block_indices", torch.zeros(1)),
 ])  # fmt: skip
-def test_packed_attention_refuses_what_it_lacks(name: str, value: object) -> None:
-    """By name, instead of training another model."""
+def test_packed_attention_refuses_features_that_it_lacks(name: str, value: object) -> None:
     register(per_document)
     said = {"module_is_causal": "is_causal"}.get(name, name)
     with pytest.raises(ValueError, match=f"have no {said}.*asks for: use --attention eager"):
@@ -384,7 +381,6 @@ def test_packed_attention_refuses_what_it_lacks(name: str, value: object) -> Non
 
 
 def test_packed_attention_accepts_features_that_are_off() -> None:
-    """Features that are off, and a window as long as the sequences."""
     register(per_document)
     off = {"dropout": 0.0, "softcap": None, "s_aux": None, "use_cache": False, "is_causal": None}
     assert attend(**off, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
@@ -408,8 +404,8 @@ def formula(config: transformers.PretrainedConfig, length: float) -> float:
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-2-7b", "llama-2-70b", "tiny-gpt2", "gpt2"])
-def test_flops_are_those_of_the_formula(name: str) -> None:
-    """6 N + 12 L d T, exactly, with the tied head of GPT-2 and the grouped queries of 70B."""
+def test_flops_equal_the_formula(name: str) -> None:
+    """6 N + 12 L d T, with the tied head of GPT-2 and the grouped queries of 70B."""
     config = memory_estimator.load_config(name)
     scripts = {"gpt2": gpt2_fsdp.LossModel, "llama": llama_fsdp.LossModel}
     with torch.device("meta"):
@@ -421,7 +417,6 @@ def test_flops_are_those_of_the_formula(name: str) -> None:
 def test_model_that_sees_later_tokens_is_refused(
     chats: Path, texts: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In both scripts that train causal models."""
     for script, flags in (
         (llama_fsdp, [*FLAGS, "--dataset", str(chats), "--attention", "sdpa", "--no-packing"]),
         (gpt2_fsdp, command(texts, Path("unused"), 1)),
@@ -451,7 +446,7 @@ def test_decoder_that_sees_later_tokens_is_refused(pairs: Path, device: torch.de
 def test_decoder_needs_a_start_token(
     t5_directory: Path, pairs: Path, tmp_path: Path, alone: None
 ) -> None:
-    """The error names the file; T5Gemma's BOS is found in the decoder's config."""
+    """T5Gemma's BOS is in the decoder's config."""
     shutil.copytree(t5_directory, tmp_path / "t5")
     config = json.loads((t5_directory / "config.json").read_text())
     del config["decoder_start_token_id"]
@@ -479,7 +474,6 @@ def fit(config: transformers.PretrainedConfig, model_class: type, model_name: st
 
 
 def test_layerdrop_is_switched_off(alone: None, capfd: pytest.CaptureFixture) -> None:
-    """M2M100 would, by default; nothing is said of models that do not."""
     config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
     assert config.encoder_layerdrop == 0.05
     fit(config, transformers.M2M100ForConditionalGeneration)
@@ -511,7 +505,7 @@ HEADED = {  # the script, the model, and its shape
 
 @pytest.mark.parametrize("name", HEADED)
 def test_chunked_loss_equals_plain_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a scale, cap or bias of the head, for loss and gradients."""
+    """With a scale, cap or bias of the head."""
     script, architecture, config = HEADED[name]
     own_model = {"gpt2_fsdp": "GPT2LMHeadModel", "llama_fsdp": "LlamaForCausalLM"}[script]
     script = copied(
@@ -554,7 +548,6 @@ def attention_said(name: str, attention: str, *flags: str, **config: object) -> 
 
 
 def test_attention_that_a_model_lacks_is_refused() -> None:
-    """The error names one that works, and auto chooses it."""
     assert attention_said("GptOss", "auto") == attention_said("GptOss", "eager") == "eager"
     assert attention_said("GptOss", "sdpa").endswith("GptOssForCausalLM has none, use eager")
     for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
@@ -572,7 +565,6 @@ def test_chunked_attention_needs_a_mask() -> None:
 
 
 def test_layers_that_drop_cu_seq_lens_are_refused(chats: Path, device: torch.device) -> None:
-    """Nemotron's. The attention that the error names works."""
     script = llama_as("Nemotron")
     with pytest.raises(ValueError, match="NemotronAttention does not pass on"):
         check(script, chats, device, "--attention", "varlen")
@@ -581,7 +573,6 @@ def test_layers_that_drop_cu_seq_lens_are_refused(chats: Path, device: torch.dev
 
 @pytest.mark.parametrize("name", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
 def test_weight_decay_excludes_biases_and_norms(name: str) -> None:
-    """In the scripts' own models: all but biases and norms, by their names."""
     script = importlib.import_module(name)
     config = script.MODEL.config_class(vocab_size=384, **script.TINY_TOKEN_IDS, **script.TINY)
     model = getattr(script, "LossModel", script.MODEL)(config)
@@ -599,8 +590,8 @@ def test_weight_decay_excludes_biases_and_norms(name: str) -> None:
         assert any(parameter is bias for parameter in decayed["params"])
 
 
-def test_weight_decay_by_kind_and_shape(device: torch.device) -> None:
-    """No norm, bias or vector is decayed, whatever its name, where FSDP1 has flattened them all."""
+def test_weight_decay_excludes_vectors_after_flattening(device: torch.device) -> None:
+    """FSDP1 flattens parameters, so their shapes are recorded before."""
     config = transformers.Qwen3NextConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         head_dim=16, num_key_value_heads=2, vocab_size=64,

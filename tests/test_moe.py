@@ -34,7 +34,8 @@ def class_of(name: str) -> type[PreTrainedModel]:
 
 @pytest.fixture
 def directory(name: str, tmp_path: Path) -> Path:
-    """A random model none of whose tensors is constant, as the hub has it, and a byte tokenizer."""
+    """Return a random model none of whose tensors is constant, as the hub has it, and a byte
+    tokenizer."""
     ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     torch.manual_seed(0)
     model = class_of(name)(class_of(name).config_class(**SHAPES[name], **ids))
@@ -93,10 +94,9 @@ def validation_samples(directory: Path, chats: Path) -> list[dict[str, torch.Ten
         pytest.param("DeepseekV3", 2, marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks(
+def test_experts_train_resume_and_export_on_two_ranks(
     name: str, fsdp: int, copy: Path, directory: Path, flags: list[str], chats: Path, tmp_path: Path
 ) -> None:
-    """Killed and resumed to the last bit; the loss before and after is that of Transformers."""
     output = tmp_path / "output"
     flags += ["--fsdp", str(fsdp)]
     kill = [copy.parent / "tests/workers/killed.py", copy.stem, 0, 4]

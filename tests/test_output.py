@@ -20,7 +20,7 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run."""
+    """Return a finished run."""
     path = tmp_path_factory.mktemp("original") / "run"
     start(path, flags)
     return path
@@ -28,7 +28,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path
 
 @pytest.fixture
 def finished(original: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Return a copy of it."""
     return Path(shutil.copytree(original, tmp_path / "run"))
 
 
@@ -45,10 +45,9 @@ def everything(path: Path) -> dict[str, float]:
     return {str(file): file.stat().st_mtime for file in path.rglob("*") if file.is_file()}
 
 
-def test_a_finished_run_without_checkpoints_stays_finished(
+def test_finished_run_without_checkpoints_stays_finished(
     finished: Path, flags: list[str], capfd: pytest.CaptureFixture
 ) -> None:
-    """They were deleted to save space. More steps are refused."""
     shutil.rmtree(finished / "checkpoints")
     before = everything(finished)
     assert start(finished, flags) == 0
@@ -60,8 +59,7 @@ def test_a_finished_run_without_checkpoints_stays_finished(
     assert everything(finished) == before and status(finished) == "finished"
 
 
-def test_copies_of_the_user_stay(finished: Path, flags: list[str]) -> None:
-    """Whatever their names, and whatever is in them."""
+def test_user_files_beside_checkpoints_stay(finished: Path, flags: list[str]) -> None:
     place = finished / "checkpoints"
     shutil.copytree(place / "step-00000002", place / "step-00000002-keep")
     mine = ["step-00000004.bak", "step-5", "step-latest", "best-of-all", "tmp-notes"]
@@ -74,8 +72,7 @@ def test_copies_of_the_user_stay(finished: Path, flags: list[str]) -> None:
 
 
 @pytest.mark.parametrize("torn", ["5\n", "\xff\xfe\n", "{}\n", '["event"]\n', '{"event": "tr'])
-def test_lines_of_metrics_that_are_no_events(torn: str, finished: Path, flags: list[str]) -> None:
-    """At the beginning and at the end: left out."""
+def test_broken_lines_of_metrics_are_dropped(torn: str, finished: Path, flags: list[str]) -> None:
     path = finished / "metrics.jsonl"
     before = path.read_bytes()
     strange = torn.encode("latin-1")
@@ -84,10 +81,10 @@ def test_lines_of_metrics_that_are_no_events(torn: str, finished: Path, flags: l
     assert list(losses(finished)) == [1, 2, 3, 4, 5]
 
 
-def test_a_change_between_the_probes_is_seen(
+def test_resume_rejects_data_changed_anywhere(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """The whole data are summed, order included, wherever they lie in files."""
+    """The fingerprint covers all samples and their order."""
     monkeypatch.setattr("runtime.identity.SAMPLES", 2)  # of 35 samples
     mine = tmp_path / "train.txt"
     text = Path(flags[1]).read_text()

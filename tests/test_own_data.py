@@ -9,10 +9,9 @@ from own_data import samples
 
 
 @pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_a_list_of_samples_is_a_data_set(
+def test_list_of_samples_is_a_data_set(
     script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It trains, goes on from its checkpoint, and is evaluated."""
     module = importlib.import_module(script)
     sets = samples(script, 12), {"mine": samples(script, 3), "validation": samples(script, 2)}
     monkeypatch.setattr(module, "load_data", lambda *_: sets)

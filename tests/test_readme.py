@@ -82,9 +82,8 @@ def without_numbers(line: str) -> str:
     return re.sub(r"\d[\d.,:]*(e-\d+)?", "N", line)
 
 
-def test_demo_command(tmp_path: Path) -> None:
-    """`make demo`, of few dates: it evaluates, trains, evaluates, shows examples and a picture, in
-    lines as the README has them; a second one shows the result. The model can be talked to."""
+def test_demo_trains_evaluates_and_draws(tmp_path: Path) -> None:
+    """The lines that it prints are those of the README."""
     pytest.importorskip("matplotlib")
     first = run_demo(tmp_path, "--rows", 256, "--epochs", 1)
     printed = run_demo(tmp_path)
@@ -109,8 +108,7 @@ def test_demo_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_demo_persuades(tmp_path: Path) -> None:
-    """It reads no unseen date before, and four of five after; the README's among them."""
+def test_demo_learns_unseen_dates(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     before, after = re.search(
         r"dates: (\d+)% correct before training, (\d+)% after", run_demo(tmp_path)
@@ -120,8 +118,7 @@ def test_demo_persuades(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
-def test_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None:
-    """The by-hand command, cut to one step, started elsewhere and without torchrun."""
+def test_cpu_command_runs_from_another_directory(script: str, tmp_path: Path) -> None:
     start = f"python {script} --model-name tiny"
     line = next(line for line in inline_commands() if line.startswith(start))
     short = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
@@ -146,8 +143,7 @@ def own_flags_part(text: str) -> str:
     return "\n".join(kept)
 
 
-def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every --flag named is one of a program's, or of what it is compared with."""
+def test_flags_in_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.run import get_args_parser
 
     known = {"--help", "--no-build-isolation"}  # pip's
@@ -174,14 +170,13 @@ def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_command_is_marked_or_run_by_a_test() -> None:
-    """Those that need GPUs or a hub say so; each other kind has its test."""
     run = (
-        "make demo",  # test_demo_command
+        "make demo",  # test_demo_trains_evaluates_and_draws
         "make test",
-        "python tools/generate.py output/demo/final",  # test_demo_command
+        "python tools/generate.py output/demo/final",  # test_demo_trains_evaluates_and_draws
         ". .venv/bin/activate", "pip install -r",  # make test
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
-        "python tools/memory_estimator.py",  # test_estimates
+        "python tools/memory_estimator.py",  # test_memory_table_equals_the_estimator
         "python tools/copy_script.py",  # test_copies
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
         "python benchmarks/side_by_side.py", "python benchmarks/compare_strategies.py",
@@ -236,7 +231,7 @@ def started() -> list[str]:
 def test_commands_parse(
     line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """As on a machine with the GPUs, the packages and the files that they ask for."""
+    """As on a machine with the GPUs, packages and files that they need."""
     program, flags, nodes, processes = program_and_flags(line)
     monkeypatch.chdir(tmp_path)
     make_what_is_named(flags)
@@ -271,7 +266,6 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_links_resolve(page: Path) -> None:
-    """Files, pictures and headings that a page links to, unless they are on the web, are there."""
     plain = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
     plain = re.sub(r"`[^`]*`", "", plain)
     for target in re.findall(r"\]\(([^)\s]+)\)", plain):
@@ -285,8 +279,7 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in anchors(path.read_text()), f"{page.name}: {target}"
 
 
-def test_files_that_are_named_exist() -> None:
-    """The programs and modules of this repository that are named in backquotes."""
+def test_files_in_the_pages_exist() -> None:
     pattern = r"(?:(?:runtime|rows|benchmarks|tests|tools|docs)/)?[\w/]+\.(?:py|slurm)"
     own = {"my_script.py"}  # the reader's
     for name in set(re.findall(rf"`({pattern})`", TEXT)) - own:
@@ -294,8 +287,7 @@ def test_files_that_are_named_exist() -> None:
         assert any(place.is_file() for place in places), name
 
 
-def test_estimates() -> None:
-    """The table of GB is what tools/memory_estimator.py says."""
+def test_memory_table_equals_the_estimator() -> None:
     rows = set(
         re.findall(r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$", TEXT, re.MULTILINE)
     )
@@ -316,8 +308,7 @@ def test_estimates() -> None:
         assert [cell.strip() for cell in cells.split("|")] == expected
 
 
-def test_estimates_of_flags_for_gpus() -> None:
-    """The same of the table of GPUs and flags, all with activation checkpointing."""
+def test_gpu_table_equals_the_estimator() -> None:
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     pattern = r"^\| `([\w.-]+)` \| (\d+) of (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
@@ -333,10 +324,9 @@ def test_estimates_of_flags_for_gpus() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_helps(
+def test_help_fits_140_lines_of_80_columns(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """It fits 140 lines of 80 columns, and starts with commands."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         importlib.import_module(name).parse_args(["--help"])

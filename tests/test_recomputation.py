@@ -56,7 +56,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 
 def backward_pass(device: torch.device, *flags: str) -> tuple[Counter, torch.Tensor]:
-    """The operators of a tiny Llama's backward pass, and the gradient."""
+    """Return the operators of a tiny Llama's backward pass, and the gradient."""
     args = ["--model-name", "tiny", "--attention", "sdpa", "--precision", "fp32", *flags]
     args = llama_fsdp.parse_args(args)
     torch.manual_seed(0)
@@ -72,10 +72,10 @@ def backward_pass(device: torch.device, *flags: str) -> tuple[Counter, torch.Ten
 
 @pytest.mark.parametrize("more", [[], ["--compile"]], ids=["eager", "compile"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_attention_is_not_computed_again(
+def test_kept_attention_is_not_recomputed(
     strategy: str, more: list[str], device: torch.device
 ) -> None:
-    """The projections of the four blocks are, but for the last, whose result nothing needs."""
+    """The projections of all blocks are recomputed, except the last, whose result nothing needs."""
     flags = [*STRATEGIES[strategy], *more]
     plain, expected = backward_pass(device, *flags, "--no-activation-checkpointing")
     blocks, of_blocks = backward_pass(device, *flags)  # the script's default
@@ -87,8 +87,8 @@ def test_attention_is_not_computed_again(
 
 
 @pytest.mark.parametrize("more", [[], ["--compile"]], ids=["eager", "compile"])
-def test_adapters_in_4_bits(more: list[str], device: torch.device) -> None:
-    """Also where the attention's weights are frozen, and no gradient needs its result."""
+def test_kept_attention_trains_adapters_in_4_bits(more: list[str], device: torch.device) -> None:
+    """The attention's weights are frozen, so no gradient needs its result."""
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     flags = ["--lora-rank", "2", "--lora-targets", "gate_proj", "--load-in-4bit", *more]
@@ -99,9 +99,8 @@ def test_adapters_in_4_bits(more: list[str], device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_inductor_writes_nothing_over_what_is_kept() -> None:
-    """It uses memory again: of an attention whose weights are frozen, no gradient needs the result,
-    so its memory is free but for the recomputation."""
+def test_inductor_does_not_reuse_kept_memory() -> None:
+    """The attention's weights are frozen, so only the recomputation still needs its result."""
     config = transformers.LlamaConfig(
         vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
@@ -129,10 +128,10 @@ def first_pass(model: torch.nn.Module, blocks: policies.Classes, **inputs: torch
             model.train()(input_ids=IDS, use_cache=False, **inputs)
 
 
-def test_attention_without_kernel_or_with_dropout_is_refused(
+def test_kept_attention_with_dropout_is_refused(
     t5_directory: Path, gpt2_directory: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """No kernel of a CPU has dropout."""
+    """No CPU kernel has dropout."""
     for script, directory, inputs, dropout in (
         (gpt2_fsdp, gpt2_directory, {}, {"attn_pdrop": 0.1}),
         (T5_training, t5_directory, {"decoder_input_ids": IDS}, {"dropout_rate": 0.1}),
@@ -146,8 +145,8 @@ def test_attention_without_kernel_or_with_dropout_is_refused(
         assert "needs an attention kernel without dropout: use --activation-checkp" in said
 
 
-def test_the_random_numbers_of_dropout_stay(capsys: pytest.CaptureFixture) -> None:
-    """An attention that drew some is not kept: what comes after it would draw them in its place."""
+def test_attention_that_draws_random_numbers_is_refused(capsys: pytest.CaptureFixture) -> None:
+    """If it were kept, the recomputation would draw its numbers for the layers after it."""
     library = torch.library.Library("flash_attn_of_a_test", "DEF")
     library.define("forward(Tensor x, float dropout_p) -> Tensor")
     library.impl("forward", lambda x, dropout_p: x * 2, "CompositeExplicitAutograd")

@@ -18,10 +18,9 @@ from runtime import screen
 TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
 
 
-def test_lines_in_a_file(
+def test_progress_in_a_file_is_a_line_every_30_seconds(
     alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """After 30 seconds each: the work done, how fast, and the time left. The end prints nothing."""
     clock = [0.0]
     monkeypatch.setattr(tqdm.std, "time", lambda: clock[0])
     bar = screen.Progress("validation on x", 4000, done=1000)
@@ -35,8 +34,7 @@ def test_lines_in_a_file(
     assert bar.disable  # it is closed
 
 
-def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    """No line of numbers is wider, none shares its line with a bar."""
+def test_lines_fit_a_terminal_of_80_columns(tmp_path: Path) -> None:
     main, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "T5_training.py", *TINY.split(), "--max-steps", "4", "--log-every"]

@@ -38,9 +38,9 @@ CHAIN = [
 
 
 @pytest.mark.parametrize("script", list(DATA))
-def test_script_on_a_simulated_device(script: str, tmp_path: Path) -> None:
-    """It trains, saves, resumes under another strategy and exports. Out of memory ends it with an
-    error that says so, and the run goes on from its checkpoint where there is enough."""
+def test_scripts_resume_across_strategies_and_after_out_of_memory(
+    script: str, tmp_path: Path
+) -> None:
     output = tmp_path / "run"
     flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "64",
              "--num-val-samples", "8", "--log-every", "1", "--output-dir", output]  # fmt: skip
@@ -69,8 +69,7 @@ def test_script_on_a_simulated_device(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", ["16 bits", "4 bits"])
-def test_adapters_on_a_simulated_device(held: str, tmp_path: Path) -> None:
-    """They train, and go on from their checkpoint, offloaded too."""
+def test_adapters_resume_with_offload(held: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     flags = []
     if held == "4 bits":

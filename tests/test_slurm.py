@@ -102,24 +102,22 @@ TWO_BY_TWO = ["--nodes", "2", "--ntasks-per-node", "2"]
 
 @pytest.fixture(scope="module")
 def finished(cluster: None, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two nodes with two ranks each."""
+    """Return a run of two nodes with two ranks each."""
     output = tmp_path_factory.mktemp("run") / "output"
     Job(output, TWO_BY_TWO, *flags, "--output-dir", output).wait("COMPLETED")
     return output
 
 
-def test_two_nodes_train(finished: Path) -> None:
-    """T5_training.py is what runs if no script is named."""
+def test_two_nodes_train_t5_by_default(finished: Path) -> None:
     assert status(finished) == "finished"
     (start,) = metrics(finished, "start")
     assert start["script"] == "T5_training" and start["world_size"] == 4
     assert list(losses(finished)) == list(range(1, 36))
 
 
-def test_stopped_before_the_time_is_up_and_requeued(
+def test_job_stopped_by_its_time_limit_is_requeued(
     finished: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """SIGUSR1 reaches the ranks, and what they lose is nothing."""
     output = tmp_path / "output"
     command = ["tests/workers/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
     job = Job(output, TWO_BY_TWO, *command)
@@ -136,8 +134,7 @@ def test_stopped_before_the_time_is_up_and_requeued(
     assert losses(output) == losses(finished)
 
 
-def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) -> None:
-    """scancel --signal=USR1, twice; the second time is one too many."""
+def test_requeues_are_limited(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text(IDLE)
     output, status = tmp_path, tmp_path / "status"
     job = Job(output, [], tmp_path / "idle.py", f"--output-dir={output}", MAX_REQUEUES="1")
@@ -152,8 +149,7 @@ def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
-    """Two starts in a row that saved no step end the job."""
+def test_two_starts_without_progress_end_the_job(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text(IDLE)
     status = tmp_path / "status"
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}", 0, 5, 5, 5)
@@ -167,8 +163,7 @@ def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
     assert "no step was saved in two starts in a row" in job.report()
 
 
-def test_cancelled_is_not_requeued(cluster: None, tmp_path: Path) -> None:
-    """Though the script saves and says so."""
+def test_cancelled_job_is_not_requeued(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text(IDLE)
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}")
     job.wait_for(tmp_path / "status", "running")
@@ -178,8 +173,7 @@ def test_cancelled_is_not_requeued(cluster: None, tmp_path: Path) -> None:
     assert job["Restarts"] == "0"
 
 
-def test_an_error_is_not_requeued(cluster: None, flags: list[str], tmp_path: Path) -> None:
-    """Nor does an earlier stop count."""
+def test_failed_job_is_not_requeued(cluster: None, flags: list[str], tmp_path: Path) -> None:
     output = tmp_path / "output"
     output.mkdir()
     (output / "status").write_text("stopped\n")
@@ -188,24 +182,22 @@ def test_an_error_is_not_requeued(cluster: None, flags: list[str], tmp_path: Pat
     assert job["Restarts"] == "0" and "is out of range: it must be above 0" in job.report()
 
 
-def test_a_node_whose_script_fails_ends_the_others(cluster: None, tmp_path: Path) -> None:
-    """They would wait for it."""
+def test_failing_node_ends_the_others(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
     job = Job(tmp_path / "output", ["--nodes", "2"], tmp_path / "fails.py")
     job.wait("FAILED")
     assert job["Restarts"] == "0" and job["RunTime"] < "00:01:00", job.report()
 
 
-def test_a_process_for_each_gpu(cluster: None, tmp_path: Path) -> None:
-    """Of a node with all its GPUs, without a word about them."""
+def test_each_gpu_gets_a_process(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "shows.py").write_text(SHOWS)
     job = Job(tmp_path / "output", ["--partition", "gpus"], tmp_path / "shows.py")
     job.wait("COMPLETED")
     assert job.log.read_text().splitlines() == ["2 ranks, GPUs 0,1, 2 threads"] * 2
 
 
-def test_what_sbatch_reads() -> None:
-    """A shebang on line 1; options without a space that would make them comments."""
+def test_sbatch_reads_every_option() -> None:
+    """sbatch ignores options below the first command, and "# SBATCH" with a space."""
     lines = LAUNCH.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     options = [number for number, line in enumerate(lines) if line.startswith(("#SB", "# SB"))]
@@ -215,7 +207,7 @@ def test_what_sbatch_reads() -> None:
         assert re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[number])
 
 
-def test_shellcheck() -> None:
+def test_shellcheck_finds_nothing() -> None:
     program = shutil.which("shellcheck", path=PATH)
     if not program:
         pytest.skip("needs shellcheck")

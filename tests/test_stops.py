@@ -48,18 +48,17 @@ def flags(pairs: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks."""
+    """Return a finished run of two ranks."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "T5_training.py", *flags, "--output-dir", output)
     return output
 
 
 @pytest.mark.parametrize(("phase", "number"), cases())
-def test_stopped(
+def test_stop_in_each_phase_saves_and_resumes_bit_for_bit(
     phase: str, number: signal.Signals, uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """By a signal to torchrun, as launch.slurm has it. The same command then goes on as if nothing
-    had been."""
+    """The signal goes to torchrun, as in launch.slurm."""
     output = tmp_path / "output"
     flags = [*flags, "--output-dir", str(output)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -99,7 +99,7 @@ def placed(**changes):
     return {split: [(row["text"], row["summary"]) for row in rows] for split, rows in parts.items()}
 
 
-def test_wikihow_cleaning_and_report(tmp_path, capsys):
+def test_wikihow_rows_are_cleaned_and_counted(tmp_path, capsys):
     wikihow_all(
         tmp_path,
         [
@@ -136,7 +136,7 @@ def test_wikihow_cleaning_and_report(tmp_path, capsys):
     assert "train 3, validation 1, test 1" in out
 
 
-def test_paragraphs_of_an_article_stay_on_one_side(tmp_path):
+def test_paragraphs_of_an_article_stay_in_one_split(tmp_path):
     rows = [(title, f"{title}: {part}", LONG) for title, _, _ in articles(300) for part in "abc"]
     random.Random(0).shuffle(rows)
     wikihow_sep(tmp_path, rows)
@@ -151,7 +151,7 @@ def test_paragraphs_of_an_article_stay_on_one_side(tmp_path):
         assert title in titles[split]
 
 
-def test_title_lists(tmp_path, capsys):
+def test_title_lists_define_the_splits(tmp_path, capsys):
     eyes = [(f"{t} Cat's  Eyes, Quickly{i}", h, x) for i, (t, h, x) in enumerate(articles(9))]
     wikihow_all(tmp_path, eyes)
     keys = [f"Howto{i}CatsEyesQuickly{i}" for i in range(9)]  # as the real lists have them
@@ -166,7 +166,7 @@ def test_title_lists(tmp_path, capsys):
     assert "train 3, validation 3, test 1" in out
 
 
-def test_wikihow_errors(tmp_path):
+def test_wikihow_mistakes_are_one_message(tmp_path):
     flags = {"data_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="mahnazkoupaee/WikiHow-Dataset, or pass --dataset docst"):
         load(**flags)
@@ -183,8 +183,7 @@ def test_wikihow_errors(tmp_path):
         load(**flags)
 
 
-def test_splits_of_wikihow(tmp_path):
-    """Its test split is a validation set, a slice of its training split a training set."""
+def test_wikihow_splits_and_slices_can_be_selected(tmp_path):
     wikihow_all(tmp_path, articles(300))
     found = placed(data_dir=str(tmp_path))
     flags = {"data_dir": str(tmp_path), "val_dataset": ["wikihow:test"]}
@@ -223,7 +222,6 @@ def write_rows(path, rows):
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
 def test_files_of_each_kind_give_the_same_pairs(tmp_path, suffix):
-    """5% of the texts are held out, by a hash that does not change; line breaks stay."""
     train, val = load(dataset=str(write_rows(tmp_path / f"x{suffix}", ROWS)), **COLUMNS)
     expected = [], []
     for row in ROWS:
@@ -232,8 +230,7 @@ def test_files_of_each_kind_give_the_same_pairs(tmp_path, suffix):
     assert (train, val) == expected
 
 
-def test_several_data_sets(tmp_path, capfd):
-    """A glob is one data set, two words are two; each is validated on by itself."""
+def test_several_data_sets_are_validated_separately(tmp_path, capfd):
     parts = [ROWS[:100], ROWS[100:], ROWS[:50]]
     paths = [str(write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate(parts)]
     glob = str(tmp_path / "[01].jsonl")
@@ -274,8 +271,7 @@ def test_encoding_ends_in_eos(tmp_path, template):
         sd.load(args, words_tokenizer(eos_token=None))
 
 
-def test_collate(monkeypatch):
-    """On a GPU to a multiple of 8, on a CPU no further than the longest."""
+def test_collate_pads_to_a_multiple_of_8_on_a_gpu(monkeypatch):
     examples = [{"input_ids": [5] * 9, "labels": [6, 1]}, {"input_ids": [7, 1], "labels": [8] * 8}]
     assert sd.collate(examples, 0, 2)["input_ids"].tolist() == [[5] * 9, [7, 1] + [0] * 7]
     monkeypatch.setattr(sd.ranks, "accelerator", lambda: "cuda")
@@ -297,7 +293,7 @@ def test_collate(monkeypatch):
     assert batch["decoder_attention_mask"].tolist() == [[1, 1] + [0] * 6, [1] * 8]
 
 
-def test_collate_suits_t5():
+def test_collate_gives_t5_its_own_decoder_inputs():
     config = T5Config(
         vocab_size=32,
         d_model=8,
@@ -344,8 +340,7 @@ def test_flags_and_tokenizers_do_not_share_a_cache(tmp_path):
     assert encoded(words_tokenizer()) != base
 
 
-def test_texts_and_their_scores():
-    """Padding and rows without targets are left out; the score is in percent."""
+def test_rouge_ignores_padding_and_empty_rows():
     ids = {text: TOKENIZER(text)["input_ids"] for text in ("ab", "a c", "ab d")}
     batch = sd.collate(
         [{"input_ids": ids["ab"], "labels": ids["a c"]}, {"input_ids": ids["ab"], "labels": []}],

@@ -38,7 +38,7 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks."""
+    """Return a finished run of two ranks."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "gpt2_fsdp.py", *flags, "--output-dir", output)
     return output
@@ -60,7 +60,7 @@ def check_equal(output: Path, uninterrupted: Path) -> None:
 
 
 def begin(*command: object, torchrun: tuple = ("--nproc-per-node", "2")) -> subprocess.Popen:
-    """A launch that goes on in the background."""
+    """Return a launch that goes on in the background."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*start, *map(str, command)], cwd=ROOT, **pipes)
@@ -74,10 +74,9 @@ def wait_for_step(output: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-def test_stopped_by_a_signal_to_torchrun(
+def test_signal_to_torchrun_saves_and_resumes_bit_for_bit(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """SIGUSR1, and again: a clean save at the step's end, the word `stopped`, and no step lost."""
     command = [*flags, "--output-dir", tmp_path, "--save-every", "0"]
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--nproc-per-node", "2"]
     process = begin("tests/workers/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
@@ -97,8 +96,7 @@ def test_stopped_by_a_signal_to_torchrun(
     check_equal(tmp_path, uninterrupted)
 
 
-def test_stopped_without_torchrun(flags: list[str], tmp_path: Path) -> None:
-    """SIGTERM and Ctrl-C: exit code 75, and no traceback."""
+def test_signal_without_torchrun_exits_with_75(flags: list[str], tmp_path: Path) -> None:
     for number, steps in ((signal.SIGTERM, 1), (signal.SIGINT, 1)):
         output = tmp_path / number.name
         command = [sys.executable, ROOT / "gpt2_fsdp.py", *flags, "--output-dir", output]
@@ -111,8 +109,7 @@ def test_stopped_without_torchrun(flags: list[str], tmp_path: Path) -> None:
         assert status(output) == "stopped"
 
 
-def test_orphans_stop(flags: list[str], tmp_path: Path) -> None:
-    """Workers whose torchrun was killed save and end, and let the next start in."""
+def test_workers_of_a_killed_torchrun_save_and_exit(flags: list[str], tmp_path: Path) -> None:
     process = begin("gpt2_fsdp.py", *flags, "--output-dir", tmp_path, "--max-steps", "1000")
     wait_for_step(tmp_path, 2)
     pids = workers(process.pid)
@@ -126,9 +123,9 @@ def test_orphans_stop(flags: list[str], tmp_path: Path) -> None:
     assert not list(tmp_path.glob("lock*"))
 
 
-def test_a_rank_that_hangs_ends_the_run(flags: list[str], tmp_path: Path, patient: None) -> None:
-    """After a third of the time-out each rank writes its stacks, which show the rank that hangs.
-    After all of it the rank that waits fails, and torchrun ends the other one."""
+def test_hanging_rank_ends_the_run_and_shows_its_stack(
+    flags: list[str], tmp_path: Path, patient: None
+) -> None:
     command = ["gpt2_fsdp", "hang", 1, 3, *flags, "--output-dir", tmp_path]
     start = time.monotonic()
     launch(2, "tests/workers/faulty.py", *command, "--timeout-minutes", 0.5, check=False)
@@ -139,8 +136,7 @@ def test_a_rank_that_hangs_ends_the_run(flags: list[str], tmp_path: Path, patien
     assert (tmp_path / "checkpoints/step-00000002").is_dir()
 
 
-def test_a_killed_rank_ends_the_job_at_once(flags: list[str], tmp_path: Path) -> None:
-    """The other one, at work then, is told by torchrun, and waits for nothing when it is alone."""
+def test_killed_rank_ends_the_job_at_once(flags: list[str], tmp_path: Path) -> None:
     process = begin("tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
     wait_for_step(tmp_path, 2)
     os.kill(workers(process.pid)[-1], signal.SIGKILL)
@@ -150,8 +146,9 @@ def test_a_killed_rank_ends_the_job_at_once(flags: list[str], tmp_path: Path) ->
     assert status(tmp_path) == "failed"
 
 
-def test_an_error_on_one_rank(flags: list[str], tmp_path: Path, patient: None) -> None:
-    """Its traceback alone is shown, and again in torchrun's report; the other rank ends soon."""
+def test_error_on_one_rank_shows_one_traceback(
+    flags: list[str], tmp_path: Path, patient: None
+) -> None:
     start = time.monotonic()
     command = ["gpt2_fsdp", "raise", 1, 3, *flags, "--output-dir", tmp_path]
     error = launch(2, "tests/workers/faulty.py", *command, check=False).stderr
@@ -163,9 +160,7 @@ def test_an_error_on_one_rank(flags: list[str], tmp_path: Path, patient: None) -
     assert status(tmp_path) == "failed"
 
 
-def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
-    """All ranks stop in the step after it, with its own number, rank and samples named; nothing is
-    saved over the good state."""
+def test_nan_loss_ends_all_ranks_and_saves_nothing(flags: list[str], tmp_path: Path) -> None:
     command = ["gpt2_fsdp", "nan", 1, 5, *flags, "--log-every", 100, "--output-dir", tmp_path]
     result = launch(2, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode
@@ -179,8 +174,9 @@ def test_a_loss_that_is_not_finite(flags: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_restarted_by_torchrun(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
-    """--max-restarts goes on from the last save, and the lock of before does not stop it."""
+def test_torchrun_restart_resumes_the_last_save(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
     command = ["gpt2_fsdp", "once", 1, 6, *flags, "--output-dir", tmp_path]
     torchrun = ("--nproc-per-node", "2", "--max-restarts", "3")
     process = begin("tests/workers/faulty.py", *command, torchrun=torchrun)
@@ -192,10 +188,7 @@ def test_restarted_by_torchrun(uninterrupted: Path, flags: list[str], tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_a_while(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """On one rank: the save is given up on both, the next one is made, the run is as ever."""
+def test_full_disk_skips_one_save(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
     command = ["gpt2_fsdp", "full", 1, 6, *flags, "--output-dir", tmp_path]
     result = launch(2, "tests/workers/faulty.py", *command)
     said = [line for line in result.stdout.splitlines() if "tries again" in line]
@@ -207,8 +200,7 @@ def test_a_disk_that_is_full_for_a_while(
 @pytest.mark.parametrize(
     "mode", ["--no-async-save", pytest.param("--async-save", marks=pytest.mark.slow)]
 )
-def test_a_disk_that_stays_full(mode: str, flags: list[str], tmp_path: Path) -> None:
-    """The second failure ends the run with one sentence; what was saved before is whole."""
+def test_disk_that_stays_full_ends_the_run(mode: str, flags: list[str], tmp_path: Path) -> None:
     command = ["gpt2_fsdp", "full for good", 0, 6, *flags, "--output-dir", tmp_path, mode]
     result = launch(0, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stderr
@@ -222,8 +214,9 @@ def test_a_disk_that_stays_full(mode: str, flags: list[str], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_async_save_is_exact(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
-    """Killed and run again: the copy is of the step it was made in, not of later ones."""
+def test_async_save_resumes_bit_for_bit(
+    uninterrupted: Path, flags: list[str], tmp_path: Path
+) -> None:
     command = [*flags, "--output-dir", tmp_path, "--async-save"]
     assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 0, 8, *command, check=False).returncode
     launch(2, "gpt2_fsdp.py", *command)
@@ -237,10 +230,9 @@ def run(flags: list[str], output: Path, *more: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "altered", "state", "step"])
-def test_a_damaged_checkpoint_is_passed_over(
+def test_damaged_checkpoint_is_skipped_and_replaced(
     damage: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """With a line that names the file; the one before is used and the next save replaces it."""
     run(flags, tmp_path, "--max-steps", "4")
     newest = tmp_path / "checkpoints/step-00000004"
     file = newest / ("train_state.json" if damage in ("state", "step") else "__0_0.distcp")
@@ -264,10 +256,9 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert metrics(tmp_path, "done")[-1]["best_step"] > 0
 
 
-def test_no_whole_checkpoint_is_no_fresh_start(
+def test_run_without_intact_checkpoint_does_not_start_over(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """The run does not begin again over what is lost without a word, even at the second start."""
     run(flags, tmp_path, "--max-steps", "2")
     (tmp_path / "checkpoints/step-00000002/__0_0.distcp").unlink()
     for _ in range(2):
@@ -278,10 +269,7 @@ def test_no_whole_checkpoint_is_no_fresh_start(
 
 
 @pytest.mark.slow
-def test_run_that_was_suspended_on_another_host_writes_nothing_more(
-    flags: list[str], tmp_path: Path
-) -> None:
-    """Another run has taken its directory over meanwhile, as after a pod was cut off."""
+def test_suspended_run_writes_nothing_after_a_takeover(flags: list[str], tmp_path: Path) -> None:
     if not containers.possible():
         pytest.skip("needs unshare, and the right to make name spaces")
     output, log = tmp_path / "output", tmp_path / "log"
@@ -314,10 +302,7 @@ with Lock(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_lock_of_live_process_is_refused_and_of_killed_one_replaced(
-    alone: None, tmp_path: Path
-) -> None:
-    """Both at once, on one host. So is a file that a power failure left."""
+def test_lock_of_killed_process_is_replaced(alone: None, tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], cwd=ROOT)
     try:
         wait_until((tmp_path / "lock").exists, 60, str)

@@ -26,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs:
 
 @pytest.fixture(scope="module")
 def reference(results: dict, t5_directory: Path) -> dict:
-    """The same ten global batches, each as one batch of a plain training loop."""
+    """Return the same ten global batches, each as one batch of a plain training loop."""
     tokenizer = ByT5Tokenizer()
     model = T5ForConditionalGeneration.from_pretrained(t5_directory, dtype=torch.float32)
     model.train()
@@ -56,7 +56,7 @@ def reference(results: dict, t5_directory: Path) -> dict:
 
 @pytest.mark.parametrize("variant", CORE_VARIANTS)
 def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: dict) -> None:
-    """Losses to 1e-5, the first gradient to 1e-5 of its norm; targets are of uneven lengths."""
+    """Losses to 1e-5 and the first gradient to 1e-5 of its norm."""
     result = results[variant]
     assert len(result["losses"]) == 10
     assert result["losses"] == pytest.approx(reference["losses"], abs=1e-5)
@@ -67,13 +67,11 @@ def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: d
     assert (ours - whole).norm() <= 1e-5 * whole.norm()
 
 
-def test_nothing_waits_for_the_device(results: dict) -> None:
-    """Not in ours, in FSDP or in the optimizer."""
+def test_step_never_waits_for_the_device(results: dict) -> None:
     check_nothing_waits(results, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
 def test_compiled_blocks_train_alike(results: dict) -> None:
-    """In whole graphs, for several lengths; under FSDP, recomputed in the backward pass."""
     eager, compiled = results["--no-compile"], results["--compile"]
     assert compiled["graphs"] >= 4 and not compiled["graph_breaks"] and not eager["graphs"]
     assert len({length for _, length in compiled["shapes"]}) > 2
@@ -84,8 +82,7 @@ def test_compiled_blocks_train_alike(results: dict) -> None:
         torch.testing.assert_close(compiled["gradient"][name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_every_sample_once_an_epoch(results: dict) -> None:
-    """In a new order each epoch, the short last step included."""
+def test_every_sample_occurs_once_an_epoch(results: dict) -> None:
     by_epoch: dict[int, list[list[int]]] = {}
     for epoch, samples in results["full_shard"]["samples"]:
         by_epoch.setdefault(epoch, []).append(samples)
@@ -96,24 +93,21 @@ def test_every_sample_once_an_epoch(results: dict) -> None:
 
 
 @pytest.mark.parametrize("variant", ["bf16", "fsdp2_bf16"])
-def test_bf16_is_near(variant: str, results: dict, reference: dict) -> None:
-    """And not equal: the policy is in force."""
+def test_bf16_losses_are_near_fp32(variant: str, results: dict, reference: dict) -> None:
     losses = results[variant]["losses"]
     assert losses == pytest.approx(reference["losses"], abs=0.05)
     assert losses != pytest.approx(reference["losses"], abs=1e-5)
 
 
-def test_a_batch_can_be_overfitted(results: dict) -> None:
-    """The loss of one batch falls below 0.1."""
+def test_one_batch_can_be_overfitted(results: dict) -> None:
     assert results["overfitted"] < 0.1
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp", "fsdp2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_generation_gives_back_what_was_learnt(
+def test_generation_reproduces_overfitted_examples(
     precision: str, strategy: str, results: dict
 ) -> None:
-    """Of seven overfitted examples at least six, each once and in order, on ranks out of step."""
     triples = results[f"generated {precision} {strategy}"]
     plain = results["generated fp32 ddp"]
     assert [triple[:2] for triple in triples] == [triple[:2] for triple in plain]
@@ -121,9 +115,9 @@ def test_generation_gives_back_what_was_learnt(
     assert sum(reference == generated for _, reference, generated in triples) >= 6
 
 
-def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None dropped or repeated, the same steps at every world size and after a resume, the longest
-    step first, the rest in no order, and little padding."""
+def test_length_groups_lose_no_sample_at_any_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a resume. The longest step comes first, so that too little memory shows at
+    once."""
     lengths = torch.randint(8, 512, (1003,)).tolist()
 
     def sampler(world_size: int, rank: int = 0) -> batches.GlobalBatchSampler:
@@ -149,8 +143,7 @@ def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(same) <= 1  # the epochs mix
 
 
-def test_schedules() -> None:
-    """`step` is constant within an epoch; the others warm up, from a rate that is not 0."""
+def test_schedules_follow_their_formulas() -> None:
     rates = {}
     for name in ("linear", "cosine", "constant", "step"):
         flags = ["--lr-schedule", name, "--warmup-ratio", "0.2", "--gamma", "0.5", "--lr", "1"]

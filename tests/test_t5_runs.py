@@ -48,7 +48,7 @@ def one_process(flags: list[str], output: Path) -> None:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks, with dropout."""
+    """Return a finished run of two ranks, with dropout."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "T5_training.py", *flags, *two_ranks(output))
     return output
@@ -56,7 +56,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, flags: list[str], t5_directory: Path) -> Path:
-    """A finished run of one process, without dropout."""
+    """Return a finished run of one process, without dropout."""
     output = tmp_path_factory.mktemp("run") / "alone"
     one_process([*flags, "--model-name", str(t5_directory)], output)
     return output
@@ -64,14 +64,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory, flags: list[str], t5_directo
 
 @pytest.fixture
 def finished(uninterrupted: Path, tmp_path: Path) -> Path:
-    """A copy of a finished run, to do things to."""
+    """Return a copy of a finished run, to do things to."""
     return Path(shutil.copytree(uninterrupted, tmp_path / "finished"))
 
 
-def test_killed_and_run_again_is_as_if_nothing_was(
+def test_killed_run_resumes_bit_for_bit(
     uninterrupted: Path, flags: list[str], tmp_path: Path
 ) -> None:
-    """The same command after SIGKILL in the middle of an epoch: equal to the last bit."""
     command = [*flags, *two_ranks(tmp_path)]
     killed = launch(2, "tests/workers/killed.py", "T5_training", 1, 8, *command, check=False)
     assert killed.returncode != 0
@@ -88,10 +87,9 @@ def test_killed_and_run_again_is_as_if_nothing_was(
 
 
 @pytest.mark.slow
-def test_resumed_by_fewer_processes_under_another_strategy(
+def test_one_ddp_process_resumes_two_full_shard_ranks(
     alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """Killed as two ranks under FULL_SHARD, finished as one under DDP."""
     flags = [*flags, "--model-name", str(t5_directory)]
     assert launch(
         2, "tests/workers/killed.py", "T5_training", 0, 7, *flags, *two_ranks(tmp_path), check=False
@@ -103,10 +101,9 @@ def test_resumed_by_fewer_processes_under_another_strategy(
     assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)
 
 
-def test_validation_does_not_depend_on_the_number_of_processes(
+def test_validation_loss_is_equal_on_one_two_and_three_processes(
     alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
 ) -> None:
-    """Five examples on one, two and three processes."""
     flags = [*flags, "--model-name", t5_directory, "--max-steps", 1, "--batch-size", 2]
     for processes in (2, 3):
         output = tmp_path / str(processes)
@@ -114,8 +111,7 @@ def test_validation_does_not_depend_on_the_number_of_processes(
         assert losses(output, "val")[0] == pytest.approx(losses(alone, "val")[0], abs=1e-5)
 
 
-def test_what_a_run_leaves(uninterrupted: Path) -> None:
-    """The newest two checkpoints, best/, final/, and metrics one can draw."""
+def test_run_keeps_two_checkpoints_best_final_and_metrics(uninterrupted: Path) -> None:
     best = min(losses(uninterrupted, "val").items(), key=lambda item: (item[1], item[0]))
     names = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
     assert best[0] == 8 and names == ["step-00000006", "step-00000008"]
@@ -149,10 +145,9 @@ def reloaded(directory: Path, pairs: Path) -> dict:
     )
 
 
-def test_exports_reload_and_give_the_same_loss(
+def test_exports_reload_with_the_same_loss(
     finished: Path, flags: list[str], pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """final/, best/, and what --export-only writes as one process, in several files."""
     val = losses(finished, "val")
     for kind, loss in (("final", val[8]), ("best", min(val.values()))):
         found = reloaded(finished / kind, pairs)
@@ -174,10 +169,9 @@ def test_exports_reload_and_give_the_same_loss(
     assert found["loss"] == pytest.approx(val[8], abs=0.02)
 
 
-def test_a_finished_run_says_so_and_more_steps_continue_it(
+def test_finished_run_continues_with_more_steps(
     finished: Path, flags: list[str], capfd: pytest.CaptureFixture
 ) -> None:
-    """Exit code 0 and nothing changed; then two steps more."""
     before = (finished / "metrics.jsonl").read_text()
     one_process(flags, finished)
     assert "is finished" in capfd.readouterr().out
@@ -192,7 +186,7 @@ def test_a_finished_run_says_so_and_more_steps_continue_it(
 
 
 def refused(flags: list[str], output: Path, capfd: pytest.CaptureFixture) -> str:
-    """The one sentence that the script ends with."""
+    """Return the one sentence that the script ends with."""
     with pytest.raises(SystemExit) as end:
         one_process(flags, output)
     assert end.value.code
@@ -201,10 +195,9 @@ def refused(flags: list[str], output: Path, capfd: pytest.CaptureFixture) -> str
     return said
 
 
-def test_what_must_not_differ_is_named(
+def test_resume_rejects_changed_seed_data_model_and_batch(
     finished: Path, flags: list[str], t5_directory: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """Seed, model, data and global batch; and nothing that is saved is touched."""
     before = sorted((path, path.stat().st_mtime) for path in finished.rglob("*") if path.is_file())
     said = refused([*flags, "--seed", "1"], finished, capfd)
     assert "run: --seed is 1, was 0. Pass" in said
@@ -227,10 +220,9 @@ def test_what_must_not_differ_is_named(
     (["--export-only"], "--export-only finds no checkpoint"),
     (["--source-column", "body"], "has columns text, headline"),
 ])  # fmt: skip
-def test_bad_input_is_one_sentence(
+def test_bad_input_is_one_message(
     flag: list[str], said: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """Whatever is found out before training, without a traceback."""
     args = [*flags, "--output-dir", str(tmp_path), *flag]
     with pytest.raises(SystemExit) as end:
         T5_training.fsdp_main(T5_training.parse_args(args))
@@ -239,8 +231,7 @@ def test_bad_input_is_one_sentence(
     assert error.startswith("error: ") and said in error
 
 
-def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixture) -> None:
-    """Before any process group, naming each flag."""
+def test_wrong_values_are_one_message(pairs: Path, capfd: pytest.CaptureFixture) -> None:
     wrong = {
         "--batch-size": 0, "--lr": -1, "--warmup-ratio": 2, "--epochs": 0,
         "--rouge-samples": -1, "--max-grad-norm": 0, "--keep-checkpoints": 0,
@@ -258,11 +249,10 @@ def test_wrong_values_are_said_together(pairs: Path, capfd: pytest.CaptureFixtur
         assert word[0] in capfd.readouterr().err
 
 
-def test_what_is_not_ours_stays(
+def test_foreign_files_and_runs_stay(
     finished: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """A directory of the user's, a model of somebody else's, and a run of another script."""
     (finished / "tmp-mine").mkdir()
     one_process(flags, finished)
     assert (finished / "tmp-mine").is_dir()
@@ -272,8 +262,7 @@ def test_what_is_not_ours_stays(
     assert "script is my_script, was T5_training" in refused(flags, finished, capfd)
 
 
-def test_bad_data_is_said_once_by_two_ranks(flags: list[str], tmp_path: Path) -> None:
-    """Nobody waits for a rank that is gone, and no rank shows a traceback of its own."""
+def test_two_ranks_report_bad_data_once(flags: list[str], tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     command = [*flags, "--dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
     result = launch(2, "T5_training.py", *command, check=False)
@@ -284,10 +273,9 @@ def test_bad_data_is_said_once_by_two_ranks(flags: list[str], tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_an_untied_head_stays_untied(
+def test_untied_head_stays_untied(
     flags: list[str], t5_directory: Path, pairs: Path, tmp_path: Path
 ) -> None:
-    """As in T5 1.1 and FLAN-T5: what is loaded, trained, resumed and exported has its own head."""
     for path in t5_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = load_file(t5_directory / "model.safetensors")

@@ -32,7 +32,7 @@ Changes = list[tuple[str, str]]  # what stands in the script, and what takes its
 
 
 def from_t5(folder: str, model: str, blocks: str, tiny: str = "") -> Changes:
-    """The changes that make T5_training.py that of another model."""
+    """Return the changes that make T5_training.py that of another model."""
     old = "models.t5.modeling_t5 import T5Block"
     comment = "  # FSDP units, compiled and recomputed one by one"
     changes = [
@@ -50,7 +50,7 @@ def from_t5(folder: str, model: str, blocks: str, tiny: str = "") -> Changes:
 
 
 def from_gpt2(folder: str, model: str, block: str, tiny: str) -> Changes:
-    """The changes that make gpt2_fsdp.py that of another model."""
+    """Return the changes that make gpt2_fsdp.py that of another model."""
     old = "models.gpt2.modeling_gpt2 import GPT2Block"
     return [
         (old, f"models.{folder}.modeling_{folder} import {block}"),
@@ -61,7 +61,8 @@ def from_gpt2(folder: str, model: str, block: str, tiny: str) -> Changes:
 
 
 def from_llama(folder: str, name: str, more: str = "") -> Changes:
-    """The changes that make llama_fsdp.py that of another model, with `more` lines of TINY."""
+    """Return the changes that make llama_fsdp.py that of another model, with `more` lines of
+    TINY."""
     block = f"{name}DecoderLayer"
     changes = [
         ("models.llama.modeling_llama import LlamaDecoderLayer",
@@ -140,7 +141,7 @@ SHORT = {  # texts as long as these models take
 
 
 def copy_script(script: str, changes: list[tuple[str, str]], name: str, folder: Path) -> Path:
-    """A changed copy of a script in `folder`, with the files that its docstring names."""
+    """Return a changed copy of a script in `folder`, with the files that its docstring names."""
     text = (ROOT / f"{script}.py").read_text()
     (needed,) = re.findall(r"copy this one with (.*?),\s+and\s+change", text, re.DOTALL)
     for part in re.findall(r"\w+\.py|\w+/", needed):
@@ -157,7 +158,7 @@ def copy_script(script: str, changes: list[tuple[str, str]], name: str, folder: 
 
 
 def import_copy(path: Path) -> ModuleType:
-    """The copy as a module of this process."""
+    """Return the copy as a module of this process."""
     spec = importlib.util.spec_from_file_location(f"copied_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -165,8 +166,7 @@ def import_copy(path: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_changes(name: str, alone: None, tmp_path: Path) -> None:
-    """At most eight added lines, without a lint; and what they do not touch fits the new model."""
+def test_copy_needs_at_most_eight_lines(name: str, alone: None, tmp_path: Path) -> None:
     script, changes, model_class = CASES[name]
     path = copy_script(script, changes, name, tmp_path)
     config = ["--config", ROOT / "pyproject.toml"]
@@ -208,7 +208,8 @@ def byte_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def save_model(name: str, path: Path) -> Path:
-    """A small model with a byte tokenizer as a Hugging Face directory; none of it is 0 or 1."""
+    """Return a small model with a byte tokenizer as a Hugging Face directory; none of it is 0 or
+    1."""
     torch.manual_seed(0)
     model_class = CASES[name][2]
     config = model_class.config_class(
@@ -235,7 +236,7 @@ def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]
 
 
 def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, torch.Tensor]]:
-    """The training or the validation set, a sample at a time, as Transformers takes it."""
+    """Return the training or the validation set, a sample at a time, as Transformers takes it."""
     args = importlib.import_module(script).parse_args(flags)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if script == "llama_fsdp":
@@ -272,7 +273,7 @@ def plain_loss(model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]) -
 def plain_gradient(
     model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """The gradient of `plain_loss`, by name."""
+    """Return the gradient of `plain_loss`, by name."""
     model.eval()
     count = 0
     for sample in samples:
@@ -302,8 +303,8 @@ def trained(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tried(trained: Path, name: str) -> None:
-    """Loss and first gradient are those of the model alone, and so is what it exports."""
+def test_copy_trains_and_exports_like_plain_pytorch(trained: Path, name: str) -> None:
+    """Loss and first gradient."""
     script, _, model_class = CASES[name]
     output = trained / name / "output"
     flags = json.loads((trained / "cases.json").read_text())[name][2]

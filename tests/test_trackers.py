@@ -13,7 +13,7 @@ import gpt2_fsdp
 
 @pytest.fixture
 def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
-    """A short run on one process."""
+    """Return a short run on one process."""
     return ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
             str(texts[1]), "--block-size", "32", "--num-train-samples", "35", "--log-every", "1",
             "--save-every", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
@@ -39,7 +39,6 @@ def numbers(output: Path) -> dict[tuple[str, int], float]:
 
 
 def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> None:
-    """Read back from its files, in fp32; each step stands once, though the run went on."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -61,7 +60,6 @@ def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> N
 def test_trackio_has_the_same_losses(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one run of its local store."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
@@ -76,7 +74,7 @@ def test_trackio_has_the_same_losses(
 def test_wandb_continues_one_run(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two starts are stored under one run id. The numbers are those that TensorBoard gets."""
+    """Two starts are stored under one run id."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -93,10 +91,9 @@ class Broken(ModuleType):
         raise ConnectionError("no route to host")
 
 
-def test_a_tracker_that_fails_ends_nothing(
+def test_failing_tracker_does_not_end_the_run(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
-    """It is told of once; the others go on."""
     monkeypatch.setitem(sys.modules, "wandb", Broken("wandb"))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

@@ -41,8 +41,9 @@ def code(mark: Path) -> str:
     return f"import os\nos.mkdir({str(mark)!r})\n"
 
 
-def test_weights_in_a_bin(alone: None, llama_directory: Path, mark: Path, tmp_path: Path) -> None:
-    """They are pickled: refused."""
+def test_pickled_weights_are_refused(
+    alone: None, llama_directory: Path, mark: Path, tmp_path: Path
+) -> None:
     directory = tmp_path / "model"
     directory.mkdir()
     shutil.copy(llama_directory / "config.json", directory)
@@ -54,8 +55,9 @@ def test_weights_in_a_bin(alone: None, llama_directory: Path, mark: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["data.pt", "data.pkl", "data"])
-def test_data(name: str, mark: Path, code: str, tmp_path: Path) -> None:
-    """Pickled files, and a data set that is a script: refused."""
+def test_pickles_and_scripts_as_data_are_refused(
+    name: str, mark: Path, code: str, tmp_path: Path
+) -> None:
     place = tmp_path / name
     if place.suffix:
         torch.save(Hostile(mark), place)
@@ -68,10 +70,9 @@ def test_data(name: str, mark: Path, code: str, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_code_of_a_model(
+def test_code_of_a_model_is_refused(
     alone: None, llama_directory: Path, mark: Path, code: str, tmp_path: Path
 ) -> None:
-    """A type that Transformers does not know brings its own: refused, without a question."""
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     config = json.loads((directory / "config.json").read_text())
@@ -82,8 +83,9 @@ def test_code_of_a_model(
     assert not mark.exists()
 
 
-def test_code_of_a_tokenizer(llama_directory: Path, mark: Path, code: str, tmp_path: Path) -> None:
-    """The same."""
+def test_code_of_a_tokenizer_is_refused(
+    llama_directory: Path, mark: Path, code: str, tmp_path: Path
+) -> None:
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
@@ -95,7 +97,7 @@ def test_code_of_a_tokenizer(llama_directory: Path, mark: Path, code: str, tmp_p
 
 @pytest.fixture
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """A `tiny` of dropout, saved at every second step."""
+    """Return a `tiny` of dropout, saved at every second step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "4"]  # fmt: skip
@@ -171,7 +173,7 @@ def test_hostile_checkpoint_runs_no_code(
     tmp_path: Path,
     capfd: pytest.CaptureFixture,
 ) -> None:
-    """A resume and an export end with a message, although the checksums match."""
+    """Although its checksums match."""
     output = tmp_path / "run"
     kind = "full" if "full" in attack.__name__ else "sharded"
     run(flags, output, "--max-steps", "2", "--checkpoint-type", kind)

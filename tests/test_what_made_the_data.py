@@ -33,10 +33,9 @@ def start(script: ModuleType, *flags: object) -> int:
         return end.code
 
 
-def test_chat_template_is_part_of_the_run(
+def test_resume_rejects_changed_chat_template(
     llama_directory: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """Another one is refused by a resume, and with prepared tokens; final/ has the one used."""
     flags = ["--max-seq-length", 96, "--model-name", llama_directory, "--dataset", chats]
     flags += ["--output-dir", tmp_path / "run"]
     chatml, file = ["--chat-template", "chatml"], tmp_path / "own.jinja"
@@ -56,10 +55,9 @@ def test_chat_template_is_part_of_the_run(
     assert start(llama_fsdp, *again, "--chat-template", file) == 0
 
 
-def test_nodes_with_other_data_do_not_train_together(
+def test_nodes_with_different_data_are_refused(
     texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two torchruns with their own caches and files; in the second's another word, or fewer."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -84,10 +82,9 @@ def test_nodes_with_other_data_do_not_train_together(
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_another_model_of_the_same_shapes(
+def test_resume_rejects_another_model_of_the_same_shapes(
     gpt2_directory: Path, texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """Other heads compute something else; another name changes nothing."""
     other = {}
     for name, heads in ("copy", 4), ("heads", 2):
         other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
@@ -102,8 +99,9 @@ def test_another_model_of_the_same_shapes(
     assert start(gpt2_fsdp, *flags, other["copy"], "--max-steps", 4) == 0
 
 
-def test_other_flags_on_another_node(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by name; places of files may differ."""
+def test_nodes_with_different_flags_are_refused(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = Namespace(lr=1e-3, dataset="a", seed=0)
     there = identity.of_flags(args) | {}
     monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), ("node 1 (b)", there)])

@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
 
 def faulty_files(directory: Path) -> str:
-    """The library that makes files slow, or fail, compiled there once."""
+    """Return the library that makes files slow, or fail, compiled there once."""
     library = directory / "faulty_files.so"
     if not library.exists():
         source = Path(__file__).with_name("faulty_files.c")
@@ -77,8 +77,8 @@ def faulty_files(directory: Path) -> str:
 
 
 def start(launch: Launch, phase: str, output: Path, harmful: bool = False) -> subprocess.Popen:
-    """The script on its ranks, which stay in the phase for a moment; if `harmful`, `harm_files` can
-    be called."""
+    """Return the script on its ranks, which stay in the phase for a moment; if `harmful`,
+    `harm_files` can be called."""
     script = launch.script
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(launch.ranks)]
@@ -118,7 +118,7 @@ def steps_saved(output: Path) -> int:
 
 
 def steps_logged(output: Path) -> int:
-    """The last step that was logged."""
+    """Return the last step that was logged."""
     return max((line["step"] for line in logged(output, "train")), default=0)
 
 
@@ -195,7 +195,7 @@ def attempt(
 
 
 def word_of(output: Path) -> str:
-    """The word in the file status; none before the training begins, or on a full disk."""
+    """Return the word in the file status; none before the training begins, or on a full disk."""
     path = output / "status"
     return status(output) if path.is_file() and path.read_text() else "none"
 

@@ -6,7 +6,7 @@ from conftest import ROOT
 
 
 def copied(script: str, replacements: dict[str, str]) -> ModuleType:
-    """A module like `script`, whose text has each key replaced by its value."""
+    """Return a module like `script`, whose text has each key replaced by its value."""
     source = (ROOT / f"{script}.py").read_text()
     for old, new in replacements.items():
         assert old in source, old

@@ -73,7 +73,7 @@ def compile_without_compiler() -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor, or the tensor itself."""
+    """Return all of a DTensor, or the tensor itself."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor
@@ -94,7 +94,7 @@ def strategy_flags(name: str) -> list[str]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The whole gradient of each parameter, by the name it had before wrapping."""
+    """Return the whole gradient of each parameter, by the name it had before wrapping."""
     sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
     if sharded:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):

@@ -36,7 +36,7 @@ LENGTHS = {
 
 
 def without_weights(directory: Path, place: Path) -> Path:
-    """A copy of all but the weights."""
+    """Return a copy of all but the weights."""
     ignore = shutil.ignore_patterns("*.safetensors*")
     return Path(shutil.copytree(directory, place, ignore=ignore, dirs_exist_ok=True))
 

@@ -28,8 +28,9 @@ from runtime import ranks, weights
 
 
 def bad_steps(driven: Driven) -> dict[str, tuple]:
-    """A step with an infinite loss on rank 1, and one without targets. Of each: the ranks on which
-    it changed a weight, a moment or the count of steps, and what rank 0 says when it is checked."""
+    """Return a step with an infinite loss on rank 1, and one without targets. Of each: the ranks on
+    which it changed a weight, a moment or the count of steps, and what rank 0 says when it is
+    checked."""
 
     state, batch = driven.state, driven.batch()
 
@@ -91,8 +92,8 @@ def other_optimizers(flags: list[str], device: torch.device) -> dict[str, dict]:
 
 
 def with_ema(flags: list[str], device: torch.device) -> dict[str, dict]:
-    """A run that trains an average of the weights besides, and its continuation from a checkpoint:
-    of both what the average is, by FSDP's version."""
+    """Return a run that trains an average of the weights besides, and its continuation from a
+    checkpoint: of both what the average is, by FSDP's version."""
     found = {}
     script = copied("gpt2_fsdp", EMA)
     for fsdp in ("1", "2"):

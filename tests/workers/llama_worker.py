@@ -25,12 +25,12 @@ from runtime.run import prepare_directory
 
 
 def rotary(model: torch.nn.Module) -> torch.nn.Module:
-    """The module whose buffers are in no file."""
+    """Return the module whose buffers are in no file."""
     return next(m for m in model.modules() if type(m).__name__ == "LlamaRotaryEmbedding")
 
 
 def wrapped(args: Namespace, device: torch.device) -> torch.nn.Module:
-    """The model that the flags name, with its weights."""
+    """Return the model that the flags name, with its weights."""
     model, _, init = llama_fsdp.load_model(args, device)
     return llama_fsdp.wrap_model(args, device, model, init)
 

@@ -71,7 +71,7 @@ def train(driven: Driven) -> None:
 
 
 def prepared(args: Namespace, device: torch.device, steps: int) -> Driven:
-    """A training after so many steps."""
+    """Return a training after so many steps."""
     driven = Driven(gpt2_fsdp, args, device)
     for _ in range(steps):
         train(driven)
@@ -79,7 +79,7 @@ def prepared(args: Namespace, device: torch.device, steps: int) -> Driven:
 
 
 def momentum(state: TrainState) -> float:
-    """The sum of the first moments' sizes."""
+    """Return the sum of the first moments' sizes."""
     moments = [local(values["exp_avg"]) for values in state.optimizer.state.values()]
     return sum(tensor.double().abs().sum().item() for tensor in moments)
 
