@@ -23,3 +23,10 @@ def test_failing_and_slow_files_change_nothing(tmp_path: Path) -> None:
     launch = Launch("gpt2_fsdp.py", ["--fsdp", "2"])
     found = chaos(launch, tmp_path, ["EIO", "slow files"], ["save", "export"], seed=4)
     assert len(found) == 4
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_after_a_killed_rank(tmp_path: Path) -> None:
+    launch = Launch("gpt2_fsdp.py", [], restarts=True)
+    found = chaos(launch, tmp_path, ["SIGKILL rank 1"], ["save"], seed=5)
+    assert [outcome["status"] for outcome in found] == ["finished"]

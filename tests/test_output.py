@@ -71,16 +71,6 @@ def test_user_files_beside_checkpoints_stay(finished: Path, flags: list[str]) ->
     assert kept == {*mine, "step-00000002-keep", "step-00000006"}
 
 
-@pytest.mark.parametrize("torn", ["5\n", "\xff\xfe\n", "{}\n", '["event"]\n', '{"event": "tr'])
-def test_broken_lines_of_metrics_are_dropped(torn: str, finished: Path, flags: list[str]) -> None:
-    path = finished / "metrics.jsonl"
-    before = path.read_bytes()
-    strange = torn.encode("latin-1")
-    path.write_bytes(strange.rstrip(b"\n") + b"\n" + before + strange)
-    assert start(finished, flags, "--max-steps", "5") == 0
-    assert list(losses(finished)) == [1, 2, 3, 4, 5]
-
-
 def test_resume_rejects_data_changed_anywhere(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:

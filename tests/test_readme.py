@@ -4,10 +4,8 @@ Commands for a CPU are run, here or in the test that is named, as they stand but
 GPUs and the hub are parsed.
 """
 
-import argparse
 import importlib.util
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -28,7 +26,6 @@ from tools import memory_estimator, preflight
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 TEXT = "\n".join(PAGES.values())
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
-BENCHMARKS = ("run_all", "compare_strategies", "plot_runs")
 PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
     f"{module.__name__.replace('.', '/')}.py": module.parse_args
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
@@ -40,7 +37,6 @@ FOLDERS = (
     "benchmarks",
     "tools",
 )  # whose files may be named without them
-FLAG = r"--[a-z][\w-]*\w"
 
 
 def commands() -> list[str]:
@@ -125,48 +121,6 @@ def test_cpu_command_runs_from_another_directory(script: str, tmp_path: Path) ->
     flags = [*shlex.split(line)[2:], *short, "--output-dir", "here"]
     launch(0, script, *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
-
-
-def own_flags_part(text: str) -> str:
-    """Return a page without what names the flags of other programs: of a table whose last column
-    is "here" it keeps that one alone."""
-    kept, before, is_compared = [], "", False
-    for line in text.splitlines():
-        if line.startswith("|"):
-            *_, last, _ = line.split("|")
-            if not before.startswith("|"):
-                is_compared = last.strip().startswith("here")
-            kept.append(last if is_compared else line)
-        else:
-            kept.append(line)
-        before = line
-    return "\n".join(kept)
-
-
-def test_flags_in_the_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.run import get_args_parser
-
-    known = {"--help", "--no-build-isolation"}  # pip's
-    known |= {"--nodes", "--ntasks-per-node", "--signal", "--time", "--mem"}  # Slurm's
-    known |= {"--ipc", "--shm-size", "--logdir"}  # docker's, TensorBoard's
-    known |= {"--from-literal", "--prefix"}  # kubectl's
-    known |= set(get_args_parser()._option_string_actions)
-
-    def note(parser: argparse.ArgumentParser, *_: object) -> None:
-        known.update(parser._option_string_actions)
-        raise SystemExit
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", note)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    programs = [*SCRIPTS, "tests/helpers/chaos"]
-    programs += [f"tools/{path.stem}" for path in ROOT.glob("tools/*.py")]
-    programs += [f"benchmarks/{name}" for name in BENCHMARKS]
-    for program in programs:
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(ROOT / f"{program}.py"), run_name="__main__")
-    for path, text in PAGES.items():
-        unknown = set(re.findall(FLAG, own_flags_part(text))) - known
-        assert not unknown, f"{path.name}: {unknown}"
 
 
 def test_every_command_is_marked_or_run_by_a_test() -> None:

@@ -134,6 +134,21 @@ def test_job_stopped_by_its_time_limit_is_requeued(
     assert losses(output) == losses(finished)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["load", "first validation"])
+def test_job_stopped_before_its_first_step_is_requeued(
+    phase: str, cluster: None, flags: list[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    words = ["tests/workers/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
+    job = Job(output, [], *words, f"--output-dir={output}")
+    wait_until((tmp_path / f"output.{phase}-0").exists, 120, job.report)
+    slurm("scancel", "--signal=USR1", job.number)
+    job.wait("COMPLETED")
+    assert job["Restarts"] == "1" and status(output) == "finished"
+    assert list(losses(output)) == [1, 2, 3]
+
+
 def test_requeues_are_limited(cluster: None, tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text(IDLE)
     output, status = tmp_path, tmp_path / "status"

@@ -2,6 +2,7 @@
 
     python tests/helpers/chaos.py T5_training.py                        # every phase, every fault
     python tests/helpers/chaos.py gpt2_fsdp.py --fsdp 2 --faults "SIGKILL rank 0" --rounds 5
+    python tests/helpers/chaos.py llama_fsdp.py --restarts --faults "SIGKILL rank 1"  # by torchrun
 
 Two CPU ranks, or as many as --ranks says, save at every step. For each fault there is a run that
 meets it in each phase, within a second of its beginning, is started again each time, and at last
@@ -65,6 +66,7 @@ class Launch(NamedTuple):
     script: str
     flags: list[str]
     ranks: int = 2
+    restarts: bool = False  # torchrun starts it again, once
 
 
 def faulty_files(directory: Path) -> str:
@@ -81,7 +83,7 @@ def start(launch: Launch, phase: str, output: Path, harmful: bool = False) -> su
     `harm_files` can be called."""
     script = launch.script
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node", str(launch.ranks)]
+    torchrun += ["--nproc-per-node", str(launch.ranks), "--max-restarts", str(int(launch.restarts))]
     torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
     worker = [str(ROOT / "tests/workers/phases.py"), script.removesuffix(".py"), phase, str(STAYS)]
     command = [*torchrun, *worker, *SHARED, *TINY[script], *launch.flags]
@@ -186,6 +188,7 @@ def attempt(
     return {
         "phase": phase,
         "fault": fault,
+        "restarts": launch.restarts,
         "status": word_of(output),
         "exit codes": [path.read_text() if path.exists() else "killed" for path in exits],
         "lost steps": max(0, steps_logged(output) - steps_saved(output)),
@@ -202,6 +205,9 @@ def word_of(output: Path) -> str:
 
 def check(found: dict) -> None:
     """A request to stop loses nothing; and however a run ends, it does so soon."""
+    if found["restarts"]:
+        assert (found["status"], set(found["exit codes"])) == ("finished", {"0"}), found
+        return
     assert found["seconds"] < 30 + FILES.get(found["fault"], 0), found
     if found["phase"] == "export" and found["status"] == "finished":  # before the fault was met
         assert set(found["exit codes"]) == {"0"}, found
@@ -223,7 +229,8 @@ def chaos(
     runs = []
     for fault in faults:
         # A run that the fault may not end goes on to its end.
-        runs += [(fault, phases)] if fault in SIGNALS else [(fault, [x]) for x in phases]
+        alone = launch.restarts or fault not in SIGNALS
+        runs += [(fault, [phase]) for phase in phases] if alone else [(fault, phases)]
     for fault, phases_of_run in runs:
         torn = directory / "torn"
         for phase in phases_of_run:
@@ -255,8 +262,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1, help="with other moments each")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
+    parser.add_argument("--restarts", action="store_true", help="by torchrun, once; for SIGKILL")
     args, flags = parser.parse_known_args()
-    launch = Launch(args.script, flags, args.ranks)
+    launch = Launch(args.script, flags, args.ranks, args.restarts)
     count = 0
     for seed in range(args.seed, args.seed + args.rounds):
         with tempfile.TemporaryDirectory() as directory:
