@@ -119,7 +119,7 @@ CASES += [(ranks, name) for ranks, (_, variants) in OTHER_RANKS.items() for name
 
 
 @pytest.mark.parametrize("ranks, variant", CASES)
-def test_ten_steps_equal_peft(ranks: int, variant: str, found: dict, wide_llama: Path) -> None:
+def test_ten_steps_equal_peft(ranks, variant, found, wide_llama):
     """Losses to 1e-5, and the first gradient, on 2, 3 and 4 ranks; hybrid on 4."""
     result = found[ranks][variant]
     targets = FEWER[1:] if variant == "lora_targets" else ALL
@@ -131,7 +131,7 @@ def test_ten_steps_equal_peft(ranks: int, variant: str, found: dict, wide_llama:
 
 
 @pytest.mark.parametrize("variant", ["lora", "lora_bf16", "nf4", "nf4_bf16"])
-def test_rank_holds_a_shard_of_the_base_and_of_the_adapters(variant: str, found: dict) -> None:
+def test_rank_holds_a_shard_of_the_base_and_of_the_adapters(variant, found):
     """Base weights in the compute dtype or 4 bits; gradients and moments of the adapters alone, in
     fp32."""
     result = found[2][variant]
@@ -147,7 +147,7 @@ def test_rank_holds_a_shard_of_the_base_and_of_the_adapters(variant: str, found:
 
 
 @pytest.mark.parametrize("variant", ["lora", "nf4"])
-def test_bf16_losses_are_near_fp32(variant: str, found: dict) -> None:
+def test_bf16_losses_are_near_fp32(variant, found):
     near, exact = found[2][f"{variant}_bf16"], found[2][variant]
     assert near["losses"] == pytest.approx(exact["losses"], abs=0.05)
     assert near["losses"] != pytest.approx(exact["losses"], abs=1e-6)
@@ -183,9 +183,7 @@ def held_out_loss(model: nn.Module, flags: list[str]) -> float:
     return total / count
 
 
-def test_peft_loads_exports_with_the_same_loss(
-    uninterrupted: Path, flags: list[str], wide_llama: Path
-) -> None:
+def test_peft_loads_exports_with_the_same_loss(uninterrupted, flags, wide_llama):
     val = losses(uninterrupted, "val")
     for name, expected in (("final", val[8]), ("best", min(val.values()))):
         model = peft.PeftModel.from_pretrained(base(wide_llama, True), uninterrupted / name).eval()
@@ -201,9 +199,7 @@ def test_peft_loads_exports_with_the_same_loss(
 
 
 @pytest.mark.slow  # those of the scripts are killed in each make test
-def test_killed_run_with_dropout_resumes_bit_for_bit(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_killed_run_with_dropout_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--batch-size", "2", "--output-dir", str(tmp_path)]
     assert launch(
         2, "tests/workers/killed.py", "llama_fsdp", 1, 6, *command, check=False
@@ -216,9 +212,7 @@ def test_killed_run_with_dropout_resumes_bit_for_bit(
         check_equal_weights(tmp_path / name, uninterrupted / name)
 
 
-def test_evaluation_reads_base_and_adapters(
-    uninterrupted: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capfd):
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     words = [*flags, "--evaluate-only", "--output-dir", str(run)]
     llama_fsdp.fsdp_main(llama_fsdp.parse_args(words))
@@ -243,9 +237,8 @@ def test_evaluation_reads_base_and_adapters(
     (["ALL WEIGHTS"], "model is "),
 ])  # fmt: skip
 def test_resume_rejects_changed_adapters_or_base(
-    changed: list[str], said: str, uninterrupted: Path, flags: list[str], wide_llama: Path,
-    tmp_path: Path, capfd: pytest.CaptureFixture,
-) -> None:  # fmt: skip
+    changed, said, uninterrupted, flags, wide_llama, tmp_path, capfd
+):
     """Another base has other values, not other shapes."""
     shutil.copytree(wide_llama, tmp_path / "OTHER")
     tensors = weights(wide_llama)
@@ -263,9 +256,7 @@ def test_resume_rejects_changed_adapters_or_base(
     assert said in error
 
 
-def test_one_rank_resumes_two_and_merges_like_peft(
-    flags: list[str], wide_llama: Path, tmp_path: Path
-) -> None:
+def test_one_rank_resumes_two_and_merges_like_peft(flags, wide_llama, tmp_path):
     common = [*flags, "--no-load-in-4bit", "--lora-dropout", "0", "--export-dtype", "fp32"]
     one = [*common, "--batch-size", "4"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -308,9 +299,7 @@ T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.
 ]
 
 
-def test_t5_copy_trains_and_merges_adapters(
-    t5_directory: Path, pairs: Path, tmp_path: Path
-) -> None:
+def test_t5_copy_trains_and_merges_adapters(t5_directory, pairs, tmp_path):
     path = copy_script("T5_training", T5, "T5_lora", tmp_path)
     flags = ["--model-name", t5_directory, "--dataset", pairs, "--lora-rank", "4", "--lr", "1e-2",
              "--max-steps", "4", "--rouge-samples", "2", "--merge",
@@ -330,7 +319,7 @@ def held_out_pairs(pairs: Path) -> list[dict[str, torch.Tensor]]:
     return [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
 
 
-def test_routers_and_experts_get_no_adapters() -> None:
+def test_routers_and_experts_get_no_adapters():
     """Llama 4's router is a Linear module. peft would adapt experts in any case, so that is
     refused."""
     router = small_model(Llama4ForCausalLM)
@@ -357,9 +346,7 @@ def test_routers_and_experts_get_no_adapters() -> None:
     (["--lora-rank", "4", "--optimizer", "paged_adamw_32bit"], "takes no DTensors"),
     (["--fsdp", "2", "--optimizer", "paged_adamw_32bit"], "takes no DTensors"),
 ])  # fmt: skip
-def test_conflicting_flags_are_refused(
-    flags: list[str], said: str, capfd: pytest.CaptureFixture
-) -> None:
+def test_conflicting_flags_are_refused(flags, said, capfd):
     with pytest.raises(SystemExit) as end:
         llama_fsdp.parse_args(flags)
     assert end.value.code
@@ -371,10 +358,7 @@ def test_conflicting_flags_are_refused(
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: the projections are down_proj"),
     (["--load-in-4bit"], "is 32 wide, which bitsandbytes computes wrongly"),
 ])  # fmt: skip
-def test_unsuitable_targets_and_widths_are_refused(
-    flags: list[str], said: str, llama_directory: Path, tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-) -> None:  # fmt: skip
+def test_unsuitable_targets_and_widths_are_refused(flags, said, llama_directory, tmp_path, capfd):
     common = ["--model-name", str(llama_directory), "--lora-rank", "4", "--max-seq-length", "64"]
     args = llama_fsdp.parse_args([*common, "--output-dir", str(tmp_path / "run"), *flags])
     with pytest.raises(SystemExit) as end:
@@ -389,9 +373,7 @@ def test_unsuitable_targets_and_widths_are_refused(
     (["--lora-rank", "4", "--load-in-4bit"], "bitsandbytes"),
     (["--optimizer", "paged_adamw_32bit"], "bitsandbytes"),
 ])  # fmt: skip
-def test_missing_package_is_named(
-    flag: list[str], package: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_named(flag, package, capfd, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)

@@ -197,9 +197,7 @@ def train_copy(
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 dies of FSDP2 in a 2nd thread")
 @pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ])
-def test_copy_trains_and_exports_like_plain_pytorch(
-    name: str, device: torch.device, chats: Path, pairs: Path, texts: tuple, tmp_path: Path
-) -> None:
+def test_copy_trains_and_exports_like_plain_pytorch(name, device, chats, pairs, texts, tmp_path):
     """Training losses and exported weights match the model alone, or the script refuses the
     model."""
     if name in TOO_SLOW:

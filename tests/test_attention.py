@@ -48,9 +48,8 @@ def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     ((10, 0), {"flash_attn": BROKEN}, None),
 ])  # fmt: skip
 def test_newest_flash_attn_that_imports_is_used(
-    capability: tuple[int, int], changes: dict[str, str], origin: str | None,
-    site_packages: Path, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    capability, changes, origin, site_packages, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     for name, text in (MODULES | changes).items():
         (site_packages / f"{name}.py").write_text(text)
@@ -109,7 +108,7 @@ def packed(*rows: list[int]) -> dict[str, torch.Tensor | int]:
     )
 
 
-def test_kernel_gets_the_longest_document(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_gets_the_longest_document(monkeypatch):
     """Padding counts as a document. New lengths compile nothing."""
     told.clear()
     two = [[40, 24], [20, 44], [30, 34], [50, 14], [63, 1], [61, 3], [33, 31]]

@@ -31,9 +31,7 @@ def run_all(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("large", [True, False])
 @pytest.mark.parametrize("processes", [1, 8])
 @pytest.mark.parametrize("preset", ["cpu", "gpu"])
-def test_presets_use_existing_flags_and_models(
-    preset: str, processes: int, large: bool, run_all: ModuleType
-) -> None:
+def test_presets_use_existing_flags_and_models(preset, processes, large, run_all):
     commands = run_all.programs(preset, processes, Path("data"), large)
     assert commands
     for command in commands.values():
@@ -48,7 +46,7 @@ def test_presets_use_existing_flags_and_models(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("peer, share", [("trl", 1.0), ("seq2seq", 2.0), ("trainer", 255 / 256)])
-def test_trainers_report_the_same_loss(peer: str, share: float) -> None:
+def test_trainers_report_the_same_loss(peer, share):
     """Except for the factors that RESULTS.md names."""
     pytest.importorskip("trl" if peer == "trl" else "accelerate", reason=f"{peer} needs it")
     table = run(f"side_by_side.py --peers {peer} --rows 40 --epochs 1")
@@ -59,7 +57,7 @@ def test_trainers_report_the_same_loss(peer: str, share: float) -> None:
 
 
 @pytest.mark.slow
-def test_load_holds_a_shard_and_export_one_file() -> None:
+def test_load_holds_a_shard_and_export_one_file():
     """A model of 1.1B parameters, stored in 16 bits."""
     pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
     flags = "saving.py --model 1.1B --turns 1 --stages load export --ways ours-fsdp1 ours-fsdp2"
@@ -72,13 +70,13 @@ def test_load_holds_a_shard_and_export_one_file() -> None:
 
 
 @pytest.mark.slow
-def test_measured_bytes_equal_the_estimate() -> None:
+def test_measured_bytes_equal_the_estimate():
     pairs = re.findall(r"([0-9.]+) / ([0-9.]+)", run("estimate.py --models tiny-t5 tiny"))
     assert len(pairs) == 18 and all(estimated == found for estimated, found in pairs)
 
 
 @pytest.mark.slow
-def test_full_shard_holds_half_of_ddp() -> None:
+def test_full_shard_holds_half_of_ddp():
     start = time.monotonic()
     command = [sys.executable, ROOT / "benchmarks/compare_strategies.py", "--steps", "3"]
     table = subprocess.check_output(command, text=True)

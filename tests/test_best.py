@@ -41,9 +41,7 @@ VARIANTS = [  # --cpu-offload needs a GPU
 @pytest.mark.parametrize(
     "more", [[], *(pytest.param(more, marks=pytest.mark.slow) for more in VARIANTS)], ids=" ".join
 )
-def test_exports_during_training_change_nothing(
-    more: list[str], flags: list[str], chats: Path, wide_llama: Path, tmp_path: Path
-) -> None:
+def test_exports_during_training_change_nothing(more, flags, chats, wide_llama, tmp_path):
     """To the last bit, on two ranks."""
     script = "gpt2_fsdp"
     if "--lora-rank" in more:
@@ -63,9 +61,7 @@ def test_exports_during_training_change_nothing(
     assert metrics(tmp_path / "without", "done")[0]["best_step"] == done["best_step"]
 
 
-def test_failed_export_keeps_the_previous_best(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, capfd):
     export_model = export.export_model
     paths = []
 
@@ -84,7 +80,7 @@ def test_failed_export_keeps_the_previous_best(
     assert metrics(tmp_path, "done")[0]["best_step"] == step_of_best(tmp_path) == 2
 
 
-def test_resume_from_older_checkpoint_exports_best_again(flags: list[str], tmp_path: Path) -> None:
+def test_resume_from_older_checkpoint_exports_best_again(flags, tmp_path):
     run(flags, tmp_path / "whole")
     for damage in ("older", "without best"):
         path = Path(shutil.copytree(tmp_path / "whole", tmp_path / damage))
@@ -98,9 +94,7 @@ def test_resume_from_older_checkpoint_exports_best_again(flags: list[str], tmp_p
         assert step_of_best(path) == 6
 
 
-def test_stop_before_the_export_repeats_the_validation(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stop_before_the_export_repeats_the_validation(flags, tmp_path, monkeypatch):
     run(flags, tmp_path / "whole")
     on_any = ranks.true_on_any
     asked = []

@@ -3,7 +3,6 @@
 import math
 import re
 import shutil
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -29,7 +28,7 @@ def apply_diffs(script: str, text: str) -> str:
     return source
 
 
-def test_all_diffs_train_and_resume_in_one_copy(tmp_path: Path) -> None:
+def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
     """BART with Lion, smoothed labels, a cosine schedule and an average of its weights."""
     (tmp_path / "my_script.py").write_text(apply_diffs("T5_training", OTHERS))
     for name in ("lion", "ema"):
@@ -60,9 +59,7 @@ SCRIPTS = {  # the fixtures that a script reads, by flag, and other flags
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_z_loss_and_accuracy_follow_the_documented_diffs(
-    script: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_z_loss_and_accuracy_follow_the_documented_diffs(script, request, tmp_path):
     """Validation, perplexity and best/ use the cross-entropy alone."""
     fixtures, flags = SCRIPTS[script]
     for flag, fixture in fixtures.items():

@@ -197,7 +197,7 @@ def check_documents(chat: list[dict], tools: list | None, tokenizer: object) -> 
 
 
 @pytest.mark.parametrize("name, chat", PAIRS)
-def test_labels_are_exactly_the_answers(name: str, chat: str) -> None:
+def test_labels_are_exactly_the_answers(name, chat):
     tools = [TOOL] if chat == "tools" else None
     count = check_documents(CHATS[chat], tools, known_tokenizer(name))
     assert count == SEVERAL.get(name, {}).get(chat, 1)
@@ -228,7 +228,7 @@ def random_chats(seed: int, count: int) -> list[list[dict]]:
 @pytest.mark.parametrize(
     "name", ["our llama 2", "llama 3", "our chatml", "mistral", "qwen 3", "gemma"]
 )
-def test_labels_of_random_chats_are_exactly_the_answers(name: str, count: int) -> None:
+def test_labels_of_random_chats_are_exactly_the_answers(name, count):
     tokenizer = known_tokenizer(name)
     checked = 0
     for chat in random_chats(len(name), count):
@@ -242,7 +242,7 @@ def test_labels_of_random_chats_are_exactly_the_answers(name: str, count: int) -
     assert checked > 0.6 * count
 
 
-def test_last_answer_gets_one_eos() -> None:
+def test_last_answer_gets_one_eos():
     plain = [f" {turn['content']} <|endoftext|>" for turn in CHAT[2::2]]
     tokenizer = letters()
     ((ids, labels),) = encode(CHAT, tokenizer)
@@ -258,7 +258,7 @@ def test_last_answer_gets_one_eos() -> None:
     assert labels == [-100, *ids[1:]]
 
 
-def test_thoughts_are_learned_once() -> None:
+def test_thoughts_are_learned_once():
     tokenizer = known_tokenizer("qwen 3")
     found = encode(THOUGHTS[:5], tokenizer)
     texts = [spans(ids, labels, tokenizer) for ids, labels in found]
@@ -280,9 +280,7 @@ def test_thoughts_are_learned_once() -> None:
         ("{{ messages + 1 }}", [USER, ASSISTANT], "refuses the chat: can only concatenate"),
     ],
 )
-def test_template_that_drops_content_is_refused(
-    template: str, chat: list[dict], message: str
-) -> None:
+def test_template_that_drops_content_is_refused(template, chat, message):
     tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=template)
     with pytest.raises(ValueError, match=message):
         encode(chat, tokenizer)
@@ -290,9 +288,7 @@ def test_template_that_drops_content_is_refused(
         encode([USER, ASSISTANT], known_tokenizer("chatml"), [TOOL])
 
 
-def test_chat_template_flag_replaces_the_template(
-    tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
     (tmp_path / "own.jinja").write_text(CHATML)
     for own, wanted, template, words in (
         (None, None, chats.LLAMA_2, "no chat template: using llama-2"),
@@ -310,7 +306,7 @@ def test_chat_template_flag_replaces_the_template(
         chats.set_chat_template(tokenizer, str(tmp_path / "own.jinja"))
 
 
-def test_template_always_writes_the_same_date() -> None:
+def test_template_always_writes_the_same_date():
     dated = "{{ strftime_now('%d %b %Y') }}" + PROMPTER
     ((ids, _),) = encode(CHAT, letters(dated))
     assert letters().decode(ids).startswith("26 Jul 2024<|system|>")
@@ -319,7 +315,7 @@ def test_template_always_writes_the_same_date() -> None:
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
-def test_tool_arguments_equal_the_file(name: str, tmp_path: Path) -> None:
+def test_tool_arguments_equal_the_file(name, tmp_path):
     """Parquet gives all objects the same members."""
     given = [GIVEN, {}, {"b": None, "a": 1}]
     rows = []
@@ -342,7 +338,7 @@ def test_tool_arguments_equal_the_file(name: str, tmp_path: Path) -> None:
         assert name == "rows.parquet" or f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
 
 
-def test_formats_give_the_same_chat(tmp_path: Path) -> None:
+def test_formats_give_the_same_chat(tmp_path):
     said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     parts = [{"type": "text", "text": "a"}]
     rows = {
@@ -379,13 +375,13 @@ def test_formats_give_the_same_chat(tmp_path: Path) -> None:
         ({"prompt": [USER, ASSISTANT], "completion": "b"}, "the prompt has an assistant turn"),
     ],
 )
-def test_unusable_chats_are_refused(row: dict, message: str) -> None:
+def test_unusable_chats_are_refused(row, message):
     kind = next(kind for kind, needed in chats.COLUMNS.items() if {*needed} <= {*row})
     with pytest.raises((ValueError, TypeError), match=message):
         chats.read_chat(row, kind)
 
 
-def test_bad_rows_are_named_or_skipped(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_bad_rows_are_named_or_skipped(tmp_path, capfd):
     good = {"prompt": "a", "completion": "b"}
     path = write(tmp_path / "rows.jsonl", [good, good, {"prompt": "a"}, good])
     with pytest.raises(ValueError, match="rows.jsonl, row 3: the assistant's turn is None, not te"):
@@ -400,7 +396,7 @@ def test_bad_rows_are_named_or_skipped(tmp_path: Path, capfd: pytest.CaptureFixt
         documents(path)
 
 
-def test_hold_out_keeps_equal_prompts_together(tmp_path: Path) -> None:
+def test_hold_out_keeps_equal_prompts_together(tmp_path):
     turns = [[USER | {"content": str(i // 2)}, *CHAT[2 : 3 + i % 2 * 2]] for i in range(200)]
     path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
     rows = documents(path, known_tokenizer("qwen 3"))
@@ -412,9 +408,7 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path: Path) -> None:
         chat_dataset.hold_out("x", rows.select([0, 0]))
 
 
-def test_each_data_set_is_validated_on_its_own(
-    tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_each_data_set_is_validated_on_its_own(tmp_path, capfd):
     paths = []
     for name in "abc":
         rows = [{"prompt": f"{name} {i}", "completion": str(i)} for i in range(40)]
@@ -434,9 +428,7 @@ def test_each_data_set_is_validated_on_its_own(
 
 
 @pytest.mark.parametrize("long, lost", [(10, False), (11, True), (51, None)])
-def test_prompts_longer_than_the_sequence_warn_or_fail(
-    long: int, lost: bool | None, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_prompts_longer_than_the_sequence_warn_or_fail(long, lost, tmp_path, capfd):
     """Above a tenth they cause a warning, above half an error."""
     prompts = ["?" * (1 + i) if i < 100 - long else "?" * (99 + i) for i in range(100)]
     path = write(tmp_path / "chats.jsonl", [{"prompt": x, "completion": "x"} for x in prompts])
@@ -459,8 +451,7 @@ def small() -> Dataset:
     return readers.join([Dataset.from_dict(columns, features)])
 
 
-def test_packs_depend_on_seed_and_epoch(small: Dataset) -> None:
-
+def test_packs_depend_on_seed_and_epoch(small):
     def packs(seed: int, epoch: int) -> list[list[list[int]]]:
         found = chat_dataset.Packs(small, arguments(max_seq_length=64, seed=seed))
         found.set_epoch(epoch)
@@ -474,7 +465,7 @@ def test_packs_depend_on_seed_and_epoch(small: Dataset) -> None:
         assert len({json.dumps(part) for part in flat}) == 1
 
 
-def test_pack_takes_the_longest_that_fits() -> None:
+def test_pack_takes_the_longest_that_fits():
     generator = torch.Generator().manual_seed(0)
     lengths = [3, 5, 8, 2, 5, 11, 7]
     found = [[lengths[i] for i in pack] for pack in chat_dataset.pack(lengths, 10, generator)]
@@ -487,7 +478,7 @@ def document(*ids: int, prompt: int = 1) -> dict[str, list[int]]:
     return {"input_ids": list(ids), "labels": [-100] * prompt + list(ids[prompt:])}
 
 
-def test_collate_predicts_nothing_across_documents() -> None:
+def test_collate_predicts_nothing_across_documents():
     rows = [[document(3, 4, 5, 6), document(7, 8, 9, 10, 11, prompt=3)], [document(*range(20, 29))]]
     batch = chat_dataset.collate(rows)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -505,7 +496,7 @@ def test_collate_predicts_nothing_across_documents() -> None:
     assert wide["cu_seq_lens"].tolist() == [0, 9, 16, 17, 32] and wide["longest_document"] == 15
 
 
-def test_empty_batch_has_no_targets() -> None:
+def test_empty_batch_has_no_targets():
     """A rank that has no samples left gets one."""
     batch = chat_dataset.collate([])
     assert batch["input_ids"].tolist() == batch["position_ids"].tolist() == [[0] * 8]

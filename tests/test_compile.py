@@ -6,7 +6,6 @@ Whole scripts with the graphs run as they stand are in test_t5.py, test_gpt2.py 
 import copy
 import importlib
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +35,7 @@ SMALL = {  # one block in a stack
 @pytest.mark.parametrize(
     "name", ["gpt2_fsdp", "llama_fsdp", pytest.param("T5_training", marks=pytest.mark.slow)]
 )
-def test_compiled_block_equals_eager(name: str) -> None:
+def test_compiled_block_equals_eager(name):
     """Inductor compiles one block in seconds, and reads it from its cache the next time."""
     script = importlib.import_module(name)
     torch.manual_seed(0)
@@ -63,9 +62,8 @@ def test_compiled_block_equals_eager(name: str) -> None:
 @pytest.mark.parametrize("fsdp", ["1", "2"])
 @pytest.mark.parametrize("script", SMALL)
 def test_scripts_train_alike_under_inductor(
-    script: str, fsdp: str, t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple,
-    llama_directory: Path, chats: Path, tmp_path: Path,
-) -> None:  # fmt: skip
+    script, fsdp, t5_directory, pairs, gpt2_directory, texts, llama_directory, chats, tmp_path
+):
     """Under FSDP with recomputation. T5 takes minutes, because its batches have several lengths."""
     own = {
         "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0],
@@ -99,9 +97,7 @@ def refused(flags: list[str], capsys: pytest.CaptureFixture) -> str:
     return said
 
 
-def test_accumulation_that_cannot_be_compiled_is_refused(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accumulation_that_cannot_be_compiled_is_refused(capsys, monkeypatch):
     flags = ["--compile", "--gradient-accumulation-steps", "2"]
     for more in ([], ["--accumulate-no-sync"], ["--strategy", "no_shard"]):
         assert "--accumulate-no-sync on two" in refused([*flags, *more], capsys)

@@ -77,9 +77,7 @@ def files(directory: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_damaged_checkpoint_file_is_named_and_skipped(
-    original: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_damaged_checkpoint_file_is_named_and_skipped(original, flags, tmp_path, capfd):
     """The run resumes from the previous checkpoint, with the same losses."""
     clean = Path(shutil.copytree(original, tmp_path / "clean"))
     shutil.rmtree(clean / "checkpoints/step-00000008")
@@ -113,9 +111,7 @@ def test_damaged_checkpoint_file_is_named_and_skipped(
 
 
 @pytest.mark.slow
-def test_damaged_status_metrics_and_best_are_survived(
-    original: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_damaged_status_metrics_and_best_are_survived(original, flags, tmp_path):
     """Only the damaged lines of metrics.jsonl are lost."""
     clean = Path(shutil.copytree(original, tmp_path / "clean"))
     assert start(clean, flags, "--max-steps", "10") == 0
@@ -135,9 +131,7 @@ def test_damaged_status_metrics_and_best_are_survived(
 
 
 @pytest.mark.slow
-def test_damaged_export_is_refused_as_a_model(
-    original: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_damaged_export_is_refused_as_a_model(original, flags, tmp_path, capfd):
     """Safetensors has no checksum, so a flipped bit is not among the cases. The run that wrote an
     export replaces it."""
     outcomes = {}

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, errors_said, launch, logged, losses, metrics, status
@@ -28,9 +27,7 @@ def parsed(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Name
     [(64, 8, 1, (8, 8)), (64, 8, 8, (8, 1)), (64, 64, 2, (32, 1)), (60, 8, 2, (6, 5)),
      (26, 8, 2, (1, 13)), (8, 1, 8, (1, 1))],
 )  # fmt: skip
-def test_micro_batches_keep_the_global_batch(
-    total: int, most: int, processes: int, micro_batches: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_micro_batches_keep_the_global_batch(total, most, processes, micro_batches, monkeypatch):
     """The estimator splits it alike."""
     flags = ["--global-batch-size", str(total), "--batch-size", str(most)]
     args = parsed(processes, monkeypatch, *flags)
@@ -49,9 +46,7 @@ def test_micro_batches_keep_the_global_batch(
          "--global-batch-size and --gradient-accumulation-steps exclude each other"),
     ],
 )  # fmt: skip
-def test_impossible_batches_are_refused(
-    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_impossible_batches_are_refused(flags, said, monkeypatch, capfd):
     """An export has no batch."""
     with pytest.raises(SystemExit):
         parsed(8, monkeypatch, *flags)
@@ -103,9 +98,7 @@ def nodes() -> Iterator[list[Nodes]]:
 
 
 @pytest.mark.slow
-def test_node_that_joins_and_leaves_keeps_the_losses(
-    nodes: list[Nodes], chats: Path, tmp_path: Path
-) -> None:
+def test_node_that_joins_and_leaves_keeps_the_losses(nodes, chats, tmp_path):
     flags = ["--model-name", "tiny", "--dataset", chats, "--max-seq-length", "64", "--max-steps",
              "120", "--epochs", "1000", "--log-every", "1", "--save-every", "20", "--eval-every",
              "0", "--lr", "1e-3", "--batch-size", "2", "--global-batch-size", "8"]  # fmt: skip

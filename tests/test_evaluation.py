@@ -71,7 +71,7 @@ def contents(output: Path) -> dict[str, tuple[bytes, int]]:
     return found
 
 
-def test_two_processes_evaluate_like_one(finished: Path, flags: list[str], tmp_path: Path) -> None:
+def test_two_processes_evaluate_like_one(finished, flags, tmp_path):
     """The loss of the training, and the same texts by beam search. Damaged checkpoints do not
     matter."""
     (finished / "checkpoints/step-00000090/.metadata").write_bytes(b"")
@@ -112,7 +112,7 @@ def test_two_processes_evaluate_like_one(finished: Path, flags: list[str], tmp_p
         assert one[kind] == two[kind] > 0
 
 
-def test_beam_search_equals_transformers(finished: Path, flags: list[str]) -> None:
+def test_beam_search_equals_transformers(finished, flags):
     final = ["--model-name", finished / "final"]
     run(flags, finished, "--evaluate-only", "--rouge-samples", "3", "--num-beams", "4", *final)
     rows = predictions(finished)
@@ -130,7 +130,7 @@ def test_beam_search_equals_transformers(finished: Path, flags: list[str]) -> No
     }
 
 
-def test_stopped_evaluation_keeps_the_status(finished: Path, flags: list[str]) -> None:
+def test_stopped_evaluation_keeps_the_status(finished, flags):
     before = contents(finished)
     worker = ["tests/workers/phases.py", "T5_training", "generation", "100"]
     command = [sys.executable, *worker, *flags, "--evaluate-only", "--output-dir", str(finished)]

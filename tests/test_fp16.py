@@ -32,9 +32,7 @@ def results(
 
 
 @pytest.mark.parametrize("script, strategy", TRIED)
-def test_fp16_steps_are_near_fp32_and_resume_the_scale(
-    script: str, strategy: str, results: dict
-) -> None:
+def test_fp16_steps_are_near_fp32_and_resume_the_scale(script, strategy, results):
     found = results[f"{script} {strategy}"]
     assert len(found["fp16"]["losses"]) == 12
     assert found["fp16"]["losses"] == pytest.approx(found["fp32"]["losses"], rel=2e-3)
@@ -44,9 +42,7 @@ def test_fp16_steps_are_near_fp32_and_resume_the_scale(
 
 
 @pytest.mark.parametrize("script, strategy", TRIED)
-def test_overflow_changes_no_weight_and_halves_the_scale(
-    script: str, strategy: str, results: dict
-) -> None:
+def test_overflow_changes_no_weight_and_halves_the_scale(script, strategy, results):
     """A scale below 1 ends the run. The schedule counts the step."""
     steps = results[f"{script} {strategy}"]["overflows"]
     moved = {"changed": [0, 1], "scale": 1, "schedule": 1, "ended": []}
@@ -58,5 +54,5 @@ def test_overflow_changes_no_weight_and_halves_the_scale(
     assert steps == expected
 
 
-def test_fp16_reports_why_a_run_ended(results: dict) -> None:
+def test_fp16_reports_why_a_run_ended(results):
     assert "The loss scale of fp16 would fall below 1" in results["said"].stderr

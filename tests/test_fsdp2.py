@@ -40,7 +40,7 @@ def loads(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_loaded_weights_equal_the_files(script: str, way: str, loads: dict) -> None:
+def test_loaded_weights_equal_the_files(script, way, loads):
     path = loads["directory"] / script / way
     kind = AutoModelForSeq2SeqLM if script == "T5_training" else AutoModelForCausalLM
     ours = kind.from_pretrained(path)
@@ -57,9 +57,7 @@ def test_loaded_weights_equal_the_files(script: str, way: str, loads: dict) -> N
     assert {rank["tied"] for rank in everyone} == {theirs.config.tie_word_embeddings}
 
 
-def test_checkpoints_cross_strategies_and_world_sizes(
-    gpt2_directory: Path, texts: tuple, tmp_path: Path
-) -> None:
+def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp_path):
     """FSDP1 on 2 ranks, FSDP2 on 4, FSDP1 on 2, killed each time, then DDP on 1: sharded, full and
     asynchronous saves."""
     common = ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",

@@ -103,14 +103,12 @@ def check_parity(result: dict, reference: dict) -> None:
 
 
 @pytest.mark.parametrize("variant", [name for name in TWO_RANKS if "bf16" not in name])
-def test_ten_steps_on_two_ranks_equal_plain_pytorch(
-    variant: str, two_ranks: dict, reference: dict
-) -> None:
+def test_ten_steps_on_two_ranks_equal_plain_pytorch(variant, two_ranks, reference):
     """With the short last block, and steps that the ranks cannot share evenly."""
     check_parity(two_ranks[variant], reference)
 
 
-def test_recomputation_changes_no_loss(two_ranks: dict) -> None:
+def test_recomputation_changes_no_loss(two_ranks):
     check_recomputation(
         two_ranks,
         activation_checkpointing="full_shard",
@@ -121,7 +119,7 @@ def test_recomputation_changes_no_loss(two_ranks: dict) -> None:
     )
 
 
-def test_step_never_waits_for_the_device(two_ranks: dict) -> None:
+def test_step_never_waits_for_the_device(two_ranks):
     """A step has three collectives for each unit (the root stays gathered for the backward pass),
     one for the gradient norm and one exchange."""
     check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
@@ -129,7 +127,7 @@ def test_step_never_waits_for_the_device(two_ranks: dict) -> None:
         assert two_ranks[name]["collectives"] == 3 * two_ranks[name]["units"] + 1
 
 
-def test_bad_step_changes_nothing_and_is_reported(two_ranks: dict) -> None:
+def test_bad_step_changes_nothing_and_is_reported(two_ranks):
     for name in ("full_shard", "fsdp2", "ddp"):
         (changed, infinite), (changed_by_empty, empty) = two_ranks[name]["bad"].values()
         assert changed == changed_by_empty == [], name
@@ -140,7 +138,7 @@ def test_bad_step_changes_nothing_and_is_reported(two_ranks: dict) -> None:
 
 
 @pytest.mark.parametrize("name", ["Lion", "SGD", "AdamW"])
-def test_unfused_optimizer_resumes_and_skips_nan_steps(name: str, two_ranks: dict) -> None:
+def test_unfused_optimizer_resumes_and_skips_nan_steps(name, two_ranks):
     found = two_ranks["other optimizers"][name]
     (losses, parameters), (again, their_parameters) = found["runs"]
     assert losses == again and len(losses) == 2
@@ -150,7 +148,7 @@ def test_unfused_optimizer_resumes_and_skips_nan_steps(name: str, two_ranks: dic
 
 
 @pytest.mark.parametrize("fsdp", ["1", "2"])
-def test_average_of_the_weights_resumes(fsdp: str, two_ranks: dict) -> None:
+def test_average_of_the_weights_resumes(fsdp, two_ranks):
     found = two_ranks["ema"][fsdp]
     (count, average), (their_count, theirs) = found["averages"]
     assert count == their_count == 5
@@ -164,9 +162,7 @@ def test_average_of_the_weights_resumes(fsdp: str, two_ranks: dict) -> None:
     ("            run.describe(model, tokenizer)\n", "", "Call run.describe"),
     ("        with step:\n", "        if step:\n", "The step was not entered"),
 ])  # fmt: skip
-def test_incomplete_loop_fails_in_its_first_step(
-    old: str, new: str, said: str, tmp_path: Path
-) -> None:
+def test_incomplete_loop_fails_in_its_first_step(old, new, said, tmp_path):
     script = copied("gpt2_fsdp", {old: new})
     flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "9",
              "--num-val-samples", "2", "--block-size", "32", "--output-dir",
@@ -176,7 +172,7 @@ def test_incomplete_loop_fails_in_its_first_step(
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-def test_blocks_compile_without_graph_breaks(two_ranks: dict) -> None:
+def test_blocks_compile_without_graph_breaks(two_ranks):
     compiled = two_ranks["fsdp2_compile"]
     assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
     assert len({length for _, length in compiled["shapes"]}) > 1
@@ -185,20 +181,18 @@ def test_blocks_compile_without_graph_breaks(two_ranks: dict) -> None:
 
 @pytest.mark.slow  # Llama's are not
 @pytest.mark.parametrize("variant", FOUR_RANKS)
-def test_ten_steps_on_four_ranks_equal_plain_pytorch(
-    variant: str, four_ranks: dict, reference: dict
-) -> None:
+def test_ten_steps_on_four_ranks_equal_plain_pytorch(variant, four_ranks, reference):
     check_parity(four_ranks[variant], reference)
 
 
 @pytest.mark.parametrize("variant", ["bf16", "ddp_bf16", "fsdp2_bf16"])
-def test_bf16_losses_are_near_fp32(variant: str, two_ranks: dict, reference: dict) -> None:
+def test_bf16_losses_are_near_fp32(variant, two_ranks, reference):
     losses = two_ranks[variant]["losses"]
     assert losses == pytest.approx(reference["losses"], abs=0.05)
     assert losses != pytest.approx(reference["losses"], abs=1e-5)
 
 
-def test_units_are_blocks_and_root(two_ranks: dict) -> None:
+def test_units_are_blocks_and_root(two_ranks):
     """Wrapping by size makes more units, and none of them contains the tied embedding."""
     assert two_ranks["full_shard"]["units"] == two_ranks["fsdp2"]["units"] == 4
     assert two_ranks["size"]["units"] > 4
@@ -210,9 +204,7 @@ def test_units_are_blocks_and_root(two_ranks: dict) -> None:
     ("full_shard", 4), ("shard_grad_op", 4), ("hybrid_shard", 2), ("ddp", 1),
     ("fsdp2_full_shard", 4), ("fsdp2_hybrid_shard", 2),
 ])  # fmt: skip
-def test_rank_holds_its_share_of_the_bytes(
-    strategy: str, share: int, four_ranks: dict, reference: dict
-) -> None:
+def test_rank_holds_its_share_of_the_bytes(strategy, share, four_ranks, reference):
     count = sum(grad.numel() for grad in reference["gradient"].values())
     padding = 4 * 16 * four_ranks["full_shard"]["units"]  # at most 15 elements a unit, and rounding
     result = four_ranks[strategy]
@@ -223,9 +215,7 @@ def test_rank_holds_its_share_of_the_bytes(
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_prompts_continue_like_plain_generate(
-    fsdp: int, two_ranks: dict, gpt2_directory: Path
-) -> None:
+def test_prompts_continue_like_plain_generate(fsdp, two_ranks, gpt2_directory):
     tokenizer = ByT5Tokenizer()
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
     texts = two_ranks[f"untrained {fsdp}"]["texts"]
@@ -236,7 +226,7 @@ def test_prompts_continue_like_plain_generate(
         assert tokenizer.decode(output[0, ids.input_ids.size(1) :]) == continued
 
 
-def test_chunked_loss_equals_cross_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_loss_equals_cross_entropy(monkeypatch):
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=500, n_positions=256)
     model = gpt2_fsdp.LossModel(config).eval()
@@ -263,7 +253,7 @@ def functions(path: Path) -> dict[str, str]:
     return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
-def test_fused_gelu_equals_transformers() -> None:
+def test_fused_gelu_equals_transformers():
     """Autograd keeps one tensor instead of four."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
@@ -289,7 +279,7 @@ def test_fused_gelu_equals_transformers() -> None:
     assert (kept, fused_kept) == (8, 2)  # of two blocks
 
 
-def test_scripts_share_identical_functions() -> None:
+def test_scripts_share_identical_functions():
     t5, gpt2 = functions(ROOT / "T5_training.py"), functions(ROOT / "gpt2_fsdp.py")
     llama = functions(ROOT / "llama_fsdp.py")
     for name in ("setup", "cleanup", "load_data", "validation"):
@@ -302,7 +292,7 @@ def test_scripts_share_identical_functions() -> None:
     assert loops[0] == loops[1] == loops[2] and "scaler.step(optimizer)" in loops[0]
 
 
-def test_blocks_predict_every_token_once() -> None:
+def test_blocks_predict_every_token_once():
     rows = [{"input_ids": list(range(10))}, {"input_ids": []}, {"input_ids": list(range(10, 23))}]
     cut = [block["input_ids"] for block in block_dataset.blocks(rows, 5)]
     assert [len(block) for block in cut] == [6, 6, 6, 6, 3]
@@ -326,7 +316,7 @@ def decoded(rows: Dataset) -> str:
     return ByT5Tokenizer().decode(ids)
 
 
-def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
+def test_documents_are_joined_with_eos(tmp_path):
     for name, text in (("a.txt", "one\u2028\x85 <unk> \ntwo\n"), ("b.txt", "three")):
         (tmp_path / name).write_text(text)
     rows = [{"body": "four"}, {"body": ""}, {"body": "five\n"}, {"body": "six"}]
@@ -348,9 +338,7 @@ def test_documents_are_joined_with_eos(tmp_path: Path) -> None:
     assert decoded(load(tmp_path, "--dataset", str(tmp_path / "b.txt"), *some)) == "changed</s>"
 
 
-def test_end_is_held_out_without_validation_data(
-    texts: tuple, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_end_is_held_out_without_validation_data(texts, tmp_path, capsys):
     path = tmp_path / "all.txt"
     path.write_text(texts[0].read_text() * 3)
     flags = ["--dataset", str(path), "--block-size", "16", "--model-name", "tiny"]
@@ -379,9 +367,8 @@ def test_end_is_held_out_without_validation_data(
     (b"", ["--output-dir", "tests", "--model-name", str(ROOT / "tests")], "the model's own direct"),
 ])  # fmt: skip
 def test_bad_input_is_one_message(
-    content: bytes, flags: list, said: str | None, texts: tuple, tmp_path: Path,
-    gpt2_directory: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    content, flags, said, texts, tmp_path, gpt2_directory, capfd, monkeypatch
+):
     file = tmp_path / "train.txt"
     file.write_bytes(content)
     monkeypatch.chdir(ROOT)
@@ -413,9 +400,7 @@ ACCUMULATE = ["--gradient-accumulation-steps", "2"]
     ("1", ["--export-only"], ""),
     ("2", [], ""),
 ])  # fmt: skip
-def test_offload_is_refused_where_it_trains_incorrectly(
-    processes: str, flags: list[str], refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offload_is_refused_where_it_trains_incorrectly(processes, flags, refused, monkeypatch):
     monkeypatch.setattr(policies.ranks, "device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", processes)
     parser = argparse.ArgumentParser()

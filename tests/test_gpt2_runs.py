@@ -56,16 +56,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
     return output
 
 
-def test_profile_contains_compute_and_communication(uninterrupted: Path) -> None:
+def test_profile_contains_compute_and_communication(uninterrupted):
     trace = json.loads(gzip.decompress((uninterrupted / "trace-step-3.json.gz").read_bytes()))
     names = [event["name"] for event in trace["traceEvents"]]
     assert "gloo:all_reduce" in names and "aten::embedding" in names
     assert names.count("Optimizer.step#AdamW.step") == 1
 
 
-def test_killed_run_under_fsdp2_resumes_bit_for_bit(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_killed_run_under_fsdp2_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", tmp_path]
     assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 1, 8, *command, check=False).returncode
     launch(2, "gpt2_fsdp.py", *command)
@@ -75,9 +73,7 @@ def test_killed_run_under_fsdp2_resumes_bit_for_bit(
     check_equal_weights(tmp_path / "final", uninterrupted / "final")
 
 
-def test_one_ddp_process_resumes_two_shard_grad_op_ranks(
-    gpt2_directory: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_one_ddp_process_resumes_two_shard_grad_op_ranks(gpt2_directory, flags, tmp_path):
     """Units are wrapped by size. The model has no dropout."""
     flags = [*flags, "--model-name", str(gpt2_directory)]
     whole = [*flags, "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
@@ -94,9 +90,7 @@ def test_one_ddp_process_resumes_two_shard_grad_op_ranks(
         assert losses(tmp_path / "parts", event) == pytest.approx(there, abs=1e-5)
 
 
-def test_export_has_the_run_s_perplexity(
-    uninterrupted: Path, flags: list[str], texts: tuple
-) -> None:
+def test_export_has_the_run_s_perplexity(uninterrupted, flags, texts):
     val = losses(uninterrupted, "val")
     found = reloaded(uninterrupted / "final", texts[1], 32)
     assert math.exp(found["loss"]) == pytest.approx(math.exp(val[8]), rel=1e-5)

@@ -89,13 +89,13 @@ def device() -> Iterator[torch.device]:
 
 
 @pytest.mark.parametrize("flags", CASES)
-def test_t5_resumes(flags: list[str], t5_directory: Path, pairs: Path, tmp_path: Path) -> None:
+def test_t5_resumes(flags, t5_directory, pairs, tmp_path):
     data = ["--dataset", pairs, "--num-train-samples", "0", "--rouge-samples", "3"]
     run("T5_training.py", t5_directory, tmp_path, [*data, "--target-length", "16"], *flags)
 
 
 @pytest.mark.parametrize("flags", CASES)
-def test_gpt2_resumes(flags: list[str], gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
+def test_gpt2_resumes(flags, gpt2_directory, texts, tmp_path):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     run("gpt2_fsdp.py", gpt2_directory, tmp_path, data, *flags)
     line = metrics(tmp_path, "train")[-1]
@@ -105,9 +105,7 @@ def test_gpt2_resumes(flags: list[str], gpt2_directory: Path, texts: tuple, tmp_
 
 
 @pytest.mark.parametrize("flags", CASES)
-def test_llama_resumes(
-    flags: list[str], llama_directory: Path, chats: Path, tmp_path: Path
-) -> None:
+def test_llama_resumes(flags, llama_directory, chats, tmp_path):
     data = ["--dataset", chats, "--max-seq-length", "128", "--batch-size", "2"]
     run("llama_fsdp.py", llama_directory, tmp_path, data, *flags)
     assert metrics(tmp_path, "train")[-1]["tflops_per_gpu"] > 0
@@ -118,9 +116,7 @@ LLAMA_DATA = ["--max-seq-length", "128", "--batch-size", "2", "--precision", "bf
 
 @pytest.mark.parametrize("merged", [[], ["--merge"]], ids=["adapters", "merged"])
 @pytest.mark.parametrize("in_4bit", [[], ["--load-in-4bit"]], ids=["lora", "qlora"])
-def test_lora_and_qlora_resumes(
-    in_4bit: list[str], merged: list[str], wide_llama: Path, chats: Path, tmp_path: Path
-) -> None:
+def test_lora_and_qlora_resumes(in_4bit, merged, wide_llama, chats, tmp_path):
     pytest.importorskip("peft")
     if in_4bit:
         pytest.importorskip("bitsandbytes")
@@ -139,9 +135,7 @@ def test_lora_and_qlora_resumes(
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
-def test_paged_optimizer_resumes(
-    strategy: str, llama_directory: Path, chats: Path, tmp_path: Path
-) -> None:
+def test_paged_optimizer_resumes(strategy, llama_directory, chats, tmp_path):
     pytest.importorskip("bitsandbytes")
     data = ["--dataset", chats, *LLAMA_DATA]
     flags = ["--optimizer", "paged_adamw_32bit", "--strategy", strategy]
@@ -149,9 +143,7 @@ def test_paged_optimizer_resumes(
 
 
 @pytest.mark.parametrize("fsdp", ["1", "2"])
-def test_run_killed_during_async_save_continues(
-    fsdp: str, gpt2_directory: Path, texts: tuple, tmp_path: Path
-) -> None:
+def test_run_killed_during_async_save_continues(fsdp, gpt2_directory, texts, tmp_path):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     flags = ["--async-save", "--save-every", "4", "--fsdp", fsdp, "--precision", "bf16"]
     command = [*begun(gpt2_directory, tmp_path, data, *flags), "--max-steps", "40"]
@@ -167,9 +159,8 @@ def test_run_killed_during_async_save_continues(
 @pytest.mark.parametrize("fsdp", ["1", "2"])
 @pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
 def test_compiled_losses_are_near_eager(
-    script: str, fsdp: str, t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple,
-    llama_directory: Path, chats: Path, tmp_path: Path,
-) -> None:  # fmt: skip
+    script, fsdp, t5_directory, pairs, gpt2_directory, texts, llama_directory, chats, tmp_path
+):
     flags = {
         "T5_training.py": ["--model-name", t5_directory, "--dataset", pairs],
         "gpt2_fsdp.py": ["--model-name", gpt2_directory, "--dataset", texts[0],
@@ -197,13 +188,13 @@ def packed(device: torch.device) -> dict:
     return to_device(chat_dataset.collate(packs), device)
 
 
-def test_head_gradient_in_bf16_is_within_one_percent() -> None:
+def test_head_gradient_in_bf16_is_within_one_percent():
     assert head_gradient_error("cuda") < 0.01
 
 
 @pytest.mark.parametrize("compiles", ["--no-compile", "--compile"])
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-def test_recomputation_keeps_attention(attention: str, compiles: str, device: torch.device) -> None:
+def test_recomputation_keeps_attention(attention, compiles, device):
     torch.manual_seed(0)
     batch = packed(device)
     forward_calls, gradients = [], []
@@ -232,9 +223,8 @@ def test_recomputation_keeps_attention(attention: str, compiles: str, device: to
 
 @pytest.mark.parametrize("flags", [["--fsdp", "1"], ["--fsdp", "2"], ["--strategy", "ddp"]])
 def test_nan_step_leaves_weights_and_moments(
-    flags: list[str], gpt2_directory: Path, texts: tuple, device: torch.device, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    flags, gpt2_directory, texts, device, tmp_path, monkeypatch
+):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     command = begun(gpt2_directory, tmp_path, data, "--precision", "bf16", *flags)
     driven = Driven(gpt2_fsdp, gpt2_fsdp.parse_args(list(map(str, command))), device)
@@ -259,7 +249,7 @@ def test_nan_step_leaves_weights_and_moments(
 
 @pytest.mark.parametrize("attention", ["flash", "varlen"])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
+def test_kernels_agree_with_sdpa(attention, head_size):
     """Within the error of bf16 against fp32."""
     try:
         kernel = varlen_kernel(attention, "bf16")
@@ -290,7 +280,7 @@ def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_lora_of_7b_shape_trains(tmp_path: Path) -> None:
+def test_lora_of_7b_shape_trains(tmp_path):
     """Needs 13 GB of disk: checkpoints and the export contain the adapters alone."""
     pytest.importorskip("peft")
     if torch.cuda.get_device_properties(0).total_memory < 38e9:

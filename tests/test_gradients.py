@@ -8,7 +8,7 @@ from conftest import launch
 from gradients_worker import BAD, CLIPPED, IN_BUCKETS, head_gradient_error
 
 
-def test_head_gradient_in_bf16_is_within_one_percent() -> None:
+def test_head_gradient_in_bf16_is_within_one_percent():
     """test_gpu.py repeats it on CUDA, where linear_cross_entropy is less accurate."""
     assert head_gradient_error("cpu") < 0.01
 
@@ -34,7 +34,7 @@ def check_clipped(name: str, found: dict) -> None:
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_clipping_equals_fsdp_with_fewer_operations(name: str, ranks: list[dict]) -> None:
+def test_clipping_equals_fsdp_with_fewer_operations(name, ranks):
     for found in ranks:
         found = found[f"clipped, {name}"]
         check_clipped(name, found)
@@ -43,13 +43,13 @@ def test_clipping_equals_fsdp_with_fewer_operations(name: str, ranks: list[dict]
             assert found["FSDP", 0.01][2] > 2 * len(found["FSDP", 0.01][1]) > 0
 
 
-def test_rank_without_gradients_gets_the_same_norm(ranks: list[dict]) -> None:
+def test_rank_without_gradients_gets_the_same_norm(ranks):
     assert [found["one parameter"]["has"] for found in ranks] == [True, False, False, False]
     assert {found["one parameter"]["norm"].item() for found in ranks} == {1.0}
 
 
 @pytest.mark.parametrize("name", IN_BUCKETS)
-def test_ddp_gradients_are_views_of_its_buckets(name: str, ranks: list[dict]) -> None:
+def test_ddp_gradients_are_views_of_its_buckets(name, ranks):
     for found in ranks:
         found = found[f"in buckets, {name}"]
         for one, other in zip(found["ours"], found["plain"], strict=True):

@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -118,16 +117,12 @@ def differences(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("way", ["fsdp1", "fsdp2", "ddp"])
 @pytest.mark.parametrize("name", MODELS)
-def test_loads_and_exports_equal_transformers(
-    name: str, way: str, ranks: int, differences: dict
-) -> None:
+def test_loads_and_exports_equal_transformers(name, way, ranks, differences):
     """Logits, buffers, and the keys, dtypes and values of exported files, to the last bit."""
     assert differences[ranks][f"{name} {way}"] == []
 
 
-def test_older_and_extra_keys_are_accepted(
-    alone: None, t5_directory: Path, gpt2_directory: Path, tmp_path: Path
-) -> None:
+def test_older_and_extra_keys_are_accepted(alone, t5_directory, gpt2_directory, tmp_path):
     """t5-base has one bias too many and the embedding twice. GPT-2's keys lack the prefix."""
     tensors = weights(t5_directory)
     embedding = tensors.pop("shared.weight")
@@ -146,9 +141,7 @@ def test_older_and_extra_keys_are_accepted(
     assert torch.equal(source["transformer.wte.weight"], tensors["wte.weight"])
 
 
-def test_all_problems_of_files_are_one_error(
-    t5_directory: Path, pairs: Path, tmp_path: Path
-) -> None:
+def test_all_problems_of_files_are_one_error(t5_directory, pairs, tmp_path):
     for path in t5_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = weights(t5_directory)
@@ -168,7 +161,7 @@ def test_all_problems_of_files_are_one_error(
     assert not list((output / "checkpoints").iterdir())
 
 
-def test_broken_files_are_named(alone: None, t5_directory: Path, tmp_path: Path) -> None:
+def test_broken_files_are_named(alone, t5_directory, tmp_path):
     config = T5ForConditionalGeneration.config_class.from_pretrained(t5_directory)
     file = tmp_path / "model.safetensors"
 
@@ -222,9 +215,7 @@ def with_adapters(directory: Path) -> None:
     (with_large_tokenizer, "has a tokenizer of 483 tokens, the model 384"),
     (with_empty_tokenizer, "has no tokenizer: no vocabulary of a LlamaTokenizer"),
 ])  # fmt: skip
-def test_unfit_directory_is_refused(
-    damage: Callable, said: str, alone: None, llama_directory: Path, tmp_path: Path
-) -> None:
+def test_unfit_directory_is_refused(damage, said, alone, llama_directory, tmp_path):
     for path in llama_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
@@ -233,9 +224,7 @@ def test_unfit_directory_is_refused(
         hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
 
 
-def test_text_part_of_multimodal_model_is_complete(
-    alone: None, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_text_part_of_multimodal_model_is_complete(alone, models, tmp_path, capsys):
     tensors = weights(models / "gemma3 text part")
     kind = Gemma3ForCausalLM
     config = transformers.AutoConfig.from_pretrained(models / "gemma3 text part").text_config
@@ -259,9 +248,7 @@ ANSWERS = {  # status and X-Error-Code of the hub
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_unavailable_model_is_one_message(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unavailable_model_is_one_message(name, tmp_path, monkeypatch):
     status, code, said = ANSWERS[name]
 
     def answer(_: httpx2.Request) -> httpx2.Response:
@@ -283,9 +270,7 @@ def test_unavailable_model_is_one_message(
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_only_the_first_process_of_a_node_asks_the_hub(
-    local_rank: int, alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_first_process_of_a_node_asks_the_hub(local_rank, alone, tmp_path, monkeypatch):
     cached = tmp_path / "models--me--small"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("c0ffee")

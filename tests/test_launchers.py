@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import containers
@@ -27,7 +26,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
-def test_kubernetes_file_is_valid(version: str) -> None:
+def test_kubernetes_file_is_valid(version):
     validate = pytest.importorskip("kubernetes_validate").validate
     service, job = documents()
     validate(service, version, strict=True)
@@ -38,7 +37,7 @@ def test_kubernetes_file_is_valid(version: str) -> None:
         validate(wrong, version, strict=True)
 
 
-def test_skypilot_file_is_valid(tmp_path: Path) -> None:
+def test_skypilot_file_is_valid(tmp_path):
     pytest.importorskip("sky")
     program = """
 import inspect, sys, sky
@@ -59,9 +58,7 @@ sky.Task.from_yaml(sys.argv[2])
 
 
 @pytest.mark.slow
-def test_lock_of_another_host_is_respected_while_alive(
-    texts: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_lock_of_another_host_is_respected_while_alive(texts, tmp_path):
     if not containers.possible():
         pytest.skip("needs unshare, and the right to make name spaces")
     hosts = tmp_path / "hosts"

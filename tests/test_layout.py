@@ -23,11 +23,11 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", sorted(DATA | {"policies"}))
-def test_data_modules_import_only_runtime(name: str) -> None:
+def test_data_modules_import_only_runtime(name):
     assert not imported(ROOT / f"{name}.py") & (SCRIPTS | DATA | {"policies"})
 
 
-def test_runtime_imports_nothing_outside() -> None:
+def test_runtime_imports_nothing_outside():
     modules = modules_of_runtime()
     assert len(modules) > 5
     for path in modules:
@@ -35,7 +35,7 @@ def test_runtime_imports_nothing_outside() -> None:
     assert not any(name.startswith(".") for name in imported(ROOT / "runtime/ranks.py"))
 
 
-def test_only_attention_names_cuda() -> None:
+def test_only_attention_names_cuda():
     """Everything else goes through torch.accelerator, so that any accelerator can be used."""
     found = set()
     for path in (*ROOT.glob("*.py"), *modules_of_runtime()):
@@ -55,7 +55,7 @@ LIMITS = {"T5_training": 340, "gpt2_fsdp": 420, "llama_fsdp": 460}
 
 
 @pytest.mark.parametrize("script", LIMITS)
-def test_script_shows_the_whole_training_in_short_functions(script: str) -> None:
+def test_script_shows_the_whole_training_in_short_functions(script):
     text = (ROOT / f"{script}.py").read_text()
     assert len(text.splitlines()) <= LIMITS[script]
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]

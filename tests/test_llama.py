@@ -120,33 +120,31 @@ def check_parity(result: dict, expected: dict) -> None:
 
 
 @pytest.mark.parametrize("variant", [x for x in TWO_RANKS if "bf16" not in x and x != "padded"])
-def test_ten_steps_on_two_ranks_equal_plain_pytorch(
-    variant: str, two_ranks: dict, plain: dict
-) -> None:
+def test_ten_steps_on_two_ranks_equal_plain_pytorch(variant, two_ranks, plain):
     """Packs, compared with separate documents, and steps that the ranks cannot share evenly."""
     check_parity(two_ranks[variant], plain)
 
 
 @pytest.mark.parametrize("variant", PAGED)
-def test_paged_optimizer_resumes(variant: str, two_ranks: dict) -> None:
+def test_paged_optimizer_resumes(variant, two_ranks):
     """PyTorch's AdamW resumes from its checkpoint, too."""
     pytest.importorskip("bitsandbytes")
     check_going_on(two_ranks[variant]["going on"])
 
 
-def test_step_never_waits_for_the_device(two_ranks: dict) -> None:
+def test_step_never_waits_for_the_device(two_ranks):
     check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
 @pytest.mark.parametrize("variant", ["compile", "fsdp2_compile", "fsdp2_compile_attention_kept"])
-def test_blocks_compile_without_graph_breaks(variant: str, two_ranks: dict) -> None:
+def test_blocks_compile_without_graph_breaks(variant, two_ranks):
     compiled = two_ranks[variant]
     assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
     assert len({length for _, length in compiled["shapes"]}) > 1
     assert not two_ranks["full_shard"]["graphs"]
 
 
-def test_recomputation_changes_no_loss(two_ranks: dict) -> None:
+def test_recomputation_changes_no_loss(two_ranks):
     check_recomputation(
         two_ranks,
         activation_checkpointing="full_shard",
@@ -155,20 +153,18 @@ def test_recomputation_changes_no_loss(two_ranks: dict) -> None:
     )
 
 
-def test_padded_steps_equal_plain_pytorch(two_ranks: dict, llama_directory: Path) -> None:
+def test_padded_steps_equal_plain_pytorch(two_ranks, llama_directory):
     assert all(len(row) == 1 for rows in two_ranks["padded"]["rows"] for row in rows)
     check_parity(two_ranks["padded"], reference(two_ranks["padded"], llama_directory))
 
 
 @pytest.mark.parametrize("variant", FOUR_RANKS)
-def test_hybrid_shard_on_four_ranks_equals_plain_pytorch(
-    variant: str, four_ranks: dict, plain: dict
-) -> None:
+def test_hybrid_shard_on_four_ranks_equals_plain_pytorch(variant, four_ranks, plain):
     check_parity(four_ranks[variant], plain)
 
 
 @pytest.mark.parametrize("variant", ["bf16", "ddp_bf16", "fsdp2_bf16"])
-def test_bf16_is_near_and_frequencies_stay_fp32(variant: str, two_ranks: dict, plain: dict) -> None:
+def test_bf16_is_near_and_frequencies_stay_fp32(variant, two_ranks, plain):
     losses = two_ranks[variant]["losses"]
     assert losses == pytest.approx(plain["losses"], abs=0.05)
     assert losses != pytest.approx(plain["losses"], abs=1e-5)
@@ -177,7 +173,7 @@ def test_bf16_is_near_and_frequencies_stay_fp32(variant: str, two_ranks: dict, p
     assert torch.equal(frequencies, 10000 ** -(torch.arange(0, 8, 2) / 8))
 
 
-def test_weights_load_as_by_from_pretrained(two_ranks: dict, llama_directory: Path) -> None:
+def test_weights_load_as_by_from_pretrained(two_ranks, llama_directory):
     model = transformers.LlamaForCausalLM.from_pretrained(llama_directory)
     there = dict(model.named_parameters())
     assert two_ranks["loaded"].keys() == there.keys()
@@ -194,7 +190,7 @@ def documents(count: int) -> list[dict]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def test_loss_is_summed_in_fp32() -> None:
+def test_loss_is_summed_in_fp32():
     """A sum in bf16 has three digits, so 1e-3 over 4,000 tokens shows the difference."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(4000, 32), torch.randn(300, 32)
@@ -218,7 +214,7 @@ def logits(model: torch.nn.Module, batch: dict) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "packed"])
-def test_packed_documents_do_not_see_each_other(attention: str, llama_directory: Path) -> None:
+def test_packed_documents_do_not_see_each_other(attention, llama_directory):
     register(per_document)
     model = llama_fsdp.LossModel.from_pretrained(
         llama_directory, attn_implementation=attention
@@ -240,7 +236,7 @@ def test_packed_documents_do_not_see_each_other(attention: str, llama_directory:
     assert changed.max() < first + len(packs[0][1]["input_ids"]) - 1
 
 
-def test_auto_avoids_kernels_that_cannot_run(capsys: pytest.CaptureFixture) -> None:
+def test_auto_avoids_kernels_that_cannot_run(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):

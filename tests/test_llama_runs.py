@@ -62,7 +62,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
     return output
 
 
-def test_run_validates_each_data_set(uninterrupted: Path, flags: list[str]) -> None:
+def test_run_validates_each_data_set(uninterrupted, flags):
     train, val = losses(uninterrupted), metrics(uninterrupted, "val")
     assert train[12] < 0.9 * train[1]
     assert metrics(uninterrupted, "train")[-1]["epoch"] > 0
@@ -75,7 +75,7 @@ def test_run_validates_each_data_set(uninterrupted: Path, flags: list[str]) -> N
 
 
 @pytest.mark.slow
-def test_tied_model_stays_tied(llama_directory: Path, flags: list[str], tmp_path: Path) -> None:
+def test_tied_model_stays_tied(llama_directory, flags, tmp_path):
     config = LlamaConfig.from_pretrained(llama_directory)
     config.tie_word_embeddings = True
     torch.manual_seed(1)
@@ -99,9 +99,7 @@ def test_tied_model_stays_tied(llama_directory: Path, flags: list[str], tmp_path
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--batch-size", "2", "--output-dir", tmp_path, "--checkpoint-type", "full"]
     assert launch(
         2, "tests/workers/killed.py", "llama_fsdp", 1, 8, *command, check=False
@@ -116,9 +114,7 @@ def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(
     assert not list(tmp_path.glob("checkpoints/tmp-*"))
 
 
-def test_export_has_the_same_loss_in_plain_transformers(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_export_has_the_same_loss_in_plain_transformers(uninterrupted, flags, tmp_path):
     """In a fresh process: weights, chat template and generation settings."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
@@ -137,9 +133,7 @@ def test_export_has_the_same_loss_in_plain_transformers(
     assert found["temperature"] == 0.6
 
 
-def test_evaluation_gives_the_loss_of_each_data_set(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_evaluation_gives_the_loss_of_each_data_set(uninterrupted, flags, tmp_path):
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", str(run)]
     llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, "--model-name", str(run / "final")]))

@@ -68,9 +68,7 @@ def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @needs_extras
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_bytes_held_and_sent_equal_measurements(
-    nodes: int, odd_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_bytes_held_and_sent_equal_measurements(nodes, odd_models, tmp_path):
     """Includes padding, which differs in bf16. DDP's collectives are not visible from Python.
     Optimizer states have no padding: rank 0's are estimated, and together the ranks hold two
     moments of each copy."""
@@ -134,9 +132,7 @@ class Storages(TorchDispatchMode):
     ("llama_fsdp", "sdpa", "blocks"), ("gpt2_fsdp", "sdpa", "blocks"),
     ("llama_fsdp", "sdpa", "attention"), ("gpt2_fsdp", "sdpa", "attention"),
 ])  # fmt: skip
-def test_activations_equal_the_storages_alive(
-    script: str, attention: str, how: str | None, odd_models: dict[str, Path]
-) -> None:
+def test_activations_equal_the_storages_alive(script, attention, how, odd_models):
     flags = ["--model-name", odd_models[script], "--precision", "fp32", "--batch-size", 2]
     flags += ["--attention", {"sdpa": "fused"}.get(attention, attention), "--seq-length", 12]
     _, estimated = read(*flags, "--target-length", 12)
@@ -162,7 +158,7 @@ def test_activations_equal_the_storages_alive(
 
 
 @needs_extras
-def test_estimates_are_near_published_measurements() -> None:
+def test_estimates_are_near_published_measurements():
     errors = [abs(error) for *_, error in published.compare()]
     assert len(errors) >= 8
     assert statistics.median(errors) <= 0.1 and max(errors) <= 0.25
@@ -183,8 +179,8 @@ def test_estimates_are_near_published_measurements() -> None:
 ])  # fmt: skip
 @needs_extras
 def test_verdict_contains_a_command_that_the_script_accepts(
-    flags: str, line: str, expected: dict, monkeypatch: Any, capsys: pytest.CaptureFixture
-) -> None:
+    flags, line, expected, monkeypatch, capsys
+):
     monkeypatch.chdir(ROOT)
     memory_estimator.main(flags.split())
     printed = capsys.readouterr().out

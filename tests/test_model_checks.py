@@ -128,16 +128,14 @@ def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) ->
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
-def test_different_loss_and_leaky_packing_are_refused_on_all_ranks(
-    variant: str, two_ranks: dict
-) -> None:
+def test_different_loss_and_leaky_packing_are_refused_on_all_ranks(variant, two_ranks):
     for name in LLAMAS:
         for said in two_ranks[f"{name} {variant}"]:
             assert said.startswith(REFUSED[name]) if name in REFUSED else said == "", name
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
-def test_different_decoder_inputs_are_refused_on_all_ranks(variant: str, two_ranks: dict) -> None:
+def test_different_decoder_inputs_are_refused_on_all_ranks(variant, two_ranks):
     for name, (_, expected) in SEQ2SEQ.items():
         for said in two_ranks[f"{name} {variant}"]:
             assert re.match(expected, said) and bool(said) == bool(expected), name
@@ -145,9 +143,7 @@ def test_different_decoder_inputs_are_refused_on_all_ranks(variant: str, two_ran
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", LLAMAS)
-def test_checks_hold_for_each_attention(
-    name: str, attention: str, chats: Path, device: torch.device
-) -> None:
+def test_checks_hold_for_each_attention(name, attention, chats, device):
     architecture, place, config = LLAMAS[name]
     script = llama_as(architecture, place, **config)
     flags = ["--attention", attention, *ATTENTIONS[attention]]
@@ -173,9 +169,7 @@ PLAIN_LOSS = {  # a copy that takes the loss from the model's own logits
 }
 
 
-def test_loss_of_a_copy_without_loss_logits_is_not_checked(
-    chats: Path, device: torch.device, capfd: pytest.CaptureFixture
-) -> None:
+def test_loss_of_a_copy_without_loss_logits_is_not_checked(chats, device, capfd):
     """Causality, documents and the sum are still checked."""
     check(llama_fsdp, chats, device, "--attention", "sdpa")
     assert "not checked" not in capfd.readouterr().out
@@ -198,7 +192,7 @@ RIGHT = {  # the folder, and what TINY has besides; test_architectures.py has al
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_correct_models_pass(name: str, chats: Path, device: torch.device) -> None:
+def test_correct_models_pass(name, chats, device):
     folder, config = RIGHT[name]
     script = llama_as(name, folder, **config)
     for flags in (
@@ -227,7 +221,7 @@ LEAKS = {  # the folder, and what TINY has besides
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_leaks_between_documents_are_refused(name: str, chats: Path, device: torch.device) -> None:
+def test_leaks_between_documents_are_refused(name, chats, device):
     """In bf16 LFM2's leak is smaller than a rounding error."""
     folder, config = LEAKS[name]
     script = llama_as(name, folder, **config)
@@ -254,7 +248,7 @@ SPARSE = {  # the folder, and what TINY has besides
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_sparse_attention_is_refused(name: str, chats: Path, device: torch.device) -> None:
+def test_sparse_attention_is_refused(name, chats, device):
     """It selects keys by their position in the pack, which only shows beyond a block of 128
     keys."""
     if not hasattr(transformers, f"{name}ForCausalLM"):
@@ -268,7 +262,7 @@ def test_sparse_attention_is_refused(name: str, chats: Path, device: torch.devic
     check(script, chats, device, *flags, "--no-packing")
 
 
-def test_changed_hidden_states_are_refused(chats: Path, device: torch.device) -> None:
+def test_changed_hidden_states_are_refused(chats, device):
     for old, new in (
         ("self.get_output_embeddings()(hidden", "self.get_output_embeddings()(1.01 * hidden"),
         ("self.model(input_ids, use_cache=False, **options)", "self.model(input_ids)"),
@@ -277,7 +271,7 @@ def test_changed_hidden_states_are_refused(chats: Path, device: torch.device) ->
             check(copied("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
 
 
-def test_checks_leave_no_trace(chats: Path, device: torch.device) -> None:
+def test_checks_leave_no_trace(chats, device):
     """They run in evaluation mode without compiling, and restore mode, method and random states."""
     model = check(llama_fsdp, chats, device, "--attention", "sdpa")
     compiled, modes = [], []
@@ -316,9 +310,7 @@ def command(texts: tuple, output: Path, steps: int) -> list[str]:
     return ["--model-name", "tiny", *files, *length, "--output-dir", str(output)]
 
 
-def test_mean_in_place_of_summed_loss_is_refused(
-    texts: tuple, pairs: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_mean_in_place_of_summed_loss_is_refused(texts, pairs, tmp_path, capfd):
     columns = ["--source-column", "text", "--target-column", "headline"]
     summaries = ["--dataset", str(pairs), *columns, "--output-dir", str(tmp_path / "t5")]
     blocks = command(texts, tmp_path / "gpt2", 1)
@@ -334,7 +326,7 @@ def test_mean_in_place_of_summed_loss_is_refused(
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_blocks_that_miss_a_layer_are_refused() -> None:
+def test_blocks_that_miss_a_layer_are_refused():
     with torch.device("meta"):
         mistral = transformers.MistralForCausalLM(transformers.MistralConfig(num_hidden_layers=2))
         bart = transformers.BartForConditionalGeneration(transformers.BartConfig())
@@ -373,14 +365,14 @@ def attend(**options: object) -> torch.Tensor:
     ("module_is_causal", False),
     ("block_indices", torch.zeros(1)),
 ])  # fmt: skip
-def test_packed_attention_refuses_features_that_it_lacks(name: str, value: object) -> None:
+def test_packed_attention_refuses_features_that_it_lacks(name, value):
     register(per_document)
     said = {"module_is_causal": "is_causal"}.get(name, name)
     with pytest.raises(ValueError, match=f"have no {said}.*asks for: use --attention eager"):
         attend(**{name: value})
 
 
-def test_packed_attention_accepts_features_that_are_off() -> None:
+def test_packed_attention_accepts_features_that_are_off():
     register(per_document)
     off = {"dropout": 0.0, "softcap": None, "s_aux": None, "use_cache": False, "is_causal": None}
     assert attend(**off, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
@@ -404,7 +396,7 @@ def formula(config: transformers.PretrainedConfig, length: float) -> float:
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-2-7b", "llama-2-70b", "tiny-gpt2", "gpt2"])
-def test_flops_equal_the_formula(name: str) -> None:
+def test_flops_equal_the_formula(name):
     """6 N + 12 L d T, with the tied head of GPT-2 and the grouped queries of 70B."""
     config = memory_estimator.load_config(name)
     scripts = {"gpt2": gpt2_fsdp.LossModel, "llama": llama_fsdp.LossModel}
@@ -414,9 +406,7 @@ def test_flops_equal_the_formula(name: str) -> None:
     assert flops_per_token(model, 377.3) == pytest.approx(formula(config, 377.3), rel=1e-9)
 
 
-def test_model_that_sees_later_tokens_is_refused(
-    chats: Path, texts: tuple, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_that_sees_later_tokens_is_refused(chats, texts, device, monkeypatch):
     for script, flags in (
         (llama_fsdp, [*FLAGS, "--dataset", str(chats), "--attention", "sdpa", "--no-packing"]),
         (gpt2_fsdp, command(texts, Path("unused"), 1)),
@@ -434,7 +424,7 @@ def test_model_that_sees_later_tokens_is_refused(
             script.check_loss(args, device, model)
 
 
-def test_decoder_that_sees_later_tokens_is_refused(pairs: Path, device: torch.device) -> None:
+def test_decoder_that_sees_later_tokens_is_refused(pairs, device):
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
     model = wrapped(T5_training, args, device)
     T5_training.check_loss(args, device, model)
@@ -443,9 +433,7 @@ def test_decoder_that_sees_later_tokens_is_refused(pairs: Path, device: torch.de
         T5_training.check_loss(args, device, model)
 
 
-def test_decoder_needs_a_start_token(
-    t5_directory: Path, pairs: Path, tmp_path: Path, alone: None
-) -> None:
+def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, alone):
     """T5Gemma's BOS is in the decoder's config."""
     shutil.copytree(t5_directory, tmp_path / "t5")
     config = json.loads((t5_directory / "config.json").read_text())
@@ -473,7 +461,7 @@ def fit(config: transformers.PretrainedConfig, model_class: type, model_name: st
     fit_config(args, model_class, config)
 
 
-def test_layerdrop_is_switched_off(alone: None, capfd: pytest.CaptureFixture) -> None:
+def test_layerdrop_is_switched_off(alone, capfd):
     config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
     assert config.encoder_layerdrop == 0.05
     fit(config, transformers.M2M100ForConditionalGeneration)
@@ -504,7 +492,7 @@ HEADED = {  # the script, the model, and its shape
 
 
 @pytest.mark.parametrize("name", HEADED)
-def test_chunked_loss_equals_plain_loss(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_loss_equals_plain_loss(name, monkeypatch):
     """With a scale, cap or bias of the head."""
     script, architecture, config = HEADED[name]
     own_model = {"gpt2_fsdp": "GPT2LMHeadModel", "llama_fsdp": "LlamaForCausalLM"}[script]
@@ -547,7 +535,7 @@ def attention_said(name: str, attention: str, *flags: str, **config: object) -> 
     return kernel.partition(" (")[0]
 
 
-def test_attention_that_a_model_lacks_is_refused() -> None:
+def test_attention_that_a_model_lacks_is_refused():
     assert attention_said("GptOss", "auto") == attention_said("GptOss", "eager") == "eager"
     assert attention_said("GptOss", "sdpa").endswith("GptOssForCausalLM has none, use eager")
     for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
@@ -557,14 +545,14 @@ def test_attention_that_a_model_lacks_is_refused() -> None:
     assert attention_said("Lfm2", "auto") == "varlen"  # whose config has no attention_dropout
 
 
-def test_chunked_attention_needs_a_mask() -> None:
+def test_chunked_attention_needs_a_mask():
     assert attention_said("Llama4", "auto", attention_chunk_size=64) == "varlen"
     assert attention_said("Llama4", "auto", attention_chunk_size=63) == "sdpa"
     said = attention_said("Llama4", "varlen", attention_chunk_size=63)
     assert said.endswith("dropout or chunks: use --attention sdpa")
 
 
-def test_layers_that_drop_cu_seq_lens_are_refused(chats: Path, device: torch.device) -> None:
+def test_layers_that_drop_cu_seq_lens_are_refused(chats, device):
     script = llama_as("Nemotron")
     with pytest.raises(ValueError, match="NemotronAttention does not pass on"):
         check(script, chats, device, "--attention", "varlen")
@@ -572,7 +560,7 @@ def test_layers_that_drop_cu_seq_lens_are_refused(chats: Path, device: torch.dev
 
 
 @pytest.mark.parametrize("name", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_weight_decay_excludes_biases_and_norms(name: str) -> None:
+def test_weight_decay_excludes_biases_and_norms(name):
     script = importlib.import_module(name)
     config = script.MODEL.config_class(vocab_size=384, **script.TINY_TOKEN_IDS, **script.TINY)
     model = getattr(script, "LossModel", script.MODEL)(config)
@@ -590,7 +578,7 @@ def test_weight_decay_excludes_biases_and_norms(name: str) -> None:
         assert any(parameter is bias for parameter in decayed["params"])
 
 
-def test_weight_decay_excludes_vectors_after_flattening(device: torch.device) -> None:
+def test_weight_decay_excludes_vectors_after_flattening(device):
     """FSDP1 flattens parameters, so their shapes are recorded before."""
     config = transformers.Qwen3NextConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

@@ -45,9 +45,7 @@ def everything(path: Path) -> dict[str, float]:
     return {str(file): file.stat().st_mtime for file in path.rglob("*") if file.is_file()}
 
 
-def test_finished_run_without_checkpoints_stays_finished(
-    finished: Path, flags: list[str], capfd: pytest.CaptureFixture
-) -> None:
+def test_finished_run_without_checkpoints_stays_finished(finished, flags, capfd):
     shutil.rmtree(finished / "checkpoints")
     before = everything(finished)
     assert start(finished, flags) == 0
@@ -59,7 +57,7 @@ def test_finished_run_without_checkpoints_stays_finished(
     assert everything(finished) == before and status(finished) == "finished"
 
 
-def test_user_files_beside_checkpoints_stay(finished: Path, flags: list[str]) -> None:
+def test_user_files_beside_checkpoints_stay(finished, flags):
     place = finished / "checkpoints"
     shutil.copytree(place / "step-00000002", place / "step-00000002-keep")
     mine = ["step-00000004.bak", "step-5", "step-latest", "best-of-all", "tmp-notes"]
@@ -71,9 +69,7 @@ def test_user_files_beside_checkpoints_stay(finished: Path, flags: list[str]) ->
     assert kept == {*mine, "step-00000002-keep", "step-00000006"}
 
 
-def test_resume_rejects_data_changed_anywhere(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_resume_rejects_data_changed_anywhere(flags, tmp_path, monkeypatch, capfd):
     """The fingerprint covers all samples and their order."""
     monkeypatch.setattr("runtime.identity.SAMPLES", 2)  # of 35 samples
     mine = tmp_path / "train.txt"

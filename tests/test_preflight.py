@@ -53,7 +53,7 @@ def slow_down(process: subprocess.Popen, pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes,rank", [(2, 0), (2, 1), (4, 2)])
-def test_slow_rank_is_reported(processes: int, rank: int, tmp_path: Path) -> None:
+def test_slow_rank_is_reported(processes, rank, tmp_path):
     process = begin(processes, *TINY, tmp_path)
     pid = worker(process, processes, rank, tmp_path)
     threading.Thread(target=slow_down, args=(process, pid), daemon=True).start()
@@ -66,7 +66,7 @@ def test_slow_rank_is_reported(processes: int, rank: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_silent_rank_is_reported(tmp_path: Path) -> None:
+def test_silent_rank_is_reported(tmp_path):
     process = begin(2, *TINY, tmp_path, "--timeout-seconds", 5)
     pid = worker(process, 2, 1, tmp_path)
     time.sleep(1)
@@ -80,7 +80,7 @@ def test_silent_rank_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_healthy_nodes_of_a_large_model_pass_in_a_minute(tmp_path: Path) -> None:
+def test_healthy_nodes_of_a_large_model_pass_in_a_minute(tmp_path):
     start = time.monotonic()
     lines = launch(2, "tools/preflight.py", "--output-dir", tmp_path).stdout.splitlines()
     assert time.monotonic() - start < 60
@@ -91,7 +91,7 @@ def test_healthy_nodes_of_a_large_model_pass_in_a_minute(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_two_nodes_measure_both_links_and_report_an_unshared_disk(tmp_path: Path) -> None:
+def test_two_nodes_measure_both_links_and_report_an_unshared_disk(tmp_path):
     (port,) = free_ports(1)
     rendezvous = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "1")
     rendezvous += ("--rdzv-endpoint", f"localhost:{port}")
@@ -112,9 +112,7 @@ def samples(*medians: float, spread: float = 0.0) -> preflight.Seconds:
     return {(r,): [m * (1 + spread / 2 * s) for s in steps] for r, m in enumerate(medians)}
 
 
-def test_outliers_exceed_the_tolerance_and_their_own_spread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_outliers_exceed_the_tolerance_and_their_own_spread(monkeypatch):
     monkeypatch.setattr(preflight, "CPU_TOLERANCE", 0.1)
     assert preflight.spread(samples(5.0, spread=0.1)[0,]) == pytest.approx(0.1)
     assert preflight.find_outliers(samples(1.0)) == {}
@@ -125,7 +123,7 @@ def test_outliers_exceed_the_tolerance_and_their_own_spread(
     assert preflight.find_outliers(samples(1.0, 1.0, 1.5, spread=0.17)) == {}
 
 
-def test_only_ranks_that_are_slow_twice_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_ranks_that_are_slow_twice_are_reported(monkeypatch):
     probes = [Probe(name, "ms", 0, (0,), list) for name in "abc"]
     rounds = [
         {"a": samples(1, 1, 1), "b": samples(1, 2, 2.5), "c": samples(3, 1, 1)},

@@ -17,7 +17,7 @@ def python(code: str, **options: float) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "processes,fault", [(2, "default group"), pytest.param(4, "mesh", marks=pytest.mark.slow)]
 )
-def test_unreachable_ranks_are_reported_in_time(processes: int, fault: str) -> None:
+def test_unreachable_ranks_are_reported_in_time(processes, fault):
     """gloo alone would wait for the group's time-out. A rank that joins after the limit is waited
     for."""
     start = time.monotonic()
@@ -30,7 +30,7 @@ def test_unreachable_ranks_are_reported_in_time(processes: int, fault: str) -> N
 
 
 @pytest.mark.parametrize("where", ["init_process_group", "new_group"])
-def test_hanging_nccl_start_is_reported(where: str) -> None:
+def test_hanging_nccl_start_is_reported(where):
     """A thread reports it, because init_process_group waits inside NCCL."""
     code = f"""
 import functools, time, torch.distributed as dist
@@ -49,7 +49,7 @@ with ranks.rendezvous(timedelta(minutes=30)) as place:
     assert "NCCL_SOCKET_IFNAME" in said
 
 
-def test_uncaught_exception_ends_the_process() -> None:
+def test_uncaught_exception_ends_the_process():
     """Python's own exit would hang."""
     code = """
 import atexit, time

@@ -78,7 +78,7 @@ def without_numbers(line: str) -> str:
     return re.sub(r"\d[\d.,:]*(e-\d+)?", "N", line)
 
 
-def test_demo_trains_evaluates_and_draws(tmp_path: Path) -> None:
+def test_demo_trains_evaluates_and_draws(tmp_path):
     """The lines that it prints are those of the README."""
     pytest.importorskip("matplotlib")
     first = run_demo(tmp_path, "--rows", 256, "--epochs", 1)
@@ -104,7 +104,7 @@ def test_demo_trains_evaluates_and_draws(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_demo_learns_unseen_dates(tmp_path: Path) -> None:
+def test_demo_learns_unseen_dates(tmp_path):
     pytest.importorskip("matplotlib")
     before, after = re.search(
         r"dates: (\d+)% correct before training, (\d+)% after", run_demo(tmp_path)
@@ -114,7 +114,7 @@ def test_demo_learns_unseen_dates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
-def test_cpu_command_runs_from_another_directory(script: str, tmp_path: Path) -> None:
+def test_cpu_command_runs_from_another_directory(script, tmp_path):
     start = f"python {script} --model-name tiny"
     line = next(line for line in inline_commands() if line.startswith(start))
     short = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
@@ -123,7 +123,7 @@ def test_cpu_command_runs_from_another_directory(script: str, tmp_path: Path) ->
     assert (tmp_path / "here/final/config.json").is_file()
 
 
-def test_every_command_is_marked_or_run_by_a_test() -> None:
+def test_every_command_is_marked_or_run_by_a_test():
     run = (
         "make demo",  # test_demo_trains_evaluates_and_draws
         "make test",
@@ -182,9 +182,7 @@ def started() -> list[str]:
 
 
 @pytest.mark.parametrize("line", started())
-def test_commands_parse(
-    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_commands_parse(line, monkeypatch, tmp_path, capsys):
     """As on a machine with the GPUs, packages and files that they need."""
     program, flags, nodes, processes = program_and_flags(line)
     monkeypatch.chdir(tmp_path)
@@ -219,7 +217,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve(page):
     plain = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
     plain = re.sub(r"`[^`]*`", "", plain)
     for target in re.findall(r"\]\(([^)\s]+)\)", plain):
@@ -233,7 +231,7 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in anchors(path.read_text()), f"{page.name}: {target}"
 
 
-def test_files_in_the_pages_exist() -> None:
+def test_files_in_the_pages_exist():
     pattern = r"(?:(?:runtime|rows|benchmarks|tests|tools|docs)/)?[\w/]+\.(?:py|slurm)"
     own = {"my_script.py"}  # the reader's
     for name in set(re.findall(rf"`({pattern})`", TEXT)) - own:
@@ -241,7 +239,7 @@ def test_files_in_the_pages_exist() -> None:
         assert any(place.is_file() for place in places), name
 
 
-def test_memory_table_equals_the_estimator() -> None:
+def test_memory_table_equals_the_estimator():
     rows = set(
         re.findall(r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$", TEXT, re.MULTILINE)
     )
@@ -262,7 +260,7 @@ def test_memory_table_equals_the_estimator() -> None:
         assert [cell.strip() for cell in cells.split("|")] == expected
 
 
-def test_gpu_table_equals_the_estimator() -> None:
+def test_gpu_table_equals_the_estimator():
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     pattern = r"^\| `([\w.-]+)` \| (\d+) of (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
@@ -278,9 +276,7 @@ def test_gpu_table_equals_the_estimator() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_fits_140_lines_of_80_columns(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_help_fits_140_lines_of_80_columns(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         importlib.import_module(name).parse_args(["--help"])

@@ -7,7 +7,6 @@ import functools
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ def backward_pass(device: torch.device, *flags: str) -> tuple[Counter, torch.Ten
 
 @pytest.mark.parametrize("more", [[], ["--compile"]], ids=["eager", "compile"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_kept_attention_is_not_recomputed(
-    strategy: str, more: list[str], device: torch.device
-) -> None:
+def test_kept_attention_is_not_recomputed(strategy, more, device):
     """The projections of all blocks are recomputed, except the last, whose result nothing needs."""
     flags = [*STRATEGIES[strategy], *more]
     plain, expected = backward_pass(device, *flags, "--no-activation-checkpointing")
@@ -87,7 +84,7 @@ def test_kept_attention_is_not_recomputed(
 
 
 @pytest.mark.parametrize("more", [[], ["--compile"]], ids=["eager", "compile"])
-def test_kept_attention_trains_adapters_in_4_bits(more: list[str], device: torch.device) -> None:
+def test_kept_attention_trains_adapters_in_4_bits(more, device):
     """The attention's weights are frozen, so no gradient needs its result."""
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
@@ -99,7 +96,7 @@ def test_kept_attention_trains_adapters_in_4_bits(more: list[str], device: torch
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_inductor_does_not_reuse_kept_memory() -> None:
+def test_inductor_does_not_reuse_kept_memory():
     """The attention's weights are frozen, so only the recomputation still needs its result."""
     config = transformers.LlamaConfig(
         vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
@@ -128,9 +125,7 @@ def first_pass(model: torch.nn.Module, blocks: policies.Classes, **inputs: torch
             model.train()(input_ids=IDS, use_cache=False, **inputs)
 
 
-def test_kept_attention_with_dropout_is_refused(
-    t5_directory: Path, gpt2_directory: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_kept_attention_with_dropout_is_refused(t5_directory, gpt2_directory, capsys):
     """No CPU kernel has dropout."""
     for script, directory, inputs, dropout in (
         (gpt2_fsdp, gpt2_directory, {}, {"attn_pdrop": 0.1}),
@@ -145,7 +140,7 @@ def test_kept_attention_with_dropout_is_refused(
         assert "needs an attention kernel without dropout: use --activation-checkp" in said
 
 
-def test_attention_that_draws_random_numbers_is_refused(capsys: pytest.CaptureFixture) -> None:
+def test_attention_that_draws_random_numbers_is_refused(capsys):
     """If it were kept, the recomputation would draw its numbers for the layers after it."""
     library = torch.library.Library("flash_attn_of_a_test", "DEF")
     library.define("forward(Tensor x, float dropout_p) -> Tensor")

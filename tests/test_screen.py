@@ -7,9 +7,7 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
-import pytest
 import tqdm
 from conftest import ROOT
 
@@ -18,9 +16,7 @@ from runtime import screen
 TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
 
 
-def test_progress_in_a_file_is_a_line_every_30_seconds(
-    alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_progress_in_a_file_is_a_line_every_30_seconds(alone, monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(tqdm.std, "time", lambda: clock[0])
     bar = screen.Progress("validation on x", 4000, done=1000)
@@ -34,7 +30,7 @@ def test_progress_in_a_file_is_a_line_every_30_seconds(
     assert bar.disable  # it is closed
 
 
-def test_lines_fit_a_terminal_of_80_columns(tmp_path: Path) -> None:
+def test_lines_fit_a_terminal_of_80_columns(tmp_path):
     main, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "T5_training.py", *TINY.split(), "--max-steps", "4", "--log-every"]

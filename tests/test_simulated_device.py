@@ -5,7 +5,6 @@ It tells placement and bytes, not speed. The tests are skipped where ../shared/s
 
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, launch, losses, weights
@@ -38,9 +37,7 @@ CHAIN = [
 
 
 @pytest.mark.parametrize("script", list(DATA))
-def test_scripts_resume_across_strategies_and_after_out_of_memory(
-    script: str, tmp_path: Path
-) -> None:
+def test_scripts_resume_across_strategies_and_after_out_of_memory(script, tmp_path):
     output = tmp_path / "run"
     flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "64",
              "--num-val-samples", "8", "--log-every", "1", "--output-dir", output]  # fmt: skip
@@ -69,7 +66,7 @@ def test_scripts_resume_across_strategies_and_after_out_of_memory(
 
 
 @pytest.mark.parametrize("held", ["16 bits", "4 bits"])
-def test_adapters_resume_with_offload(held: str, tmp_path: Path) -> None:
+def test_adapters_resume_with_offload(held, tmp_path):
     pytest.importorskip("peft")
     flags = []
     if held == "4 bits":

@@ -108,16 +108,14 @@ def finished(cluster: None, flags: list[str], tmp_path_factory: pytest.TempPathF
     return output
 
 
-def test_two_nodes_train_t5_by_default(finished: Path) -> None:
+def test_two_nodes_train_t5_by_default(finished):
     assert status(finished) == "finished"
     (start,) = metrics(finished, "start")
     assert start["script"] == "T5_training" and start["world_size"] == 4
     assert list(losses(finished)) == list(range(1, 36))
 
 
-def test_job_stopped_by_its_time_limit_is_requeued(
-    finished: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_job_stopped_by_its_time_limit_is_requeued(finished, flags, tmp_path):
     output = tmp_path / "output"
     command = ["tests/workers/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
     job = Job(output, TWO_BY_TWO, *command)
@@ -136,9 +134,7 @@ def test_job_stopped_by_its_time_limit_is_requeued(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["load", "first validation"])
-def test_job_stopped_before_its_first_step_is_requeued(
-    phase: str, cluster: None, flags: list[str], tmp_path: Path
-) -> None:
+def test_job_stopped_before_its_first_step_is_requeued(phase, cluster, flags, tmp_path):
     output = tmp_path / "output"
     words = ["tests/workers/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
     job = Job(output, [], *words, f"--output-dir={output}")
@@ -149,7 +145,7 @@ def test_job_stopped_before_its_first_step_is_requeued(
     assert list(losses(output)) == [1, 2, 3]
 
 
-def test_requeues_are_limited(cluster: None, tmp_path: Path) -> None:
+def test_requeues_are_limited(cluster, tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
     output, status = tmp_path, tmp_path / "status"
     job = Job(output, [], tmp_path / "idle.py", f"--output-dir={output}", MAX_REQUEUES="1")
@@ -164,7 +160,7 @@ def test_requeues_are_limited(cluster: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_starts_without_progress_end_the_job(cluster: None, tmp_path: Path) -> None:
+def test_two_starts_without_progress_end_the_job(cluster, tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
     status = tmp_path / "status"
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}", 0, 5, 5, 5)
@@ -178,7 +174,7 @@ def test_two_starts_without_progress_end_the_job(cluster: None, tmp_path: Path) 
     assert "no step was saved in two starts in a row" in job.report()
 
 
-def test_cancelled_job_is_not_requeued(cluster: None, tmp_path: Path) -> None:
+def test_cancelled_job_is_not_requeued(cluster, tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}")
     job.wait_for(tmp_path / "status", "running")
@@ -188,7 +184,7 @@ def test_cancelled_job_is_not_requeued(cluster: None, tmp_path: Path) -> None:
     assert job["Restarts"] == "0"
 
 
-def test_failed_job_is_not_requeued(cluster: None, flags: list[str], tmp_path: Path) -> None:
+def test_failed_job_is_not_requeued(cluster, flags, tmp_path):
     output = tmp_path / "output"
     output.mkdir()
     (output / "status").write_text("stopped\n")
@@ -197,21 +193,21 @@ def test_failed_job_is_not_requeued(cluster: None, flags: list[str], tmp_path: P
     assert job["Restarts"] == "0" and "is out of range: it must be above 0" in job.report()
 
 
-def test_failing_node_ends_the_others(cluster: None, tmp_path: Path) -> None:
+def test_failing_node_ends_the_others(cluster, tmp_path):
     (tmp_path / "fails.py").write_text(FAILS)
     job = Job(tmp_path / "output", ["--nodes", "2"], tmp_path / "fails.py")
     job.wait("FAILED")
     assert job["Restarts"] == "0" and job["RunTime"] < "00:01:00", job.report()
 
 
-def test_each_gpu_gets_a_process(cluster: None, tmp_path: Path) -> None:
+def test_each_gpu_gets_a_process(cluster, tmp_path):
     (tmp_path / "shows.py").write_text(SHOWS)
     job = Job(tmp_path / "output", ["--partition", "gpus"], tmp_path / "shows.py")
     job.wait("COMPLETED")
     assert job.log.read_text().splitlines() == ["2 ranks, GPUs 0,1, 2 threads"] * 2
 
 
-def test_sbatch_reads_every_option() -> None:
+def test_sbatch_reads_every_option():
     """sbatch ignores options below the first command, and "# SBATCH" with a space."""
     lines = LAUNCH.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
@@ -222,7 +218,7 @@ def test_sbatch_reads_every_option() -> None:
         assert re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[number])
 
 
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_finds_nothing():
     program = shutil.which("shellcheck", path=PATH)
     if not program:
         pytest.skip("needs shellcheck")

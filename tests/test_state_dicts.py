@@ -40,9 +40,7 @@ def measured(model: Path, text: Path, directory: Path, *flags: str, **environmen
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_save_holds_one_copy_and_resume_no_second_one(
-    deep_gpt2: Path, texts: tuple, tmp_path: Path
-) -> None:
+def test_save_holds_one_copy_and_resume_no_second_one(deep_gpt2, texts, tmp_path):
     # Every tensor gets pages of its own, which go back when it goes.
     malloc = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
     found = measured(deep_gpt2, texts[0], tmp_path, **malloc)
@@ -56,7 +54,7 @@ def test_save_holds_one_copy_and_resume_no_second_one(
     assert found["momentum_saved"] > 0
 
 
-def test_background_save_copies_only_changing_tensors() -> None:
+def test_background_save_copies_only_changing_tensors():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     state = SimpleNamespace(model=model, optimizer=optimizer, others={})
@@ -77,7 +75,7 @@ def test_background_save_copies_only_changing_tensors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_fsdp2_save_copies_nothing(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
+def test_fsdp2_save_copies_nothing(deep_gpt2, texts, tmp_path):
     malloc = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
     found = measured(deep_gpt2, texts[0], tmp_path, "--fsdp", "2", **malloc)
     parameter = found["shard"] / 4
@@ -91,9 +89,7 @@ def test_fsdp2_save_copies_nothing(deep_gpt2: Path, texts: tuple, tmp_path: Path
 @pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
 @pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
 @pytest.mark.parametrize("flags", [[], ["--cpu-offload"]], ids=" ".join)
-def test_save_and_resume_use_little_device_memory(
-    flags: list[str], deep_gpt2: Path, texts: tuple, tmp_path: Path
-) -> None:
+def test_save_and_resume_use_little_device_memory(flags, deep_gpt2, texts, tmp_path):
     simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
     found = measured(deep_gpt2, texts[0], tmp_path, *flags, **simulated)
     parameter, unit = found["shard"] / 4, found["unit"]

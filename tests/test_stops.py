@@ -56,8 +56,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 @pytest.mark.parametrize(("phase", "number"), cases())
 def test_stop_in_each_phase_saves_and_resumes_bit_for_bit(
-    phase: str, number: signal.Signals, uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+    phase, number, uninterrupted, flags, tmp_path
+):
     """The signal goes to torchrun, as in launch.slurm."""
     output = tmp_path / "output"
     flags = [*flags, "--output-dir", str(output)]

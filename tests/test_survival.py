@@ -74,9 +74,7 @@ def wait_for_step(output: Path, step: int) -> None:
         time.sleep(0.02)
 
 
-def test_signal_to_torchrun_saves_and_resumes_bit_for_bit(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_signal_to_torchrun_saves_and_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--output-dir", tmp_path, "--save-every", "0"]
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--nproc-per-node", "2"]
     process = begin("tests/workers/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
@@ -96,7 +94,7 @@ def test_signal_to_torchrun_saves_and_resumes_bit_for_bit(
     check_equal(tmp_path, uninterrupted)
 
 
-def test_signal_without_torchrun_exits_with_75(flags: list[str], tmp_path: Path) -> None:
+def test_signal_without_torchrun_exits_with_75(flags, tmp_path):
     for number, steps in ((signal.SIGTERM, 1), (signal.SIGINT, 1)):
         output = tmp_path / number.name
         command = [sys.executable, ROOT / "gpt2_fsdp.py", *flags, "--output-dir", output]
@@ -109,7 +107,7 @@ def test_signal_without_torchrun_exits_with_75(flags: list[str], tmp_path: Path)
         assert status(output) == "stopped"
 
 
-def test_workers_of_a_killed_torchrun_save_and_exit(flags: list[str], tmp_path: Path) -> None:
+def test_workers_of_a_killed_torchrun_save_and_exit(flags, tmp_path):
     process = begin("gpt2_fsdp.py", *flags, "--output-dir", tmp_path, "--max-steps", "1000")
     wait_for_step(tmp_path, 2)
     pids = workers(process.pid)
@@ -123,9 +121,7 @@ def test_workers_of_a_killed_torchrun_save_and_exit(flags: list[str], tmp_path: 
     assert not list(tmp_path.glob("lock*"))
 
 
-def test_hanging_rank_ends_the_run_and_shows_its_stack(
-    flags: list[str], tmp_path: Path, patient: None
-) -> None:
+def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, patient):
     command = ["gpt2_fsdp", "hang", 1, 3, *flags, "--output-dir", tmp_path]
     start = time.monotonic()
     launch(2, "tests/workers/faulty.py", *command, "--timeout-minutes", 0.5, check=False)
@@ -136,7 +132,7 @@ def test_hanging_rank_ends_the_run_and_shows_its_stack(
     assert (tmp_path / "checkpoints/step-00000002").is_dir()
 
 
-def test_killed_rank_ends_the_job_at_once(flags: list[str], tmp_path: Path) -> None:
+def test_killed_rank_ends_the_job_at_once(flags, tmp_path):
     process = begin("tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
     wait_for_step(tmp_path, 2)
     os.kill(workers(process.pid)[-1], signal.SIGKILL)
@@ -146,9 +142,7 @@ def test_killed_rank_ends_the_job_at_once(flags: list[str], tmp_path: Path) -> N
     assert status(tmp_path) == "failed"
 
 
-def test_error_on_one_rank_shows_one_traceback(
-    flags: list[str], tmp_path: Path, patient: None
-) -> None:
+def test_error_on_one_rank_shows_one_traceback(flags, tmp_path, patient):
     start = time.monotonic()
     command = ["gpt2_fsdp", "raise", 1, 3, *flags, "--output-dir", tmp_path]
     error = launch(2, "tests/workers/faulty.py", *command, check=False).stderr
@@ -160,7 +154,7 @@ def test_error_on_one_rank_shows_one_traceback(
     assert status(tmp_path) == "failed"
 
 
-def test_nan_loss_ends_all_ranks_and_saves_nothing(flags: list[str], tmp_path: Path) -> None:
+def test_nan_loss_ends_all_ranks_and_saves_nothing(flags, tmp_path):
     command = ["gpt2_fsdp", "nan", 1, 5, *flags, "--log-every", 100, "--output-dir", tmp_path]
     result = launch(2, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode
@@ -174,9 +168,7 @@ def test_nan_loss_ends_all_ranks_and_saves_nothing(flags: list[str], tmp_path: P
 
 
 @pytest.mark.slow
-def test_torchrun_restart_resumes_the_last_save(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_torchrun_restart_resumes_the_last_save(uninterrupted, flags, tmp_path):
     command = ["gpt2_fsdp", "once", 1, 6, *flags, "--output-dir", tmp_path]
     torchrun = ("--nproc-per-node", "2", "--max-restarts", "3")
     process = begin("tests/workers/faulty.py", *command, torchrun=torchrun)
@@ -188,7 +180,7 @@ def test_torchrun_restart_resumes_the_last_save(
 
 
 @pytest.mark.slow
-def test_full_disk_skips_one_save(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
+def test_full_disk_skips_one_save(uninterrupted, flags, tmp_path):
     command = ["gpt2_fsdp", "full", 1, 6, *flags, "--output-dir", tmp_path]
     result = launch(2, "tests/workers/faulty.py", *command)
     said = [line for line in result.stdout.splitlines() if "tries again" in line]
@@ -200,7 +192,7 @@ def test_full_disk_skips_one_save(uninterrupted: Path, flags: list[str], tmp_pat
 @pytest.mark.parametrize(
     "mode", ["--no-async-save", pytest.param("--async-save", marks=pytest.mark.slow)]
 )
-def test_disk_that_stays_full_ends_the_run(mode: str, flags: list[str], tmp_path: Path) -> None:
+def test_disk_that_stays_full_ends_the_run(mode, flags, tmp_path):
     command = ["gpt2_fsdp", "full for good", 0, 6, *flags, "--output-dir", tmp_path, mode]
     result = launch(0, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stderr
@@ -214,9 +206,7 @@ def test_disk_that_stays_full_ends_the_run(mode: str, flags: list[str], tmp_path
 
 
 @pytest.mark.slow
-def test_async_save_resumes_bit_for_bit(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_async_save_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--output-dir", tmp_path, "--async-save"]
     assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 0, 8, *command, check=False).returncode
     launch(2, "gpt2_fsdp.py", *command)
@@ -230,9 +220,7 @@ def run(flags: list[str], output: Path, *more: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "altered", "state", "step"])
-def test_damaged_checkpoint_is_skipped_and_replaced(
-    damage: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_damaged_checkpoint_is_skipped_and_replaced(damage, flags, tmp_path, capfd):
     run(flags, tmp_path, "--max-steps", "4")
     newest = tmp_path / "checkpoints/step-00000004"
     file = newest / ("train_state.json" if damage in ("state", "step") else "__0_0.distcp")
@@ -256,9 +244,7 @@ def test_damaged_checkpoint_is_skipped_and_replaced(
     assert metrics(tmp_path, "done")[-1]["best_step"] > 0
 
 
-def test_run_without_intact_checkpoint_does_not_start_over(
-    flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_run_without_intact_checkpoint_does_not_start_over(flags, tmp_path, capfd):
     run(flags, tmp_path, "--max-steps", "2")
     (tmp_path / "checkpoints/step-00000002/__0_0.distcp").unlink()
     for _ in range(2):
@@ -269,7 +255,7 @@ def test_run_without_intact_checkpoint_does_not_start_over(
 
 
 @pytest.mark.slow
-def test_suspended_run_writes_nothing_after_a_takeover(flags: list[str], tmp_path: Path) -> None:
+def test_suspended_run_writes_nothing_after_a_takeover(flags, tmp_path):
     if not containers.possible():
         pytest.skip("needs unshare, and the right to make name spaces")
     output, log = tmp_path / "output", tmp_path / "log"
@@ -302,7 +288,7 @@ with Lock(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_lock_of_killed_process_is_replaced(alone: None, tmp_path: Path) -> None:
+def test_lock_of_killed_process_is_replaced(alone, tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], cwd=ROOT)
     try:
         wait_until((tmp_path / "lock").exists, 60, str)

@@ -55,7 +55,7 @@ def reference(results: dict, t5_directory: Path) -> dict:
 
 
 @pytest.mark.parametrize("variant", CORE_VARIANTS)
-def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: dict) -> None:
+def test_ten_steps_equal_plain_pytorch(variant, results, reference):
     """Losses to 1e-5 and the first gradient to 1e-5 of its norm."""
     result = results[variant]
     assert len(result["losses"]) == 10
@@ -67,11 +67,11 @@ def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: d
     assert (ours - whole).norm() <= 1e-5 * whole.norm()
 
 
-def test_step_never_waits_for_the_device(results: dict) -> None:
+def test_step_never_waits_for_the_device(results):
     check_nothing_waits(results, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
-def test_compiled_blocks_train_alike(results: dict) -> None:
+def test_compiled_blocks_train_alike(results):
     eager, compiled = results["--no-compile"], results["--compile"]
     assert compiled["graphs"] >= 4 and not compiled["graph_breaks"] and not eager["graphs"]
     assert len({length for _, length in compiled["shapes"]}) > 2
@@ -82,7 +82,7 @@ def test_compiled_blocks_train_alike(results: dict) -> None:
         torch.testing.assert_close(compiled["gradient"][name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_every_sample_occurs_once_an_epoch(results: dict) -> None:
+def test_every_sample_occurs_once_an_epoch(results):
     by_epoch: dict[int, list[list[int]]] = {}
     for epoch, samples in results["full_shard"]["samples"]:
         by_epoch.setdefault(epoch, []).append(samples)
@@ -93,21 +93,19 @@ def test_every_sample_occurs_once_an_epoch(results: dict) -> None:
 
 
 @pytest.mark.parametrize("variant", ["bf16", "fsdp2_bf16"])
-def test_bf16_losses_are_near_fp32(variant: str, results: dict, reference: dict) -> None:
+def test_bf16_losses_are_near_fp32(variant, results, reference):
     losses = results[variant]["losses"]
     assert losses == pytest.approx(reference["losses"], abs=0.05)
     assert losses != pytest.approx(reference["losses"], abs=1e-5)
 
 
-def test_one_batch_can_be_overfitted(results: dict) -> None:
+def test_one_batch_can_be_overfitted(results):
     assert results["overfitted"] < 0.1
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp", "fsdp2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_generation_reproduces_overfitted_examples(
-    precision: str, strategy: str, results: dict
-) -> None:
+def test_generation_reproduces_overfitted_examples(precision, strategy, results):
     triples = results[f"generated {precision} {strategy}"]
     plain = results["generated fp32 ddp"]
     assert [triple[:2] for triple in triples] == [triple[:2] for triple in plain]
@@ -115,7 +113,7 @@ def test_generation_reproduces_overfitted_examples(
     assert sum(reference == generated for _, reference, generated in triples) >= 6
 
 
-def test_length_groups_lose_no_sample_at_any_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_length_groups_lose_no_sample_at_any_world_size(monkeypatch):
     """Also after a resume. The longest step comes first, so that too little memory shows at
     once."""
     lengths = torch.randint(8, 512, (1003,)).tolist()
@@ -143,7 +141,7 @@ def test_length_groups_lose_no_sample_at_any_world_size(monkeypatch: pytest.Monk
     assert len(same) <= 1  # the epochs mix
 
 
-def test_schedules_follow_their_formulas() -> None:
+def test_schedules_follow_their_formulas():
     rates = {}
     for name in ("linear", "cosine", "constant", "step"):
         flags = ["--lr-schedule", name, "--warmup-ratio", "0.2", "--gamma", "0.5", "--lr", "1"]

@@ -68,9 +68,7 @@ def finished(uninterrupted: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(uninterrupted, tmp_path / "finished"))
 
 
-def test_killed_run_resumes_bit_for_bit(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
+def test_killed_run_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, *two_ranks(tmp_path)]
     killed = launch(2, "tests/workers/killed.py", "T5_training", 1, 8, *command, check=False)
     assert killed.returncode != 0
@@ -87,9 +85,7 @@ def test_killed_run_resumes_bit_for_bit(
 
 
 @pytest.mark.slow
-def test_one_ddp_process_resumes_two_full_shard_ranks(
-    alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_one_ddp_process_resumes_two_full_shard_ranks(alone, flags, t5_directory, tmp_path, capfd):
     flags = [*flags, "--model-name", str(t5_directory)]
     assert launch(
         2, "tests/workers/killed.py", "T5_training", 0, 7, *flags, *two_ranks(tmp_path), check=False
@@ -102,8 +98,8 @@ def test_one_ddp_process_resumes_two_full_shard_ranks(
 
 
 def test_validation_loss_is_equal_on_one_two_and_three_processes(
-    alone: Path, flags: list[str], t5_directory: Path, tmp_path: Path
-) -> None:
+    alone, flags, t5_directory, tmp_path
+):
     flags = [*flags, "--model-name", t5_directory, "--max-steps", 1, "--batch-size", 2]
     for processes in (2, 3):
         output = tmp_path / str(processes)
@@ -111,7 +107,7 @@ def test_validation_loss_is_equal_on_one_two_and_three_processes(
         assert losses(output, "val")[0] == pytest.approx(losses(alone, "val")[0], abs=1e-5)
 
 
-def test_run_keeps_two_checkpoints_best_final_and_metrics(uninterrupted: Path) -> None:
+def test_run_keeps_two_checkpoints_best_final_and_metrics(uninterrupted):
     best = min(losses(uninterrupted, "val").items(), key=lambda item: (item[1], item[0]))
     names = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
     assert best[0] == 8 and names == ["step-00000006", "step-00000008"]
@@ -145,9 +141,7 @@ def reloaded(directory: Path, pairs: Path) -> dict:
     )
 
 
-def test_exports_reload_with_the_same_loss(
-    finished: Path, flags: list[str], pairs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exports_reload_with_the_same_loss(finished, flags, pairs, monkeypatch):
     val = losses(finished, "val")
     for kind, loss in (("final", val[8]), ("best", min(val.values()))):
         found = reloaded(finished / kind, pairs)
@@ -169,9 +163,7 @@ def test_exports_reload_with_the_same_loss(
     assert found["loss"] == pytest.approx(val[8], abs=0.02)
 
 
-def test_finished_run_continues_with_more_steps(
-    finished: Path, flags: list[str], capfd: pytest.CaptureFixture
-) -> None:
+def test_finished_run_continues_with_more_steps(finished, flags, capfd):
     before = (finished / "metrics.jsonl").read_text()
     one_process(flags, finished)
     assert "is finished" in capfd.readouterr().out
@@ -195,9 +187,7 @@ def refused(flags: list[str], output: Path, capfd: pytest.CaptureFixture) -> str
     return said
 
 
-def test_resume_rejects_changed_seed_data_model_and_batch(
-    finished: Path, flags: list[str], t5_directory: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_resume_rejects_changed_seed_data_model_and_batch(finished, flags, t5_directory, capfd):
     before = sorted((path, path.stat().st_mtime) for path in finished.rglob("*") if path.is_file())
     said = refused([*flags, "--seed", "1"], finished, capfd)
     assert "run: --seed is 1, was 0. Pass" in said
@@ -220,9 +210,7 @@ def test_resume_rejects_changed_seed_data_model_and_batch(
     (["--export-only"], "--export-only finds no checkpoint"),
     (["--source-column", "body"], "has columns text, headline"),
 ])  # fmt: skip
-def test_bad_input_is_one_message(
-    flag: list[str], said: str, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_bad_input_is_one_message(flag, said, flags, tmp_path, capfd):
     args = [*flags, "--output-dir", str(tmp_path), *flag]
     with pytest.raises(SystemExit) as end:
         T5_training.fsdp_main(T5_training.parse_args(args))
@@ -231,7 +219,7 @@ def test_bad_input_is_one_message(
     assert error.startswith("error: ") and said in error
 
 
-def test_wrong_values_are_one_message(pairs: Path, capfd: pytest.CaptureFixture) -> None:
+def test_wrong_values_are_one_message(pairs, capfd):
     wrong = {
         "--batch-size": 0, "--lr": -1, "--warmup-ratio": 2, "--epochs": 0,
         "--rouge-samples": -1, "--max-grad-norm": 0, "--keep-checkpoints": 0,
@@ -249,10 +237,7 @@ def test_wrong_values_are_one_message(pairs: Path, capfd: pytest.CaptureFixture)
         assert word[0] in capfd.readouterr().err
 
 
-def test_foreign_files_and_runs_stay(
-    finished: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_foreign_files_and_runs_stay(finished, flags, tmp_path, capfd, monkeypatch):
     (finished / "tmp-mine").mkdir()
     one_process(flags, finished)
     assert (finished / "tmp-mine").is_dir()
@@ -262,7 +247,7 @@ def test_foreign_files_and_runs_stay(
     assert "script is my_script, was T5_training" in refused(flags, finished, capfd)
 
 
-def test_two_ranks_report_bad_data_once(flags: list[str], tmp_path: Path) -> None:
+def test_two_ranks_report_bad_data_once(flags, tmp_path):
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
     command = [*flags, "--dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
     result = launch(2, "T5_training.py", *command, check=False)
@@ -273,9 +258,7 @@ def test_two_ranks_report_bad_data_once(flags: list[str], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_untied_head_stays_untied(
-    flags: list[str], t5_directory: Path, pairs: Path, tmp_path: Path
-) -> None:
+def test_untied_head_stays_untied(flags, t5_directory, pairs, tmp_path):
     for path in t5_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = load_file(t5_directory / "model.safetensors")

@@ -166,7 +166,7 @@ def import_copy(path: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_copy_needs_at_most_eight_lines(name: str, alone: None, tmp_path: Path) -> None:
+def test_copy_needs_at_most_eight_lines(name, alone, tmp_path):
     script, changes, model_class = CASES[name]
     path = copy_script(script, changes, name, tmp_path)
     config = ["--config", ROOT / "pyproject.toml"]
@@ -303,7 +303,7 @@ def trained(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_copy_trains_and_exports_like_plain_pytorch(trained: Path, name: str) -> None:
+def test_copy_trains_and_exports_like_plain_pytorch(trained, name):
     """Loss and first gradient."""
     script, _, model_class = CASES[name]
     output = trained / name / "output"

@@ -41,9 +41,7 @@ def run(script: ModuleType, output: Path, *flags: object) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_prepared_rows_train_like_raw_rows(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_prepared_rows_train_like_raw_rows(name, tmp_path, capfd):
     script, lengths = SCRIPTS[name]
     some = ["--dataset", "docstrings", "--num-train-samples", "16", "--num-val-samples", "4"]
     run(script, tmp_path / "raw", *lengths, *some)
@@ -62,7 +60,7 @@ def test_prepared_rows_train_like_raw_rows(
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_foreign_tokens_are_read(name: str, suffix: str, tmp_path: Path) -> None:
+def test_foreign_tokens_are_read(name, suffix, tmp_path):
     script, lengths = SCRIPTS[name]
     rows = [{"input_ids": [5 + i, 6, 1], "labels": [-100, 6, 1]} for i in range(60)]
     if name == "T5":
@@ -91,7 +89,7 @@ def test_foreign_tokens_are_read(name: str, suffix: str, tmp_path: Path) -> None
         ({"labels": [-100] * 3}, "labels are not one for each token"),
     ],
 )
-def test_invalid_tokens_are_refused(row: dict, message: str, tmp_path: Path) -> None:
+def test_invalid_tokens_are_refused(row, message, tmp_path):
     good = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(x) + "\n" for x in (good, good, good | row)))
@@ -100,7 +98,7 @@ def test_invalid_tokens_are_refused(row: dict, message: str, tmp_path: Path) -> 
         llama_fsdp.data.load(args, ByT5Tokenizer())
 
 
-def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_are_refused(tmp_path):
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
     rows = Dataset.from_list([{"input_ids": [5, 1], "labels": [6, 1]}] * 3)
     tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), args)

@@ -38,7 +38,7 @@ def numbers(output: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> None:
+def test_tensorboard_has_the_same_numbers(flags, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -57,9 +57,7 @@ def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> N
         assert found[key] == pytest.approx(value, rel=1e-6), key
 
 
-def test_trackio_has_the_same_losses(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trackio_has_the_same_losses(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
@@ -71,9 +69,7 @@ def test_trackio_has_the_same_losses(
     assert found == losses(tmp_path / "run")
 
 
-def test_wandb_continues_one_run(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_continues_one_run(flags, tmp_path, monkeypatch):
     """Two starts are stored under one run id."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -91,9 +87,7 @@ class Broken(ModuleType):
         raise ConnectionError("no route to host")
 
 
-def test_failing_tracker_does_not_end_the_run(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
+def test_failing_tracker_does_not_end_the_run(flags, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "wandb", Broken("wandb"))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(

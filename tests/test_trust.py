@@ -41,9 +41,7 @@ def code(mark: Path) -> str:
     return f"import os\nos.mkdir({str(mark)!r})\n"
 
 
-def test_pickled_weights_are_refused(
-    alone: None, llama_directory: Path, mark: Path, tmp_path: Path
-) -> None:
+def test_pickled_weights_are_refused(alone, llama_directory, mark, tmp_path):
     directory = tmp_path / "model"
     directory.mkdir()
     shutil.copy(llama_directory / "config.json", directory)
@@ -55,9 +53,7 @@ def test_pickled_weights_are_refused(
 
 
 @pytest.mark.parametrize("name", ["data.pt", "data.pkl", "data"])
-def test_pickles_and_scripts_as_data_are_refused(
-    name: str, mark: Path, code: str, tmp_path: Path
-) -> None:
+def test_pickles_and_scripts_as_data_are_refused(name, mark, code, tmp_path):
     place = tmp_path / name
     if place.suffix:
         torch.save(Hostile(mark), place)
@@ -70,9 +66,7 @@ def test_pickles_and_scripts_as_data_are_refused(
     assert not mark.exists()
 
 
-def test_code_of_a_model_is_refused(
-    alone: None, llama_directory: Path, mark: Path, code: str, tmp_path: Path
-) -> None:
+def test_code_of_a_model_is_refused(alone, llama_directory, mark, code, tmp_path):
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     config = json.loads((directory / "config.json").read_text())
@@ -83,9 +77,7 @@ def test_code_of_a_model_is_refused(
     assert not mark.exists()
 
 
-def test_code_of_a_tokenizer_is_refused(
-    llama_directory: Path, mark: Path, code: str, tmp_path: Path
-) -> None:
+def test_code_of_a_tokenizer_is_refused(llama_directory, mark, code, tmp_path):
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
@@ -165,14 +157,7 @@ def full_with_another_entry(path: Path, mark: Path) -> None:
     (hostile_full, "is not a file of tensors"),
     (full_with_another_entry, "['more'] is not a tensor"),
 ])  # fmt: skip
-def test_hostile_checkpoint_runs_no_code(
-    attack: Callable[[Path, Path], None],
-    message: str,
-    flags: list[str],
-    mark: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-) -> None:
+def test_hostile_checkpoint_runs_no_code(attack, message, flags, mark, tmp_path, capfd):
     """Although its checksums match."""
     output = tmp_path / "run"
     kind = "full" if "full" in attack.__name__ else "sharded"

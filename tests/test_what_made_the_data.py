@@ -33,9 +33,7 @@ def start(script: ModuleType, *flags: object) -> int:
         return end.code
 
 
-def test_resume_rejects_changed_chat_template(
-    llama_directory: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_resume_rejects_changed_chat_template(llama_directory, chats, tmp_path, capfd):
     flags = ["--max-seq-length", 96, "--model-name", llama_directory, "--dataset", chats]
     flags += ["--output-dir", tmp_path / "run"]
     chatml, file = ["--chat-template", "chatml"], tmp_path / "own.jinja"
@@ -55,9 +53,7 @@ def test_resume_rejects_changed_chat_template(
     assert start(llama_fsdp, *again, "--chat-template", file) == 0
 
 
-def test_nodes_with_different_data_are_refused(
-    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -82,9 +78,7 @@ def test_nodes_with_different_data_are_refused(
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_resume_rejects_another_model_of_the_same_shapes(
-    gpt2_directory: Path, texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
+def test_resume_rejects_another_model_of_the_same_shapes(gpt2_directory, texts, tmp_path, capfd):
     other = {}
     for name, heads in ("copy", 4), ("heads", 2):
         other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
@@ -99,9 +93,7 @@ def test_resume_rejects_another_model_of_the_same_shapes(
     assert start(gpt2_fsdp, *flags, other["copy"], "--max-steps", 4) == 0
 
 
-def test_nodes_with_different_flags_are_refused(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_with_different_flags_are_refused(alone, monkeypatch):
     args = Namespace(lr=1e-3, dataset="a", seed=0)
     there = identity.of_flags(args) | {}
     monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), ("node 1 (b)", there)])
