@@ -107,7 +107,7 @@ def metrics(output: Path, event: str) -> list[dict]:
 
 
 def logged(output: Path, event: str) -> list[dict]:
-    """As `metrics`, of a run that goes on: without a file yet, or with a line half written."""
+    """Return the logged lines of one event of a run that still writes them."""
     found = []
     with contextlib.suppress(OSError):
         for line in (output / "metrics.jsonl").read_text().splitlines():
@@ -117,7 +117,7 @@ def logged(output: Path, event: str) -> list[dict]:
 
 
 def losses(output: Path, event: str = "train") -> dict[int, float]:
-    """Loss by step; fails if there is none, or a step is logged twice."""
+    """Return the loss by step; fail if there is none, or a step is logged twice."""
     lines = metrics(output, event)
     found = {line["step"]: line["loss"] for line in lines}
     assert found and len(found) == len(lines)
@@ -132,14 +132,14 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def check_tied_once(output: Path) -> None:
-    """A run's last sharded checkpoint holds as many weights as the exported model."""
+    """Check that the last sharded checkpoint has as many weights as the exported model."""
     last = max((output / "checkpoints").glob("step-*"))
     names = dcp.FileSystemReader(last).read_metadata().state_dict_metadata
     assert sum(x.startswith("model.") for x in names) == len(weights(output / "final"))
 
 
 def check_equal_weights(one: Path, other: Path) -> None:
-    """Two exported models have the same tensors, to the last bit."""
+    """Check that two exported models have the same tensors, to the last bit."""
     ours, theirs = weights(one), weights(other)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -182,7 +182,7 @@ def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty pairs with targets of 1 to 29 bytes; about two of them are for validation."""
+    """Return a file of forty pairs with targets of 1 to 29 bytes; about two are for validation."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [
         {"text": f"text {i}" + " ab cd" * (i % 7), "headline": chr(97 + i % 26) * (1 + 7 * i % 29)}
@@ -209,7 +209,8 @@ def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Training and validation text: 35 blocks of 32 bytes with a short last one, and 5."""
+    """Return files of training and validation text: 35 blocks of 32 bytes with a short last one,
+    and 5."""
     path = tmp_path_factory.mktemp("texts")
     line = "The {} of {} is {} times {}.\n"
     words = ["sum", "root", "cube", "half", "sine"]
@@ -250,7 +251,7 @@ def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Seventy chats of one to three turns, some of which are cut at 64 tokens."""
+    """Return a file of seventy chats of one to three turns, some of which are cut at 64 tokens."""
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     rows = []
     for i in range(70):

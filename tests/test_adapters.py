@@ -67,7 +67,7 @@ OTHER_RANKS = {  # number of ranks: samples of each, variants
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, wide_llama: Path, chats: Path) -> dict:
-    """Results by number of ranks and variant."""
+    """Return results by number of ranks and variant."""
     directory = tmp_path_factory.mktemp("results")
     results = {}
     for ranks, (batch, variants) in ({2: (4, TWO_RANKS)} | OTHER_RANKS).items():
@@ -79,7 +79,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, wide_llama: Path, chats: Pat
 
 
 def base(directory: Path, in_4bit: bool) -> LlamaForCausalLM:
-    """As Transformers and bitsandbytes load it."""
+    """Return the base model as Transformers and bitsandbytes load it."""
     options = {}
     if in_4bit:
         options["quantization_config"] = NF4_CONFIG
@@ -91,7 +91,7 @@ def base(directory: Path, in_4bit: bool) -> LlamaForCausalLM:
 
 
 def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
-    """Without bitsandbytes' shortcut for evaluation on some CPUs, which rounds to 16 bits."""
+    """Switch off bitsandbytes' shortcut for evaluation on some CPUs, which rounds to 16 bits."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -155,7 +155,7 @@ def test_bf16_losses_are_near_fp32(variant, found):
 
 @pytest.fixture(scope="module")
 def flags(wide_llama: Path, chats: Path) -> list[str]:
-    """Eight steps of a global batch of 4; the adapters have dropout."""
+    """Return flags for eight steps of a global batch of 4; the adapters have dropout."""
     return ["--model-name", str(wide_llama), "--dataset", str(chats), "--max-seq-length", "96",
             "--num-train-samples", "20", "--max-steps", "8", "--log-every", "1", "--eval-every",
             "4", "--save-every", "2", "--lr", "1e-2", *NF4, "--lora-dropout", "0.1"]  # fmt: skip

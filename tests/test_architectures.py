@@ -63,13 +63,13 @@ STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedu
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
-    """That of a process group of one."""
+    """Yield the device of a process group of one."""
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
 def small(config: transformers.PretrainedConfig) -> dict[str, object]:
-    """What makes a configuration small, without dropout."""
+    """Return the settings that make a configuration small, without dropout."""
     known = config.to_dict()
     found = ALWAYS | {name: value for name, value in SMALL.items() if name in known}
     for name, value in known.items():
@@ -147,7 +147,7 @@ def save(model: transformers.PreTrainedModel, path: Path) -> None:
 
 
 def alone(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and targets of each text of a sample, of the model by itself."""
+    """Yield the model's logits and the targets of each text of a sample."""
     for text in sample if isinstance(sample, list) else [sample]:
         ids = torch.tensor([*map(int, text["input_ids"])])
         if model.config.is_encoder_decoder:

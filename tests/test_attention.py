@@ -82,7 +82,7 @@ documents.register_fake(lambda q, k, v, ends, longest, scale: torch.empty_like(q
 
 
 def graphs(monkeypatch: pytest.MonkeyPatch, batches: list[dict]) -> int:
-    """How often two compiled blocks of Llama are compiled for these batches."""
+    """Return how often two compiled blocks of Llama are compiled for these batches."""
     backend = functools.partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", backend)
     torch._dynamo.reset()

@@ -16,7 +16,7 @@ from tools import memory_estimator
 
 
 def run(command: str) -> str:
-    """What a program prints."""
+    """Return the output of a benchmark program."""
     name, *flags = command.split()
     return subprocess.check_output([sys.executable, ROOT / "benchmarks" / name, *flags], text=True)
 

@@ -13,7 +13,8 @@ from runtime import export, ranks
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Six steps of `tiny`, which has dropout, validated and saved at every second."""
+    """Return flags for six steps of `tiny`, which has dropout, validated and saved at every second
+    step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--eval-every", "2", "--model-name", "tiny", "--lr", "1e-3",

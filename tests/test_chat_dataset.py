@@ -28,12 +28,8 @@ from runtime import chats, readers
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM, RESULT = {"role": "system", "content": "c"}, {"role": "tool", "content": "3", "name": "f"}
-GIVEN = {
-    "day": "2024-05-01",
-    "n": 12345678901234567890,
-    "none": None,
-    "of": {"b": 2.5, "a": [None]},
-}
+GIVEN = {"day": "2024-05-01", "n": 12345678901234567890, "none": None}
+GIVEN |= {"of": {"b": 2.5, "a": [None]}}
 CALL = {"type": "function", "function": {"name": "f", "arguments": GIVEN}}
 CALLING = ASSISTANT | {"content": "", "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}

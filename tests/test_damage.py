@@ -12,7 +12,7 @@ from test_output import start
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Eight steps of a `tiny`, saved at every second."""
+    """Return flags for eight steps of `tiny`, saved at every second step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "2",
@@ -28,41 +28,41 @@ def original(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path
 
 
 def flip(path: Path, other: Path) -> None:
-    """Another bit in the middle."""
+    """Flip a bit in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def flip_early(path: Path, other: Path) -> None:
-    """Another bit near the beginning, where headers are."""
+    """Flip a bit near the beginning, where headers are."""
     data = bytearray(path.read_bytes())
     data[len(data) // 50] ^= 1
     path.write_bytes(data)
 
 
 def cut(path: Path, other: Path) -> None:
-    """Half of it is lost."""
+    """Cut the file in half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def empty(path: Path, other: Path) -> None:
-    """As after a power failure."""
+    """Empty the file, as a power failure may."""
     os.truncate(path, 0)
 
 
 def zero(path: Path, other: Path) -> None:
-    """The size stays, the blocks are lost."""
+    """Replace the content by zeros of the same size."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
 def delete(path: Path, other: Path) -> None:
-    """Gone."""
+    """Delete the file."""
     path.unlink()
 
 
 def exchange(path: Path, other: Path) -> None:
-    """That of another rank, or step."""
+    """Replace the file by that of another rank or step."""
     shutil.copy(other, path)
 
 

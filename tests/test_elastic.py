@@ -17,7 +17,7 @@ from tools import memory_estimator
 
 
 def parsed(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
-    """What llama_fsdp.py makes of the flags, under torchrun with so many processes."""
+    """Return the arguments of llama_fsdp.py under torchrun with so many processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     return llama_fsdp.parse_args(["--model-name", "tiny", *flags])
 
@@ -90,7 +90,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes() -> Iterator[list[Nodes]]:
-    """Those that a test adds here are ended."""
+    """Return a list; the nodes that a test adds to it are ended."""
     made: list[Nodes] = []
     yield made
     for each in made:

@@ -32,7 +32,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path) -> list[
 
 
 def run(flags: list[str], output: Path, *more: object) -> None:
-    """The script here, as one process."""
+    """Run the script in this process."""
     words = [*flags, "--output-dir", str(output), *map(str, more)]
     T5_training.fsdp_main(T5_training.parse_args(words))
 
@@ -52,7 +52,7 @@ def finished(trained: Path, tmp_path: Path) -> Path:
 
 
 def evaluation(output: Path) -> dict:
-    """What an evaluation has written."""
+    """Return the content of evaluation.json."""
     return json.loads((output / "evaluation.json").read_text())
 
 

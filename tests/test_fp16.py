@@ -15,7 +15,7 @@ def results(
     t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
     chats: Path, tmp_path_factory: pytest.TempPathFactory,
 ) -> dict:  # fmt: skip
-    """What fp16_worker.py found by script and strategy, and what it said."""
+    """Return the results of fp16_worker.py by script and strategy, and its output."""
     directory = tmp_path_factory.mktemp("fp16")
     scripts = {
         "T5_training": ["--model-name", t5_directory, "--dataset", pairs, "--batch-size", "8"],

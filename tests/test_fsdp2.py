@@ -21,8 +21,8 @@ def loads(
     t5_directory: Path, gpt2_directory: Path, llama_directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict:  # fmt: skip
-    """What fsdp2_load_worker.py found on four ranks, and where it exported. The files of Llama are
-    in 16 bits."""
+    """Return the results of fsdp2_load_worker.py on four ranks, and its folder. The files of Llama
+    are in 16 bits."""
     directory = tmp_path_factory.mktemp("loads")
     llama = AutoModelForCausalLM.from_pretrained(llama_directory)
     llama.to(torch.bfloat16).save_pretrained(directory / "llama")

@@ -39,7 +39,7 @@ FOUR_RANKS = {
 
 
 def run_worker(path: Path, model: Path, texts: tuple, ranks: int, variants: dict) -> dict:
-    """What `ranks` ranks computed, at a global batch of 8."""
+    """Return the results of `ranks` ranks, at a global batch of 8."""
     flags = [path, model, *texts, 8 // ranks, json.dumps(variants)]
     launch(ranks, "tests/workers/gpt2_worker.py", *flags)
     return torch.load(path, weights_only=False)
@@ -47,7 +47,7 @@ def run_worker(path: Path, model: Path, texts: tuple, ranks: int, variants: dict
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path, texts: tuple) -> dict:
-    """Results of two ranks by variant."""
+    """Return the results of two ranks by variant."""
     path = tmp_path_factory.mktemp("results") / "two.pt"
     found = run_worker(path, gpt2_directory, texts, 2, TWO_RANKS)
     return found | {"directory": f"{path}.run"}
@@ -57,7 +57,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path, te
 def four_ranks(
     tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path, texts: tuple
 ) -> dict:
-    """Results of four ranks by variant."""
+    """Return the results of four ranks by variant."""
     path = tmp_path_factory.mktemp("results") / "four.pt"
     return run_worker(path, gpt2_directory, texts, 4, FOUR_RANKS)
 
@@ -92,7 +92,7 @@ def reference(two_ranks: dict, gpt2_directory: Path) -> dict:
 
 
 def check_parity(result: dict, reference: dict) -> None:
-    """Losses to 1e-5, the first gradient to 1e-5 of its norm."""
+    """Check losses to 1e-5, and the first gradient to 1e-5 of its norm."""
     assert len(result["losses"]) == 10
     assert result["losses"] == pytest.approx(reference["losses"], abs=1e-5)
     assert result["gradient"].keys() == reference["gradient"].keys()
@@ -247,7 +247,7 @@ def test_chunked_loss_equals_cross_entropy(monkeypatch):
 
 
 def functions(path: Path) -> dict[str, str]:
-    """Source of each function of a script, docstrings included."""
+    """Return the source of each function of a script, docstrings included."""
     text = path.read_text()
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     return {node.name: ast.get_source_segment(text, node) for node in nodes}
@@ -311,7 +311,7 @@ def load(tmp_path: Path, *flags: str) -> Dataset:
 
 
 def decoded(rows: Dataset) -> str:
-    """Text of consecutive blocks."""
+    """Return the text of consecutive blocks."""
     ids = [rows[0]["input_ids"][0], *(i for row in rows for i in row["input_ids"][1:])]
     return ByT5Tokenizer().decode(ids)
 

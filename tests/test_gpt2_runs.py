@@ -34,7 +34,7 @@ print(json.dumps({"loss": total / (len(ids) - 1), "tied": tied, "class": type(mo
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
+    """Return flags for eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "35", "--num-val-samples", "0", "--max-steps", "8",
             "--log-every", "1", "--eval-every", "3", "--save-every", "2", "--lr", "1e-3",
@@ -42,7 +42,8 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 
 def reloaded(directory: Path, text: Path, size: int) -> dict:
-    """Loss, tie and class of an exported model in a fresh process with plain transformers."""
+    """Return loss, tie and class of an exported model in a fresh process with plain
+    transformers."""
     command = [sys.executable, "-c", RELOAD, directory, text, str(size)]
     return json.loads(subprocess.check_output(command, text=True))
 

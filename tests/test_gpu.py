@@ -36,7 +36,7 @@ four_gpus = pytest.mark.skipif(GPUS < 4, reason="fewer than four GPUs")
 
 
 def run(script: str, directory: Path, output: Path, data: list, *flags: str) -> None:
-    """Forty steps of a small model, with a resume after the first twenty."""
+    """Train a small model for forty steps, with a resume after twenty."""
     command = begun(directory, output, data, *flags)
     launch(RANKS, script, *command, "--max-steps", "20")
     launch(RANKS, script, *command, "--max-steps", "40")
@@ -50,7 +50,8 @@ def begun(directory: Path, output: Path, data: list, *flags: str) -> list:
 
 
 def check_run(output: Path) -> None:
-    """Forty steps, each once, by which the loss has fallen; weights that are numbers."""
+    """Check that each of forty steps is logged once, that the loss fell, and that weights are
+    finite."""
     found = losses(output)
     assert list(found) == list(range(1, 41))
     assert found[40] < 0.9 * found[1]
@@ -83,7 +84,7 @@ CASES += [
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """That of a process group of one."""
+    """Yield the device of a process group of one."""
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 

@@ -15,14 +15,14 @@ def test_head_gradient_in_bf16_is_within_one_percent():
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path) -> list[dict]:
-    """What gradients_worker.py found, by rank."""
+    """Return the results of gradients_worker.py by rank."""
     path = tmp_path_factory.mktemp("gradients")
     launch(4, "tests/workers/gradients_worker.py", path / "found.pt", gpt2_directory, path / "run")
     return torch.load(path / "found.pt")
 
 
 def check_clipped(name: str, found: dict) -> None:
-    """By both largest norms: one that clips, and one that does not."""
+    """Compare with FSDP's clipping for a largest norm that clips, and one that does not."""
     for largest in (0.01, 1e3):
         norm, gradients, _ = found["ours", largest]
         expected, theirs, _ = found["FSDP", largest]

@@ -105,7 +105,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def differences(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What files_worker.py found, by number of ranks."""
+    """Return the results of files_worker.py by number of ranks."""
     folder = tmp_path_factory.mktemp("results")
     found = {}
     for count in (1, 2):

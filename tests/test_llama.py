@@ -49,7 +49,7 @@ FOUR_RANKS = {"hybrid_shard": HYBRID, "fsdp2_hybrid_shard": ["--fsdp", "2", *HYB
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, chats: Path) -> dict:
-    """Results of two ranks by variant, at a global batch of 8 sequences."""
+    """Return the results of two ranks by variant, at a global batch of 8 sequences."""
     path = tmp_path_factory.mktemp("results") / "two.pt"
     launch(2, WORKER, path, llama_directory, chats, 4, json.dumps(TWO_RANKS))
     return torch.load(path, weights_only=False)
@@ -76,7 +76,7 @@ def reference(result: dict, llama_directory: Path) -> dict:
 
 
 def plain_steps(model: torch.nn.Module, groups: list[dict], steps: list[list]) -> dict:
-    """Losses of ten steps on these rows, and the first gradient of what is trained."""
+    """Return losses of ten steps on these rows, and the first gradient of trained parameters."""
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     cosine = [(1 + torch.tensor(torch.pi * step / 9).cos().item()) / 2 for step in range(10)]
     rates = [0.5, *cosine]  # one step of warm-up
@@ -110,7 +110,7 @@ def plain(two_ranks: dict, llama_directory: Path) -> dict:
 
 
 def check_parity(result: dict, expected: dict) -> None:
-    """Losses to 1e-5, the first gradient to 1e-5 of its norm."""
+    """Check losses to 1e-5, and the first gradient to 1e-5 of its norm."""
     assert len(result["losses"]) == 10
     assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
     assert result["gradient"].keys() == expected["gradient"].keys()
@@ -183,7 +183,7 @@ def test_weights_load_as_by_from_pretrained(two_ranks, llama_directory):
 
 
 def documents(count: int) -> list[dict]:
-    """Documents of 2 to 12 tokens."""
+    """Return documents of 2 to 12 tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(2, 13, (count,), generator=generator).tolist()
     ids = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in lengths]
@@ -204,7 +204,7 @@ def test_loss_is_summed_in_fp32():
 
 
 def logits(model: torch.nn.Module, batch: dict) -> torch.Tensor:
-    """Of a packed batch, by way of the loss head's input."""
+    """Return the logits of a packed batch, by way of the loss head's input."""
     kept: list = []
     handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     with torch.no_grad():

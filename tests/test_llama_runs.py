@@ -44,7 +44,8 @@ print(json.dumps({"loss": total / count, "class": type(model).__name__, "dtype":
 
 @pytest.fixture(scope="module")
 def flags(llama_directory: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """Eight steps of a global batch of 4, more than an epoch, on two data sets."""
+    """Return flags for twelve steps of a global batch of 4, more than an epoch, on two data
+    sets."""
     pairs = tmp_path_factory.mktemp("pairs") / "pairs.csv"
     rows = "".join(f"how much is {i}?,it is {'x' * (i % 5)}\n" for i in range(30))
     pairs.write_text("prompt,completion\n" + rows)

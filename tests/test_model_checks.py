@@ -91,14 +91,14 @@ LLAMA_DATA = ["--max-seq-length", "64", "--dataset"]
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """That of a process group of one."""
+    """Yield the device of a process group of one."""
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path, pairs: Path) -> dict:
-    """What two ranks were told, by model and variant."""
+    """Return the messages of two ranks, by model and variant."""
     folder = tmp_path_factory.mktemp("results")
     cases = {}
     for variant, flags in TWO_RANKS.items():
@@ -304,7 +304,7 @@ def test_checks_leave_no_trace(chats, device):
 
 
 def command(texts: tuple, output: Path, steps: int) -> list[str]:
-    """Flags of a short run of GPT-2."""
+    """Return flags for a short run of GPT-2."""
     files = ["--dataset", str(texts[0]), "--val-dataset", str(texts[1])]
     length = ["--block-size", "32", "--max-steps", str(steps)]
     return ["--model-name", "tiny", *files, *length, "--output-dir", str(output)]
@@ -340,7 +340,7 @@ def test_blocks_that_miss_a_layer_are_refused():
 
 
 def attend(**options: object) -> torch.Tensor:
-    """Packed attention over two documents of 8 tokens, in a row, asked for `options` besides."""
+    """Call packed attention for two documents of 8 tokens in a row, with further `options`."""
     query = torch.randn(1, 2, 16, 8)
     ends = torch.tensor([0, 8, 16], dtype=torch.int32)
     module = SimpleNamespace()
@@ -383,7 +383,7 @@ def test_packed_attention_accepts_features_that_are_off():
 
 
 def formula(config: transformers.PretrainedConfig, length: float) -> float:
-    """FLOP of a token, from the fields of a GPT-2's or a Llama's config."""
+    """Return the FLOP of a token, from the fields of a GPT-2's or a Llama's config."""
     if config.model_type == "gpt2":
         width, layers, heads = config.n_embd, config.n_layer, config.n_embd
         weights = 12 * layers * width**2

@@ -11,7 +11,7 @@ import gpt2_fsdp
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Four steps of a `tiny`, saved at every second."""
+    """Return flags for four steps of `tiny`, saved at every second step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "4",

@@ -9,7 +9,7 @@ from conftest import ROOT, errors_said, launch
 
 
 def python(code: str, **options: float) -> subprocess.CompletedProcess:
-    """What a program does."""
+    """Run a program."""
     pipes = {"cwd": ROOT, "capture_output": True, "text": True}
     return subprocess.run([sys.executable, "-c", code], **pipes, **options)
 

@@ -31,12 +31,7 @@ PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
 }
 EXTRAS = ("peft", "bitsandbytes", "tensorboard", "wandb", "trackio", "rouge_score")
-FOLDERS = (
-    "runtime",
-    "runtime/rows",
-    "benchmarks",
-    "tools",
-)  # whose files may be named without them
+FOLDERS = ("runtime", "benchmarks", "tools")  # their files go by name alone
 
 
 def commands() -> list[str]:

@@ -46,7 +46,8 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """That of a process group of one; --compile runs each operator as it stands."""
+    """Yield the device of a process group of one, where --compile runs each operator as it
+    stands."""
     monkeypatch.setattr(torch.nn.Module, "compile", torch.nn.Module.compile)
     compile_without_compiler()
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))

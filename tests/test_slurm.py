@@ -49,7 +49,7 @@ print(end=what.format(**e) + "\\n")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What Slurm's commands mean in these tests."""
+    """Start a private cluster for Slurm's commands."""
     with slurm_cluster(tmp_path_factory.mktemp("slurm")):
         yield
 
@@ -64,14 +64,14 @@ class Job:
         self.number = slurm(*command, cwd=ROOT, env=env)
 
     def __getitem__(self, field: str) -> str:
-        """JobState, Restarts, ... as `scontrol show job` has them."""
+        """Return a field of `scontrol show job`, such as JobState or Restarts."""
         return re.search(rf"\b{field}=(\S+)", slurm("scontrol", "show", "job", self.number))[1]
 
     def report(self) -> str:
         return f"{self['JobState']}\n{self.log.read_text() if self.log.exists() else ''}"
 
     def wait(self, *states: str) -> None:
-        """Until the job has ended, or is in one of `states`, which it must be then."""
+        """Wait until the job has ended or is in one of `states`; fail if it is in none of them."""
         awaited = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", *states}
         found = ""
 
@@ -84,13 +84,13 @@ class Job:
         assert found in states, self.report()
 
     def wait_for(self, path: Path, text: str) -> None:
-        """Until the file holds the text."""
+        """Wait until the file contains the text."""
         wait_until(lambda: path.exists() and text in path.read_text(), 120, self.report)
 
 
 @pytest.fixture(scope="module")
 def flags() -> list[str]:
-    """One epoch, short enough for two cores."""
+    """Return flags for one epoch, short enough for two cores."""
     return ["--model-name", "tiny", "--dataset", "docstrings", "--source-length", "64",
             "--target-length", "16", "--num-train-samples", "280", "--num-val-samples", "40",
             "--batch-size", "2", "--max-steps", "35", "--log-every", "1", "--rouge-samples",

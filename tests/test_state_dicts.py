@@ -32,7 +32,7 @@ def deep_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(model: Path, text: Path, directory: Path, *flags: str, **environment: str) -> dict:
-    """What state_dict_worker.py found on two ranks."""
+    """Return the results of state_dict_worker.py on two ranks."""
     result = directory / "result.json"
     worker = ["tests/workers/state_dict_worker.py", result, model, text, directory / "run", *flags]
     launch(2, *worker, env=os.environ | environment)

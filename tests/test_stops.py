@@ -28,7 +28,7 @@ IN_MAKE_TEST = {("load", signal.SIGUSR1)}  # test_survival.py has a stop in a st
 
 
 def cases() -> list:
-    """Each phase with each signal; a stop in one of them is what `make test` shows."""
+    """Return each phase with each signal; all but one are slow."""
     found = []
     for phase in PHASES:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -39,7 +39,8 @@ def cases() -> list:
 
 @pytest.fixture(scope="module")
 def flags(pairs: Path) -> list[str]:
-    """Six steps of `tiny`, which has dropout, validated and saved at every second."""
+    """Return flags for six steps of `tiny`, which has dropout, validated and saved at every second
+    step."""
     return ["--model-name", "tiny", "--dataset", str(pairs), "--source-column", "text",
             "--target-column", "headline", "--source-length", "16", "--target-length", "8",
             "--num-train-samples", "0", "--max-steps", "6", "--batch-size", "2", "--log-every", "1",

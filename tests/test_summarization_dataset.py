@@ -77,13 +77,13 @@ def write_csv(path, header, rows, **options):
 
 
 def wikihow_all(folder, rows):
-    """wikihowAll.csv of (title, headline, text) rows."""
+    """Write wikihowAll.csv of (title, headline, text) rows."""
     rows = [(headline, title, text) for title, headline, text in rows]
     return write_csv(folder / "wikihowAll.csv", ("headline", "title", "text"), rows)
 
 
 def wikihow_sep(folder, rows):
-    """wikihowSep.csv of (title, headline, text) rows."""
+    """Write wikihowSep.csv of (title, headline, text) rows."""
     rows = [("An overview", headline, text, "Steps", title) for title, headline, text in rows]
     header = "overview", "headline", "text", "sectionLabel", "title"
     return write_csv(folder / "wikihowSep.csv", header, rows)

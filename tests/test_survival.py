@@ -29,7 +29,7 @@ from runtime.lock import Lock
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Ten steps of a global batch of 8 of `tiny`, which has dropout."""
+    """Return flags for ten steps of a global batch of 8 of `tiny`, which has dropout."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--max-steps", "10",
             "--log-every", "1", "--save-every", "2", "--lr", "1e-3", "--model-name", "tiny",
@@ -46,12 +46,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun waits longer for a rank that it told to end than a test does."""
+    """Let torchrun wait longer for a rank that it told to end than a test does."""
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "95")
 
 
 def check_equal(output: Path, uninterrupted: Path) -> None:
-    """To the last bit, each step logged once; finished, with nothing left lying about."""
+    """Check that a finished run equals another to the last bit, and that it left no temporary
+    files."""
     for event in ("train", "val"):
         assert losses(output, event) == losses(uninterrupted, event)
     check_equal_weights(output / "final", uninterrupted / "final")
@@ -67,7 +68,7 @@ def begin(*command: object, torchrun: tuple = ("--nproc-per-node", "2")) -> subp
 
 
 def wait_for_step(output: Path, step: int) -> None:
-    """Until that step is logged."""
+    """Wait until that step is logged."""
     deadline = time.monotonic() + 100
     while step not in [line["step"] for line in logged(output, "train")]:
         assert time.monotonic() < deadline
@@ -215,7 +216,7 @@ def test_async_save_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
 
 
 def run(flags: list[str], output: Path, *more: str) -> None:
-    """In this process."""
+    """Run the script in this process."""
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(output), *more]))
 
 

@@ -14,7 +14,7 @@ from runtime import batches, optimization
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs: Path) -> dict:
-    """What two ranks computed, see t5_worker.py."""
+    """Return the results of two ranks, see t5_worker.py."""
     directory = tmp_path_factory.mktemp("results")
     path, shallow = directory / "results.pt", directory / "shallow"
     config = T5Config.from_pretrained(t5_directory, num_layers=1, num_decoder_layers=1)

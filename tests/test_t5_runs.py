@@ -29,7 +29,7 @@ from runtime import export
 
 @pytest.fixture(scope="module")
 def flags(pairs: Path) -> list[str]:
-    """Eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
+    """Return flags for eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
     return ["--dataset", str(pairs), "--num-train-samples", "0", "--max-steps", "8", "--log-every",
             "1", "--eval-every", "3", "--save-every", "2", "--lr", "1e-3", "--rouge-samples", "0",
             "--model-name", "tiny"]  # fmt: skip
@@ -125,7 +125,7 @@ def test_run_keeps_two_checkpoints_best_final_and_metrics(uninterrupted):
 
 
 def reloaded(directory: Path, pairs: Path) -> dict:
-    """What a fresh process with plain transformers makes of an exported model."""
+    """Return the results of reload.py for an exported model, in a fresh process."""
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
     tokenizer = ByT5Tokenizer()
     _, sets = T5_training.data.load(args, tokenizer)

@@ -196,7 +196,7 @@ def test_copy_needs_at_most_eight_lines(name, alone, tmp_path):
 
 
 def byte_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Bytes as tokens, padding 0 and EOS 1."""
+    """Return a tokenizer with bytes as tokens, padding 0 and EOS 1."""
     if CASES[name][0] != "llama_fsdp":
         return ByT5Tokenizer()
     # For some of these models Transformers reads no tokenizer but from a tokenizer.json.
@@ -225,7 +225,7 @@ def save_model(name: str, path: Path) -> Path:
 
 
 def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]:
-    """Data of the script's kind; the model has no position to spare."""
+    """Return flags for data of the script's kind; texts are as long as the model takes."""
     if script == "T5_training":
         data = ["--dataset", pairs, "--rouge-samples", "2"]
     elif script == "gpt2_fsdp":
@@ -251,7 +251,7 @@ def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, tor
 def plain_logits(
     model: PreTrainedModel, sample: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Transformers' logits of a sample by itself, and what they should predict."""
+    """Return Transformers' logits of one sample, and its targets."""
     if model.config.is_encoder_decoder:
         return model(**sample).logits[0], sample["labels"][0]
     return model(sample["input_ids"][:, :-1]).logits[0], sample["labels"][0, 1:]
@@ -259,7 +259,7 @@ def plain_logits(
 
 @torch.no_grad()
 def plain_loss(model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]) -> float:
-    """Mean over the target tokens of the loss of Transformers' logits, each sample by itself."""
+    """Return the mean loss of Transformers' logits over the target tokens, sample by sample."""
     model.eval()
     total = 0.0
     count = 0

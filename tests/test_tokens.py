@@ -27,12 +27,12 @@ def run(script: ModuleType, output: Path, *flags: object) -> None:
     common = [
         "--model-name",
         "tiny",
-        "--output-dir",
-        output,
         "--max-steps",
         "2",
         "--log-every",
         "1",
+        "--output-dir",
+        output,
     ]
     if script is T5_training:
         common += ["--rouge-samples", "0"]

@@ -20,13 +20,13 @@ def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
 
 
 def run_twice(flags: list[str]) -> None:
-    """Three steps, and two more by the same command."""
+    """Train three steps, and two more by the same command."""
     for steps in ("3", "5"):
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--max-steps", steps]))
 
 
 def numbers(output: Path) -> dict[tuple[str, int], float]:
-    """What metrics.jsonl has, by event/name and step."""
+    """Return the numbers of metrics.jsonl by event/name and step."""
     found = {}
     for event in ("train", "val", "save", "done"):
         for line in metrics(output, event):
@@ -83,7 +83,7 @@ class Broken(ModuleType):
     """A tracker without a network."""
 
     def init(self, **_: object) -> None:
-        """As such fail."""
+        """Fail as without a network."""
         raise ConnectionError("no route to host")
 
 

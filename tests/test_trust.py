@@ -31,13 +31,13 @@ class Hostile:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """What hostile code would leave."""
+    """Return the directory that hostile code would make."""
     return tmp_path / "was-here"
 
 
 @pytest.fixture
 def code(mark: Path) -> str:
-    """Hostile Python."""
+    """Return hostile Python."""
     return f"import os\nos.mkdir({str(mark)!r})\n"
 
 
@@ -96,7 +96,7 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 
 def run(flags: list[str], output: Path, *more: str) -> None:
-    """In this process."""
+    """Run the script in this process."""
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(output), *more]))
 
 
@@ -116,7 +116,7 @@ def hostile_metadata(path: Path, mark: Path) -> None:
 
 
 def hostile_class(path: Path, mark: Path) -> None:
-    """Hide the code in metadata that are otherwise right."""
+    """Hide the code in metadata that are otherwise valid."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     metadata.planner_data["more"] = Hostile(mark)
     put(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(metadata)))

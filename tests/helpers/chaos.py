@@ -98,7 +98,7 @@ def start(launch: Launch, phase: str, output: Path, harmful: bool = False) -> su
 
 
 def workers(torchrun: int) -> list[int]:
-    """Process ids of torchrun's children."""
+    """Return the process ids of torchrun's children."""
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text()
         return [int(pid) for pid in children.split()]
@@ -106,7 +106,7 @@ def workers(torchrun: int) -> list[int]:
 
 
 def is_over(pid: int) -> bool:
-    """Whether a process that is no child of this one has ended."""
+    """Return whether a process that is no child of this one has ended."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -142,7 +142,7 @@ def harm_files(fault: str, output: Path) -> None:
 
 
 def end_in_peace(process: subprocess.Popen, output: Path) -> None:
-    """If the run goes on, let it save, and ask it to stop."""
+    """Let a run that continues save once, then ask it to stop."""
     before = steps_saved(output)
     deadline = time.monotonic() + 15
     while process.poll() is None and steps_saved(output) == before and time.monotonic() < deadline:
@@ -204,7 +204,7 @@ def word_of(output: Path) -> str:
 
 
 def check(found: dict) -> None:
-    """A request to stop loses nothing; and however a run ends, it does so soon."""
+    """Check that a request to stop loses nothing, and that every run ends soon."""
     if found["restarts"]:
         assert (found["status"], set(found["exit codes"])) == ("finished", {"0"}), found
         return
@@ -219,7 +219,8 @@ def check(found: dict) -> None:
 def chaos(
     launch: Launch, directory: Path, faults: list[str], phases: list[str], seed: int = 0
 ) -> list[dict]:
-    """What came of each fault in each phase; AssertionError if a run differs from another."""
+    """Return the outcome of each fault in each phase. Raise AssertionError if a run's numbers
+    differ."""
     if launch.script == "llama_fsdp.py":  # it generates nothing
         phases = [phase for phase in phases if phase != "generation"]
     chance = random.Random(seed)

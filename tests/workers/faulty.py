@@ -25,7 +25,7 @@ from runtime.state import TrainState
 
 
 def limit(size: int) -> None:
-    """Largest file that this process may write, in bytes."""
+    """Set the largest file that this process may write, in bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 

@@ -42,7 +42,7 @@ def without_weights(directory: Path, place: Path) -> Path:
 
 
 def main() -> None:
-    """All loads in one process group."""
+    """Load all models in one process group."""
     result, output, directories = sys.argv[1:]
     rank, found, device = int(os.environ["RANK"]), {}, None
     for name, directory in json.loads(directories).items():

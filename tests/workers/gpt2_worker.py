@@ -60,8 +60,8 @@ def bad_steps(driven: Driven) -> dict[str, tuple]:
 
 
 def other_optimizers(flags: list[str], device: torch.device) -> dict[str, dict]:
-    """Of optimizers that are not fused, one from another file: what a bad step changes and says,
-    and losses and weights of a run and of its continuation from a checkpoint."""
+    """Return, for optimizers that are not fused: the message and changes of a bad step; losses and
+    weights of a run and of its resume."""
     found = {}
     for name, optimizer in (
         ("Lion", "Lion(groups, lr=args.lr)"),
@@ -113,7 +113,7 @@ def with_ema(flags: list[str], device: torch.device) -> dict[str, dict]:
 
 
 def continued(driven: Driven) -> list[tuple[str, str]]:
-    """Prompts and how the model goes on."""
+    """Return prompts and their continuations."""
     said: list[str] = []
     ranks.say, say = said.append, ranks.say
     gpt2_fsdp.continue_prompts(

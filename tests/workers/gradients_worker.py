@@ -107,8 +107,8 @@ def backward(args: Namespace, model: nn.Module, step: int) -> float:
 
 
 def clipped(name: str, args: Namespace, model: nn.Module, norms: list[float]) -> dict:
-    """By the largest norm: the norm before, the gradients after, and the operations that it took,
-    as FSDP clips and as policies does."""
+    """Return norm, gradients and operations for each largest norm, by FSDP's clipping and by
+    ours."""
     if name == "frozen":
         for block in model.transformer.h[:2]:
             block.requires_grad_(False)
@@ -132,8 +132,8 @@ def clipped(name: str, args: Namespace, model: nn.Module, norms: list[float]) ->
 
 
 def in_buckets(args: Namespace, model: nn.Module) -> dict:
-    """Three steps under DDP as the script wraps, and with gradients of their own: losses, norms and
-    weights of both; and the storages behind the gradients."""
+    """Return losses, norms and weights of three DDP steps as the script wraps, and with separate
+    gradients; and the storages of the gradients."""
     policies.fuse_gelu(model)  # as the script does
     plain = DDP(copy.deepcopy(model))
     found = {}
@@ -156,7 +156,7 @@ def in_buckets(args: Namespace, model: nn.Module) -> dict:
 
 
 def one_parameter() -> dict:
-    """Of which only rank 0 has a part: its norm, and whether each rank has a gradient."""
+    """Return the norm of a gradient that only rank 0 has, and whether this rank has one."""
     torch.manual_seed(0)
     cpu = torch.device("cpu")
     model = FSDP(nn.Linear(1, 1, bias=False), use_orig_params=True, device_id=cpu)
@@ -168,7 +168,7 @@ def one_parameter() -> dict:
 
 
 def main() -> None:
-    """Every variant in one process group."""
+    """Try every variant in one process group."""
     result, directory, output = sys.argv[1:]
     common = ["--model-name", directory, "--output-dir", output, "--precision", "fp32"]
     gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))

@@ -36,13 +36,14 @@ from runtime.state import TrainState
 
 
 def resident(key: str) -> int:
-    """Bytes of this process in memory: VmRSS now, VmHWM at most since the last reset."""
+    """Return this process's memory in bytes: VmRSS now, or VmHWM, its peak since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
 def peaks(function: Callable[[], object]) -> dict[str, int]:
-    """Bytes at most while `function` runs, and after it, above those before it."""
+    """Return the peak bytes while `function` runs, and the bytes after it, above those before
+    it."""
     gc.collect()
     if SIMULATED:
         sim = torch.sim
