@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import check_equal_weights, launch, losses, metrics, status, weights
+from conftest import check_equal_weights, launch, losses, metrics, status
 
 import gpt2_fsdp
 from runtime import export, ranks
@@ -13,7 +13,8 @@ from runtime import export, ranks
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Six steps of `tiny`, which has dropout, validated and saved at every second."""
+    """Return flags for six steps of `tiny`, which has dropout, validated and saved at every second
+    step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--eval-every", "2", "--model-name", "tiny", "--lr", "1e-3",
@@ -41,9 +42,7 @@ VARIANTS = [  # --cpu-offload needs a GPU
 @pytest.mark.parametrize(
     "more", [[], *(pytest.param(more, marks=pytest.mark.slow) for more in VARIANTS)], ids=" ".join
 )
-def test_training_with_exports_equals_training_without(
-    more: list[str], flags: list[str], chats: Path, wide_llama: Path, tmp_path: Path
-) -> None:
+def test_exports_during_training_change_nothing(more, flags, chats, wide_llama, tmp_path):
     """To the last bit, on two ranks."""
     script = "gpt2_fsdp"
     if "--lora-rank" in more:
@@ -63,10 +62,7 @@ def test_training_with_exports_equals_training_without(
     assert metrics(tmp_path / "without", "done")[0]["best_step"] == done["best_step"]
 
 
-def test_a_failed_export_keeps_the_best_weights_before(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    """Training continues, and neither best_loss nor best_step changes."""
+def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, capfd):
     export_model = export.export_model
     paths = []
 
@@ -85,19 +81,7 @@ def test_a_failed_export_keeps_the_best_weights_before(
     assert metrics(tmp_path, "done")[0]["best_step"] == step_of_best(tmp_path) == 2
 
 
-def test_final_is_a_copy_of_best_in_the_last_step(flags: list[str], tmp_path: Path) -> None:
-    """Weights are hard links. A longer run then replaces both."""
-    run(flags, tmp_path)
-    first, last = (tmp_path / name / "model.safetensors" for name in ("best", "final"))
-    assert step_of_best(tmp_path) == 6 and first.samefile(last)
-    before = weights(tmp_path / "best")
-    run(flags, tmp_path, "--max-steps", "8")
-    assert step_of_best(tmp_path) == 8 and first.samefile(last)
-    assert any((before[name] != tensor).any() for name, tensor in weights(first.parent).items())
-
-
-def test_an_older_checkpoint_exports_again(flags: list[str], tmp_path: Path) -> None:
-    """best/ of a step that the checkpoint has not reached does not count, nor does a lost one."""
+def test_resume_from_older_checkpoint_exports_best_again(flags, tmp_path):
     run(flags, tmp_path / "whole")
     for damage in ("older", "without best"):
         path = Path(shutil.copytree(tmp_path / "whole", tmp_path / damage))
@@ -111,10 +95,7 @@ def test_an_older_checkpoint_exports_again(flags: list[str], tmp_path: Path) -> 
         assert step_of_best(path) == 6
 
 
-def test_a_stop_before_the_export_repeats_the_validation(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run saves with the validation still due, and exports when it resumes."""
+def test_stop_before_the_export_repeats_the_validation(flags, tmp_path, monkeypatch):
     run(flags, tmp_path / "whole")
     on_any = ranks.true_on_any
     asked = []

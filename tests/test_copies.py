@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, launch, losses, metrics, status, weights
@@ -16,7 +15,7 @@ SHORT = {  # flags that keep texts short
 
 
 @pytest.mark.parametrize("script", SHORT)
-def test_copied_script_trains_resumes_and_exports(script: str, tmp_path: Path) -> None:
+def test_copied_script_trains_resumes_and_exports(script, tmp_path):
     """In an empty directory, without the repository, and without adapters."""
     copy = tmp_path / "copy"
     command = [sys.executable, ROOT / "tools/copy_script.py", script, copy]

@@ -12,7 +12,7 @@ from runtime.run import launch
 
 
 def samples(script: str, count: int) -> list:
-    """What the script's `collate` takes, of random tokens."""
+    """Return samples for the script's `collate`, of random tokens."""
     drawn = random.Random(count)
     rows = [[drawn.randrange(3, 259) for _ in range(drawn.randrange(9, 30))] for _ in range(count)]
     if script == "gpt2_fsdp":

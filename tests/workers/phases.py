@@ -60,7 +60,7 @@ def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
 
 
 def leave(code: int) -> None:
-    """Keep the exit code."""
+    """Write the exit code."""
     output.with_name(f"{output.name}.exit-{RANK}").write_text(str(code))
     exit_now(code)
 
