@@ -461,4 +461,5 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
         _set_random_states(own["random"])
         return
     ranks.set_seed(args.seed + state.step * here[0] + dist.get_rank())
-    ranks.say(f"Saved by {saved['ranks']}, resuming with {here}: dropout is reseeded.")
+    count = saved["ranks"][0]
+    ranks.say(f"Saved by {count} processes, resuming with {here[0]}: dropout is reseeded.")

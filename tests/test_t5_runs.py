@@ -92,7 +92,7 @@ def test_one_ddp_process_resumes_two_full_shard_ranks(alone, flags, t5_directory
     ).returncode
     one_process([*flags, "--strategy", "ddp"], tmp_path)
     assert [line["world_size"] for line in metrics(tmp_path, "start")] == [2, 1]
-    assert "2 processes saved" in capfd.readouterr().out
+    assert "Saved by 2 processes, resuming with 1" in capfd.readouterr().out
     assert losses(tmp_path) == pytest.approx(losses(alone), abs=1e-5)
     assert losses(tmp_path, "val") == pytest.approx(losses(alone, "val"), abs=1e-5)
 

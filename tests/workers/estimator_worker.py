@@ -41,6 +41,7 @@ def count(name: str, times: int, position: int) -> None:
 def step(script: ModuleType, args: Namespace, device: torch.device) -> dict[str, float]:
     """Return the bytes held after the backward pass and after the step, and the bytes sent."""
     model, _, init = script.load_model(args, device)
+    model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model = script.wrap_model(args, device, model, init)
     optimizer = torch.optim.AdamW(optimization.parameter_groups(model, 0.1))
     ids = torch.arange(16).reshape(2, 8)
