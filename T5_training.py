@@ -42,7 +42,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset as data
-from runtime import arguments, batches, optimization, ranks, rouge, screen, weights
+from runtime import arguments, batches, optimization, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
 from runtime.model_checks import check_decoder, check_sum, fit_config
 from runtime.run import Loaders, Run, launch
@@ -68,7 +68,7 @@ def fsdp_main(args: Namespace) -> int:
         with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             if args.prepare_only:
-                run.write_prepared(*load_data(args, tokenizer), tokenizer)
+                tokens.write_prepared(args, *load_data(args, tokenizer), tokenizer)
                 return 0
             run.describe(model, tokenizer)
             if args.export_only:

@@ -44,7 +44,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import block_dataset as data
 import policies
-from runtime import arguments, batches, optimization, ranks, weights
+from runtime import arguments, batches, optimization, ranks, tokens, weights
 from runtime.batches import Batch
 from runtime.chunked_loss import LossHead
 from runtime.model_checks import check_logits, check_sum, fit_config
@@ -71,7 +71,7 @@ def fsdp_main(args: Namespace) -> int:
         with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             if args.prepare_only:
-                run.write_prepared(*load_data(args, tokenizer), tokenizer)
+                tokens.write_prepared(args, *load_data(args, tokenizer), tokenizer)
                 return 0
             run.describe(model, tokenizer)
             if args.export_only:

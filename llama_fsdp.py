@@ -52,6 +52,7 @@ from runtime import (
     optimization,
     paged,
     ranks,
+    tokens,
     weights,
 )
 from runtime.batches import Batch
@@ -99,7 +100,7 @@ def fsdp_main(args: Namespace) -> int:
         with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             if args.prepare_only:
-                run.write_prepared(*load_data(args, tokenizer), tokenizer)
+                tokens.write_prepared(args, *load_data(args, tokenizer), tokenizer)
                 return 0
             run.describe(model, tokenizer)
             if args.export_only:

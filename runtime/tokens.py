@@ -10,7 +10,7 @@ from typing import Any
 from datasets import DatasetDict
 from transformers import PreTrainedTokenizerBase
 
-from . import readers
+from . import ranks, readers
 
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 FILE = "prepared.json"  # in it: what made the tokens
@@ -25,16 +25,33 @@ def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
     return found | {f"--{x.replace('_', '-')}": vars(args)[x] for x in FLAGS.split() if x in args}
 
 
-def save(path: Path, train: Any, val: Any, tokenizer: Any, args: Namespace) -> None:
-    """Write the splits train and validation as the directory `path`, complete or not at all."""
+def write_prepared(
+    args: Namespace, train_set: Any, val_sets: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write the samples to OUTPUT_DIR/prepared, complete or not at all; all ranks.
+
+    Raises ValueError if there are several validation sets, or the directory exists.
+    """
+    if len(val_sets) > 1:
+        raise ValueError(
+            f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one --dataset or "
+            "one --val-dataset."
+        )
+    path = Path(args.output_dir) / PREPARED
+    sets = {"train": train_set, "validation": next(iter(val_sets.values()))}
+    ranks.on_rank_zero(save, path, sets, describe(args, tokenizer))
+    ranks.say(f"The tokens are in {path}. Pass --dataset {path}")
+
+
+def save(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
+    """Write samples by split, and what made them, as the directory `path`, or nothing."""
     if path.exists():
         raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
-    parts = {"train": train, "validation": val}.items()
     temporary = path.with_name(f"tmp-{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    parts = {name: getattr(part, "dataset", part) for name, part in parts}
-    DatasetDict(parts).save_to_disk(temporary)
-    (temporary / FILE).write_text(json.dumps(describe(args, tokenizer), indent=2))
+    rows = {split: getattr(samples, "dataset", samples) for split, samples in sets.items()}
+    DatasetDict(rows).save_to_disk(temporary)
+    (temporary / FILE).write_text(json.dumps(origin, indent=2))
     temporary.rename(path)
 
 

@@ -92,9 +92,7 @@ def test_one_and_two_processes(finished: Path, flags: list[str], tmp_path: Path)
     for found in (one, two):
         assert found["loss"] == pytest.approx(losses(finished, "val")[90], rel=1e-6)
         assert found["losses"] == {name: found["loss"]}
-    assert (one["step"], two["step"]) == (None, None)
-    assert one["evaluated"] == str(finished / "final")
-    assert (one["world_size"], two["world_size"]) == (1, 2)
+    assert one["arguments"]["model_name"] == str(finished / "final")
     assert two["arguments"]["fsdp"] == 2
 
     rows = predictions(finished)
@@ -138,7 +136,7 @@ def test_best_and_pretrained_weights(finished: Path, flags: list[str], t5_direct
         more = ["--rouge-samples", "0", "--model-name", model]
         run(flags, finished, "--evaluate-only", *more)
         found = evaluation(finished)
-        assert found["evaluated"] == str(model)
+        assert found["arguments"]["model_name"] == str(model)
         assert found["loss"] == pytest.approx(val[step], rel=1e-6)
         assert "rouge1" not in found and predictions(finished) == []
 

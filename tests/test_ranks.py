@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from datetime import timedelta
 
 import pytest
 from conftest import ROOT, errors_said, launch
@@ -21,8 +20,8 @@ def python(code: str, **options: float) -> subprocess.CompletedProcess:
     "processes,fault", [(2, "default group"), pytest.param(4, "mesh", marks=pytest.mark.slow)]
 )
 def test_ranks_that_cannot_reach_each_other(processes: int, fault: str) -> None:
-    """gloo's wait, which would last for the group's time-out, ends with a sentence that says what
-    to set. A rank that comes later than the limit is waited for."""
+    """gloo's wait, which would last for the group's time-out, ends with an error that says what to
+    set."""
     start = time.monotonic()
     result = launch(processes, "tests/workers/ranks_worker.py", fault, check=False)
     assert time.monotonic() - start < 80
@@ -55,9 +54,9 @@ with ranks.rendezvous(timedelta(minutes=30)) as place:
 
 def test_the_limit_ends_with_the_join() -> None:
     """What comes after it may take its time; and an error within it is its own."""
-    with ranks.joining(timedelta(seconds=1), limit=0.5):
+    with ranks.joining(limit=0.5):
         pass
-    joining = ranks.joining(timedelta(seconds=1), limit=0.5)
+    joining = ranks.joining(limit=0.5)
     with pytest.raises(RuntimeError, match="no such interface"), joining:
         raise RuntimeError("no such interface")
     time.sleep(1)  # the thread would have ended this process

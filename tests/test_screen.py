@@ -74,5 +74,6 @@ def test_torchrun_repeats_the_sentence(tmp_path: Path, monkeypatch: pytest.Monke
     """Its report shows what the error file says."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    ranks.say_error("no such thing")
+    with pytest.raises(SystemExit):
+        ranks.exit_with("no such thing")
     assert '"error: no such thing"' in path.read_text()

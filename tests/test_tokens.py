@@ -104,11 +104,12 @@ def test_rows_of_wrong_tokens(row: dict, message: str, tmp_path: Path) -> None:
 def test_prepared_with_another_tokenizer(tmp_path: Path) -> None:
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
     rows = Dataset.from_list([{"input_ids": [5, 1], "labels": [6, 1]}] * 3)
-    tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), args)
+    sets, origin = {"train": rows, "validation": rows}, tokens.describe(args, ByT5Tokenizer())
+    tokens.save(tmp_path / "made", sets, origin)
     assert list(load_from_disk(str(tmp_path / "made"))) == ["train", "validation"]
     tokens.check_origin(str(tmp_path / "made"), args, ByT5Tokenizer())
     args.dataset = [str(tmp_path / "made")]
     with pytest.raises(ValueError, match="was prepared with tokenizer "):
         summarization_dataset.load(args, ByT5Tokenizer(extra_ids=3))
     with pytest.raises(ValueError, match="made exists. Delete it"):
-        tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), args)
+        tokens.save(tmp_path / "made", sets, origin)
