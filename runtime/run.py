@@ -116,6 +116,7 @@ class Run:
             # asks this one to stop, too, and its traceback would hide that one's.
             if not self.stop.nothing_to_lose:
                 ranks.report_failure()
+                self.stop.set_nothing_to_lose(True)
             time.sleep(PEER_SECONDS)
         ranks.report_failure()
         is_users = self.saver is None and isinstance(error, OSError | ValueError)
@@ -285,8 +286,7 @@ class Run:
             export.copy_export(best, final)
         else:
             self._export(model, tokenizer, final)
-        lowest = f", that of the lowest loss in {best}" if self.args.save_best else ""
-        ranks.say(f"The last model is in {final}{lowest}")
+        ranks.say(f"The last model is in {final}")
         self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
@@ -324,17 +324,15 @@ class Run:
         `triples`, of source, reference and generated text, go to predictions.jsonl.
         """
         samples = {name: len(loader.dataset) for name, loader in loaders.items()}
-        evaluation = {**results, "samples": samples, "arguments": vars(self.args)}
+        numbers = {**results, "samples": samples}
+        text = json.dumps(numbers | {"arguments": vars(self.args)}, indent=1)
         path = self.directory / "evaluation.json"
-        ranks.on_rank_zero(path.write_text, json.dumps(evaluation, indent=1) + "\n")
+        ranks.on_rank_zero(path.write_text, text + "\n")
         if triples is not None:
             keys = ("source", "reference", "generated")
             lines = [json.dumps(dict(zip(keys, x, strict=True))) + "\n" for x in triples]
             ranks.on_rank_zero(path.with_name("predictions.jsonl").write_text, "".join(lines))
-        for name, loss in results["losses"].items():
-            ranks.say(f"{name}: loss {loss:.6g} of {samples[name]:,} samples")
-        numbers = [f"{key} {value:.6g}" for key, value in results.items() if key != "losses"]
-        ranks.say("  ".join([*numbers, f"in {path}"]))
+        ranks.say(f"{json.dumps(numbers, indent=1)}\nThese numbers are in {path}")
 
 
 def prepare_directory(directory: Path) -> bool:

@@ -20,9 +20,8 @@ import math
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,31 +61,6 @@ class AsyncReadback:
         return self.numbers.tolist()
 
 
-def check_step(
-    scaler: Any, step: int, epoch: int, samples: list[int], counts: AsyncReadback,
-    numbers: AsyncReadback,
-) -> None:  # fmt: skip
-    """End the run, on all ranks, if a step had no targets, or no finite gradient norm.
-
-    `samples` are those of all ranks, `counts` begin with their targets, `numbers` are this rank's
-    loss and the norm. An overflow in fp16 has halved the scale; the run ends if it is below 1.
-    """
-    if counts.read()[0] == 0:
-        ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
-    loss, grad_norm = numbers.read()
-    if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
-        return
-    reason = " The loss scale of fp16 would fall below 1." if scaler.is_enabled() else ""
-    count = dist.get_world_size()
-    bad_ranks = ranks.ranks_where(not math.isfinite(loss))
-    suspects = [i for rank in bad_ranks or range(count) for i in samples[rank::count]]
-    ranks.exit_with(
-        f"Step {step}: gradient norm {grad_norm}, loss not finite on ranks {bad_ranks}, samples "
-        f"{suspects} of epoch {epoch}.{reason} Lower --lr, or look at these samples, which the "
-        "script's load_data returns as train_set[i]."
-    )
-
-
 class Step:
     """One optimizer step; all ranks enter it. `samples` are those of all ranks."""
 
@@ -95,6 +69,8 @@ class Step:
     def __init__(self, steps: "Steps", fetch: Iterator[Batch], samples: list[int]) -> None:
         self.steps = steps
         self.samples = samples
+        self.number = steps.state.step + 1
+        self.epoch = steps.state.epoch
         self.is_over = False
         self._fetch = fetch
         self._batches: list[Batch] | None = None
@@ -104,7 +80,7 @@ class Step:
     def __enter__(self) -> "Step":
         steps, state = self.steps, self.steps.state
         self._start = time.perf_counter()
-        self._stack.enter_context(trace(steps.args, state.step + 1))
+        self._stack.enter_context(trace(steps.args, self.number))
         self._batches = list(self._fetch)
         if steps.is_stopping:
             steps.check()
@@ -137,9 +113,8 @@ class Step:
         self._is_guarded = True
         state = self.steps.state
         share = loss.sum()
-        numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
-        facts = (state.scaler, state.step + 1, state.epoch, self.samples, self._counts, numbers)
-        self.steps.unchecked.append(partial(check_step, *facts))
+        self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
+        self.steps.unchecked.append(self)
         if state.scaler.is_enabled():
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -148,6 +123,27 @@ class Step:
             optimizer.found_inf = is_bad.float().to(place)
             return
         self.steps.check()
+
+    def check(self) -> None:
+        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
+
+        An overflow in fp16 has halved the scale; the run ends if it is below 1.
+        """
+        step, samples, scaler = self.number, self.samples, self.steps.state.scaler
+        if self._counts.read()[0] == 0:
+            ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
+        loss, grad_norm = self._numbers.read()
+        if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
+            return
+        reason = " The loss scale of fp16 would fall below 1." if scaler.is_enabled() else ""
+        count = dist.get_world_size()
+        bad_ranks = ranks.ranks_where(not math.isfinite(loss))
+        suspects = [i for rank in bad_ranks or range(count) for i in samples[rank::count]]
+        ranks.exit_with(
+            f"Step {step}: gradient norm {grad_norm}, loss not finite on ranks {bad_ranks}, "
+            f"samples {suspects} of epoch {self.epoch}.{reason} Lower --lr, or look at these "
+            "samples, which the script's load_data returns as train_set[i]."
+        )
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._stack:
@@ -190,7 +186,7 @@ class Steps:
     loader: DataLoader
     metrics: Metrics
     stop: StopRequest
-    unchecked: list[Callable[[], None]] = field(default_factory=list)
+    unchecked: list[Step] = field(default_factory=list)
     is_stopping: bool = False  # so the ranks agreed
 
     def __iter__(self) -> Iterator[Step]:
@@ -216,7 +212,7 @@ class Steps:
     def check(self, waiting: int = 0) -> None:
         """Check all steps but the last `waiting` ones; the run ends if one was bad."""
         while len(self.unchecked) > waiting:
-            self.unchecked.pop(0)()
+            self.unchecked.pop(0).check()
 
 
 @contextlib.contextmanager

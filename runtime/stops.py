@@ -83,10 +83,9 @@ def _ignore(*_: object) -> None:
 
 def _restore_in_child() -> None:
     # The processes that `datasets` forks must not wake this one's thread.
-    if signal.getsignal(signal.SIGTERM) is _ignore:
-        signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_restore_in_child)

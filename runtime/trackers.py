@@ -59,8 +59,7 @@ def _start(name: str, args: Namespace, directory: Path, script: str, step: int) 
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
-    options = {"project": script, "name": path.read_text(), "resume": "allow"}
-    options["config"] = {key: str(value) for key, value in vars(args).items()}
+    options = {"project": script, "name": path.read_text(), "resume": "allow", "config": vars(args)}
     if name == "wandb":
         options |= {"id": path.read_text(), "dir": directory}
     return importlib.import_module(name).init(**options)
