@@ -167,7 +167,7 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
     timeout = timedelta(minutes=args.timeout_minutes)
     grid = torch.arange(world_size).view(-1, shards)
     groups = []
-    with ranks.joining(timeout):
+    with ranks.joining():
         for rows in (grid.T, grid):  # init_device_mesh would ignore the time-out
             group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
             groups.append(group)

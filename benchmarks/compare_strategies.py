@@ -76,7 +76,7 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
             seconds.append(time.perf_counter() - start)
     except torch.OutOfMemoryError:
         os._exit(OUT_OF_MEMORY)  # at once: the others wait for this rank, torchrun ends them
-    peak = torch.tensor(max(peak_memory(device).values()))
+    peak = torch.tensor(peak_memory(device))
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
     if dist.get_rank() == 0:
         median = statistics.median(seconds[1:])

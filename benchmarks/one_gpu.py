@@ -29,7 +29,7 @@ from transformers import ByT5Tokenizer
 
 import llama_fsdp
 from runtime import ranks, weights
-from runtime.metrics import attention_of, flops_per_token, peak_tflops
+from runtime.metrics import PEAK_TFLOPS, attention_of, flops_per_token
 from tools import memory_estimator
 
 
@@ -75,7 +75,7 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
     median, tokens = statistics.median(seconds[2:]), options.batch_size * options.length
     found["tflops_per_gpu"] = tokens / median * flops / 1e12
-    found["assumed_peak_tflops"] = peak_tflops(ranks.device_name(device)) or math.inf
+    found["assumed_peak_tflops"] = PEAK_TFLOPS.get(ranks.device_name(device), math.inf)
     llama_fsdp.cleanup()
     return found | {"seconds": median, "peak_mb": peak_mb(), "attention": kernel}
 

@@ -115,7 +115,7 @@ def test_damaged_status_metrics_and_best_are_survived(original, flags, tmp_path)
     """Only the damaged lines of metrics.jsonl are lost."""
     clean = Path(shutil.copytree(original, tmp_path / "clean"))
     assert start(clean, flags, "--max-steps", "10") == 0
-    names = ("status", "metrics.jsonl", "best/validation.json")
+    names = ("status", "metrics.jsonl")
     for name, damage in itertools.product(names, DAMAGES[:-1]):
         run = Path(shutil.copytree(original, tmp_path / "run"))
         damage(run / name, run)
