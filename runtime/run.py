@@ -258,7 +258,11 @@ class Run:
             return
         if self.args.save_best:
             self._stop_if_asked()
-            self._export(state.model, self._tokenizer, self.directory / "best")
+            try:
+                self._export(state.model, self._tokenizer, self.directory / "best")
+            except OSError as error:
+                ranks.say(f"{error} The best weights before stay.")
+                return
             ranks.say(f"best/ is of step {state.step}")
         state.best_loss, state.best_step = loss, state.step
 
@@ -293,7 +297,10 @@ class Run:
         self.lock.check()
         adapters = getattr(weights.unwrapped(model), "adapters", None)
         write = adapters.export if adapters else export.export_model
-        write(model, tokenizer, path, self.args)
+        try:
+            write(model, tokenizer, path, self.args)
+        except OSError as error:
+            raise SaveError(f"{path} could not be written ({error}). Is the disk full?") from None
         watchdog.touch()
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:

@@ -301,6 +301,7 @@ T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.
 
 def test_t5_copy_trains_and_merges_adapters(t5_directory, pairs, tmp_path):
     path = copy_script("T5_training", T5, "T5_lora", tmp_path)
+    shutil.copytree(ROOT / "runtime", tmp_path / "runtime", dirs_exist_ok=True)
     flags = ["--model-name", t5_directory, "--dataset", pairs, "--lora-rank", "4", "--lr", "1e-2",
              "--max-steps", "4", "--rouge-samples", "2", "--merge",
              "--output-dir", tmp_path / "run"]  # fmt: skip
