@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import WIDE, check_equal_weights, errors_said, launch, losses, metrics, weights
+from conftest import ROOT, WIDE, check_equal_weights, errors_said, launch, losses, metrics, weights
 from safetensors.torch import save_file
 from ten_steps import COMPILED
 from test_architectures import blocks_of, small_model
