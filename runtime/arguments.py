@@ -17,7 +17,17 @@ OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
 COUNT = {"type": int, "metavar": "N"}
 NUMBER = {"type": float, "metavar": "X"}
-WORDS = {"nargs": "+", "metavar": "DATA"}
+
+
+class Extend(argparse.Action):
+    """Collect the words of a flag that may be repeated; argparse's own keeps the default too."""
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, _: Any = None) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
+
+
+WORDS = {"nargs": "+", "action": Extend, "metavar": "DATA"}
 BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: leave out unusable rows"}
 INSTALL = "pip install -r requirements-extras.txt"
 TRACKERS = ["tensorboard", "wandb", "trackio"]

@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4733, 33581),
-    "gpt2_fsdp.py": (4568, 31969),
-    "llama_fsdp.py": (5571, 39650),
-    "runtime/": (4456, 30974),
+    "T5_training.py": (4743, 33649),
+    "gpt2_fsdp.py": (4578, 32037),
+    "llama_fsdp.py": (5581, 39718),
+    "runtime/": (4466, 31042),
 }
 
 
