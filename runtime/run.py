@@ -343,11 +343,17 @@ class Run:
 
 
 def prepare_directory(directory: Path) -> bool:
-    """Make OUTPUT_DIR, delete unfinished exports; return if its run is finished; rank 0 only."""
+    """Make OUTPUT_DIR, delete unfinished exports; return if its run is finished; rank 0 only.
+
+    Raises ValueError if the directory holds exports, but nothing else of a run.
+    """
+    status = directory / "status"
+    is_ours = status.exists() or (directory / "checkpoints").exists()
+    if not is_ours and any((directory / name).exists() for name in ("final", "best")):
+        raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else.")
     (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
     for path in [*directory.glob("tmp-final-*"), *directory.glob("tmp-best-*")]:
         shutil.rmtree(path, ignore_errors=True)
-    status = directory / "status"
     return status.exists() and status.read_text(errors="replace").startswith("finished")
 
 
