@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4743, 33649),
-    "gpt2_fsdp.py": (4578, 32037),
-    "llama_fsdp.py": (5581, 39718),
-    "runtime/": (4466, 31042),
+    "T5_training.py": (4749, 33704),
+    "gpt2_fsdp.py": (4584, 32092),
+    "llama_fsdp.py": (5587, 39773),
+    "runtime/": (4472, 31097),
 }
 
 

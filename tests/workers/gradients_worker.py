@@ -138,7 +138,7 @@ def in_buckets(args: Namespace, model: nn.Module) -> dict:
     plain = DDP(copy.deepcopy(model))
     found = {}
     for who, wrapped in (
-        ("ours", gpt2_fsdp.wrap_model(args, ranks.local_device(), model, None)),
+        ("ours", gpt2_fsdp.wrap_model(args, ranks.local_device(), model, lambda _: None)),
         ("plain", plain),
     ):
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
