@@ -7,7 +7,7 @@ All ranks call a function together.
 import logging
 import math
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import export, ranks, weights
 from .identity import checksum
+from .watchdog import touch
 
 
 def add(
@@ -128,8 +129,9 @@ class Lora:
         return ".lora_" in name
 
     def export(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
-    ) -> None:
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace,
+        before_each: Callable[[], None] = touch,
+    ) -> None:  # fmt: skip
         """Write the adapters, in fp32, as a directory that `PeftModel.from_pretrained` loads.
 
         With --merge it is a whole model in --export-dtype: rank 0 maps the files of the base again
@@ -138,11 +140,12 @@ class Lora:
         adapters = {}
         for name, parameter in model.named_parameters():
             if self.is_saved(name):
+                before_each()
                 tensor = export.gather(parameter.detach(), torch.float32)
                 adapters[weights.WRAPPERS.sub("", name)] = tensor.cpu()
         with export.new_directory(path) as temporary:
             if args.merge:
-                merged = _merged(model, adapters, args)
+                merged = _merged(model, adapters, args, before_each)
                 export.write_model(model, merged, tokenizer, temporary, args)
             else:
                 ranks.on_rank_zero(_write_adapters, model, tokenizer, adapters, temporary)
@@ -160,7 +163,7 @@ def _write_adapters(
 
 
 def _merged(
-    model: nn.Module, adapters: dict[str, Tensor], args: Namespace
+    model: nn.Module, adapters: dict[str, Tensor], args: Namespace, before_each: Callable[[], None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the base, on rank 0 from its files with the adapters' products added in
     fp32, elsewhere on meta."""
@@ -171,7 +174,7 @@ def _merged(
     directory = ranks.on_rank_zero(weights.find_directory, args.model_name, weights.SETTINGS)
     kind = weights.library_class(type(model))
     base, source = weights.new_model(kind, model.config, directory)
-    for name, tensor in export.whole_tensors(base, torch.float32):
+    for name, tensor in export.whole_tensors(base, torch.float32, before_each):
         if source:  # rank 0
             tensor = export.gather(source[name], torch.float32)
             if name in layers:

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from .ranks import on_rank_zero
+from .watchdog import touch
 from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,19 +35,23 @@ FILE_BYTES = 5e9  # of a file at most; rank 0 holds two
 
 
 def export_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace
-) -> None:
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace,
+    before_each: Callable[[], None] = touch,
+) -> None:  # fmt: skip
     """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
 
     The directory replaces the one before when it is complete. Floating-point tensors are written as
-    --export-dtype, under the keys that `save_pretrained` would give them.
+    --export-dtype, under the keys that `save_pretrained` would give them. All ranks call
+    `before_each` before each tensor; what it raises ends the export.
     """
-    tensors = whole_tensors(model, EXPORT_DTYPES[args.export_dtype])
+    tensors = whole_tensors(model, EXPORT_DTYPES[args.export_dtype], before_each)
     with new_directory(path) as temporary:
         write_model(unwrapped(model), tensors, tokenizer, temporary, args)
 
 
-def whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def whole_tensors(
+    model: nn.Module, dtype: torch.dtype, before_each: Callable[[], None] = touch
+) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each parameter and persistent buffer of a model, tied ones once.
     Floating-point values are cast to `dtype` before they are gathered."""
     # FSDP1 copies its shards, to the host as for a checkpoint; FSDP2 and DDP copy nothing.
@@ -56,6 +61,7 @@ def whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, T
     for name in list(state_dict):
         tensor = state_dict.pop(name)
         if firsts[name] == name:
+            before_each()
             yield name, gather(tensor, dtype)
 
 

@@ -5,6 +5,8 @@ import importlib.util
 from argparse import Namespace
 from typing import Any
 
+import torch
+
 from .arguments import ANY, INSTALL, OFF, POSITIVE, out_of_range
 
 DEFAULTS = {
@@ -52,4 +54,6 @@ def check_arguments(args: Namespace) -> list[str]:
     for package, is_needed in (("peft", True), ("bitsandbytes", args.load_in_4bit)):
         if is_needed and importlib.util.find_spec(package) is None:
             problems.append(f"--lora-rank needs {package}: {INSTALL}")
+    if args.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
+        problems.append(f"--load-in-4bit needs torch 2.13 or newer, this is {torch.__version__}")
     return problems

@@ -235,6 +235,7 @@ class Run:
             yield batch
 
     def _stop_if_asked(self) -> None:
+        watchdog.touch()
         if ranks.true_on_any(self.stop.is_asked):
             self.state.validation_due = True
             raise Stopped
@@ -247,7 +248,7 @@ class Run:
     def log_validation(self, results: dict[str, Any]) -> None:
         """Log a validation, and export best/ if its `loss` is the lowest of a trained model.
 
-        Raises Stopped, on all ranks, if one was asked to stop before the export.
+        Raises Stopped, on all ranks, if one was asked to stop before the export is complete.
         """
         self.lock.check()
         state = self.state
@@ -257,9 +258,9 @@ class Run:
         if state.step == 0 or loss >= state.best_loss:
             return
         if self.args.save_best:
-            self._stop_if_asked()
+            best = self.directory / "best"
             try:
-                self._export(state.model, self._tokenizer, self.directory / "best")
+                self._export(state.model, self._tokenizer, best, self._stop_if_asked)
             except OSError as error:
                 ranks.say(f"{error} The best weights before stay.")
                 return
@@ -293,12 +294,14 @@ class Run:
         ranks.say(f"The last model is in {final}")
         self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
-    def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
+    def _export(
+        self, model: nn.Module, tokenizer: Tokenizer, path: Path, *before_each: Callable[[], None]
+    ) -> None:
         self.lock.check()
         adapters = getattr(weights.unwrapped(model), "adapters", None)
         write = adapters.export if adapters else export.export_model
         try:
-            write(model, tokenizer, path, self.args)
+            write(model, tokenizer, path, self.args, *before_each)
         except OSError as error:
             raise SaveError(f"{path} could not be written ({error}). Is the disk full?") from None
         watchdog.touch()

@@ -67,11 +67,11 @@ def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, cap
     export_model = export.export_model
     paths = []
 
-    def fail_second(model: object, tokenizer: object, path: Path, args: object) -> None:
+    def fail_second(model: object, tokenizer: object, path: Path, *rest: object) -> None:
         paths.append(path.name)
         if paths == ["best"] * 2:
             raise OSError("no space left")
-        export_model(model, tokenizer, path, args)
+        export_model(model, tokenizer, path, *rest)
 
     monkeypatch.setattr(export, "export_model", fail_second)
     run(flags, tmp_path, "--max-steps", "4")

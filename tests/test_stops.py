@@ -22,6 +22,7 @@ PHASES = {
     "validation": SHORT,
     "save": SHORT,
     "generation": LONG,
+    "best export": SHORT,
     "export": LONG,
 }
 IN_MAKE_TEST = {("load", signal.SIGUSR1)}  # test_survival.py has a stop in a step

@@ -35,7 +35,8 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
         "validation": (script, "validation", later),
         "save": (checkpoints._Writer, "write_data", None),
         "generation": (policies, "generation", None),
-        "export": (run.Run, "_export", None),
+        "best export": (run.Run, "_export", None),
+        "export": (run.Run, "export", None),
     }
 
 
