@@ -62,18 +62,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--source-column", help="column with the texts", default="text")
     add("--target-column", help="column with the summaries", default="headline")
     add("--source-prefix", help="put before each text", default="summarize: ")
-    add(
-        "--source-length",
-        **arguments.COUNT,
-        default=512,
-        help="longest text in tokens, with EOS",
-    )
-    add(
-        "--target-length",
-        **arguments.COUNT,
-        default=150,
-        help="longest summary in tokens, with EOS",
-    )
+    add("--source-length", **arguments.COUNT, default=512, help="most tokens in a text with EOS")
+    add("--target-length", **arguments.COUNT, default=150, help="most tokens in a summary with EOS")
     for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
         text = f"per data set (0: all; default: all, except {number} of wikihow and docstrings)"
         add(flag, **arguments.COUNT, help=text)

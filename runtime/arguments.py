@@ -43,6 +43,9 @@ LIMITS = {  # of all scripts' flags, each of which may be missing or None
     **dict.fromkeys(("num_train_samples", "num_val_samples", "rouge_samples"), (0, ANY)),
     **dict.fromkeys(("lr", "gamma", "max_grad_norm", "timeout_minutes"), (POSITIVE, ANY)),
     "max_seq_length": (8, ANY),
+    "lora_rank": (0, ANY),
+    "lora_alpha": (POSITIVE, ANY),
+    "lora_dropout": (0, 1),
     "warmup_ratio": (0, 1),
 }
 
