@@ -2,9 +2,7 @@
 
     python llama_fsdp.py --model-name tiny  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 llama_fsdp.py --dataset chats.jsonl
-    torchrun --nnodes 4 --nproc_per_node 8 --rdzv-backend c10d \\
-        --rdzv-endpoint HOST:29500 --rdzv-id 1 llama_fsdp.py \\
-        --model-name meta-llama/Llama-2-70b-hf --dataset chats.jsonl
+    sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes sequences of
 --max-seq-length tokens, each packed with documents that do not see each other.

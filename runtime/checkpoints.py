@@ -461,5 +461,4 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
         _set_random_states(own["random"])
         return
     ranks.set_seed(args.seed + state.step * here[0] + dist.get_rank())
-    count = saved["ranks"][0]
-    ranks.say(f"Saved by {count} processes, resuming with {here[0]}: dropout is reseeded.")
+    ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: reseeded dropout.")

@@ -40,9 +40,8 @@ def export_model(
 ) -> None:  # fmt: skip
     """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
 
-    The directory replaces the one before when it is complete. Floating-point tensors are written as
-    --export-dtype, under the keys that `save_pretrained` would give them. All ranks call
-    `before_each` before each tensor; what it raises ends the export.
+    It replaces the one before when it is complete. Floating-point tensors are in --export-dtype,
+    under `save_pretrained`'s keys. `before_each`, called before each tensor, may raise to end it.
     """
     tensors = whole_tensors(model, EXPORT_DTYPES[args.export_dtype], before_each)
     with new_directory(path) as temporary:

@@ -8,7 +8,7 @@ import pytest
 from conftest import check_equal_weights, launch, losses, metrics, status
 
 import gpt2_fsdp
-from runtime import export, ranks
+from runtime import export
 
 
 @pytest.fixture(scope="module")
@@ -94,18 +94,18 @@ def test_resume_from_older_checkpoint_exports_best_again(flags, tmp_path):
         assert step_of_best(path) == 6
 
 
-def test_stop_before_the_export_repeats_the_validation(flags, tmp_path, monkeypatch):
+def test_stop_during_the_export_repeats_the_validation(flags, tmp_path, monkeypatch):
     run(flags, tmp_path / "whole")
-    on_any = ranks.true_on_any
-    asked = []
+    check = gpt2_fsdp.Run._stop_if_asked
+    steps = []
 
-    def stop_once(condition: bool) -> bool:
-        asked.append(condition)
-        return len(asked) == 4 or on_any(condition)
+    def stop_at_the_tenth_tensor(run: gpt2_fsdp.Run) -> None:
+        steps.append(run.state.step)
+        run.stop.is_asked = steps.count(4) == 10
+        check(run)
 
     monkeypatch.setattr(gpt2_fsdp.Run, "progress", lambda run, loader, text: loader)
-    monkeypatch.setattr(ranks, "true_on_any", stop_once)
-    asked[:] = [False] * 2
+    monkeypatch.setattr(gpt2_fsdp.Run, "_stop_if_asked", stop_at_the_tenth_tensor)
     run(flags, tmp_path / "stopped")
     assert status(tmp_path / "stopped") == "stopped"
     assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2, 4]
