@@ -38,6 +38,7 @@ import policies
 import summarization_dataset as data
 from runtime import arguments, batches, optimization, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
+from runtime.generation import generation
 from runtime.model_checks import check_decoder, check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
@@ -210,11 +211,9 @@ def train(
     device = run.device
     lengths = data.source_lengths(args, train_set)  # None: do not group by length
     sampler = batches.train_sampler(args, train_set, lengths)  # the same on any number of ranks
+    collate = data.collator(model)
     loader = DataLoader(
-        train_set,
-        batch_sampler=sampler,
-        collate_fn=data.collator(model),
-        pin_memory=device.type != "cpu",
+        train_set, batch_sampler=sampler, collate_fn=collate, pin_memory=device.type != "cpu"
     )
     groups = optimization.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
@@ -306,8 +305,9 @@ def summarize(
 ) -> list[tuple[str, str, str]]:
     """Return source, reference and summary of --rouge-samples validation examples; all ranks."""
     loader = batches.first(next(iter(loaders.values())), args.rouge_samples)
+    dtype = policies.PRECISIONS[args.precision].param_dtype
     mine = []
-    with policies.generation(args, model, device, args.num_beams) as generate:
+    with policies.evaluation(model), generation(model, device, dtype, args.num_beams) as generate:
         for batch in screen.progress(loader, "summaries"):
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)

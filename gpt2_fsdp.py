@@ -17,6 +17,8 @@ Attention does not stop at document boundaries here: see llama_fsdp.py.
 
 import sys
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffload, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -69,7 +72,6 @@ def fsdp_main(args: Namespace) -> int:
                 model = wrap_model(args, device, model, init)
                 val_loaders = batches.val_loaders(args, val_sets, data.collate)
                 if train(args, model, train_set, val_loaders, run):
-                    continue_prompts(args, device, model, tokenizer, next(iter(val_sets.values())))
                     run.export(model, tokenizer)
         return run.exit_code
     finally:
@@ -81,10 +83,16 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = arguments.Parser(__doc__)
     add = arguments.add_model(parser)
     add("--from-scratch", **arguments.OFF, help="use only its config")
-    add("--wrap", default="block", help="FSDP units: block, or size:NUMBER (of parameters) or more")
+    add("--wrap", type=unit_size, default="block", metavar="block|size:NUMBER", help="FSDP "
+        "units: blocks, or modules with at least NUMBER parameters (default: block)")  # fmt: skip
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     return arguments.validate(parser.parse(argv, DEFAULTS, TINY_DEFAULTS), policies)
+
+
+def unit_size(text: str) -> int:
+    """Return the NUMBER of --wrap size:NUMBER, or 0 for block; argparse reports a ValueError."""
+    return 0 if text == "block" else int(text.removeprefix("size:"))
 
 
 def setup(args: Namespace) -> torch.device:
@@ -168,6 +176,20 @@ def units(model: nn.Module) -> policies.Classes:
     return BLOCKS
 
 
+def size_policy(model: nn.Module, smallest: int) -> Callable[..., bool]:
+    """Return a policy that makes modules of `smallest` parameters or more FSDP units, except those
+    with a tied parameter: both its uses must be in one unit, the root."""
+    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    tied = {parameter for parameter, count in uses.items() if count > 1}
+    in_root = {module for module in model.modules() if tied & set(module.parameters())}
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        is_large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, smallest)
+        return is_large and (recurse or module not in in_root)
+
+    return policy
+
+
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
@@ -175,8 +197,8 @@ def wrap_model(
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     policy = policies.wrap_policy(units(model))
-    if args.wrap != "block":
-        policy = policies.size_policy(model, args.wrap)
+    if args.wrap:
+        policy = size_policy(model, args.wrap)
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
@@ -323,26 +345,6 @@ def without_training(
     run.load_evaluated(model, val_loaders)
     check_loss(args, device, model)
     run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
-
-
-@torch.no_grad()
-def continue_prompts(
-    args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, samples: Any
-) -> None:
-    """Print three prompts from the samples and the model's continuations; all ranks."""
-    with policies.generation(args, model, device) as generate:
-        for index in range(min(3, len(samples))):
-            ids = torch.tensor(samples[index]["input_ids"][:32], dtype=torch.int64)
-            prompt = ids[None].to(device)
-            (output,) = generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=32,
-                pad_token_id=tokenizer.eos_token_id,
-            )
-            length = prompt.size(1)
-            ranks.say(f"   prompt: {tokenizer.decode(output[:length])!r}")
-            ranks.say(f"continued: {tokenizer.decode(output[length:])!r}")
 
 
 if __name__ == "__main__":

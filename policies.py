@@ -4,10 +4,8 @@ import contextlib
 import functools
 import itertools
 import os
-import re
 import warnings
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -29,11 +27,12 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers.activations import NewGELUActivation
 
-from runtime import ranks, weights
+from runtime import ranks
 from runtime.batches import Batch
 from runtime.steps import Step
 
@@ -76,7 +75,6 @@ def check_arguments(args: Namespace) -> list[str]:
         return []
     processes = int(os.environ.get("WORLD_SIZE", 1))
     group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    wrap = getattr(args, "wrap", "block")
     strategy = args.strategy
     fsdp1 = args.fsdp == 1 and strategy != "ddp"
     fsdp2 = args.fsdp == 2
@@ -86,10 +84,7 @@ def check_arguments(args: Namespace) -> list[str]:
     offloads = args.cpu_offload and ranks.device_count() > 0 and strategy != "ddp"
     with_sync = "accumulates gradients only with --fsdp 2, or with --accumulate-no-sync on two"
     rules = {
-        f"--wrap {wrap} is neither block nor size:NUMBER, such as size:1000000": (
-            not re.fullmatch(r"block|size:[1-9]\d*", wrap)
-        ),
-        "--wrap size:NUMBER needs --fsdp 1": wrap != "block" and fsdp2,
+        "--wrap size:NUMBER needs --fsdp 1": fsdp2 and getattr(args, "wrap", 0),
         "--cpu-offload needs a GPU, and not --strategy ddp": args.cpu_offload and not offloads,
         # The scaler would ask the other ranks about gradients that are on the CPU.
         "--cpu-offload with --precision fp16 needs --fsdp 1": (
@@ -134,21 +129,6 @@ def wrap_policy(blocks: Classes) -> functools.partial:
     """Return a policy that makes each module of these classes an FSDP unit, and leaves all others,
     such as those with tied weights, in the root unit."""
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(blocks))
-
-
-def size_policy(model: nn.Module, wrap: str) -> Callable[..., bool]:
-    """Return the policy of --wrap size:NUMBER: modules of NUMBER parameters or more become units,
-    except those with a tied parameter: both its uses must be in one unit, the root."""
-    smallest = int(wrap.removeprefix("size:"))
-    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    tied = {parameter for parameter, count in uses.items() if count > 1}
-    in_root = {module for module in model.modules() if tied & set(module.parameters())}
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        is_large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, smallest)
-        return is_large and (recurse or module not in in_root)
-
-    return policy
 
 
 def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
@@ -243,28 +223,14 @@ def gradient_scaler(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradients to a global norm, and return the norm before; all ranks.
-
-    FSDP1's own `clip_grad_norm_` launches about three small kernels per parameter. FSDP2's DTensors
-    cannot communicate if they are offloaded to the CPU.
-    """
-    sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
-    if not (sharded or isinstance(model, FSDPModule)):
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    """Clip the gradients to a global norm, and return the norm before; all ranks."""
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(max_norm)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if sharded:
-        device, group = model.compute_device, model.process_group
-    else:
-        mesh = gradients[0].device_mesh
-        device, group = mesh.device_type, mesh.get_group(mesh.ndim - 1)
-        gradients = [gradient.to_local() for gradient in gradients]
-    square = nn.utils.get_total_norm(gradients).square().to(device)
-    dist.all_reduce(square, group=group)  # over the ranks that share a model
-    norm = square.sqrt()
-    if gradients:  # under FSDP1 a rank may have none
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        # torch.nn.utils would scale DTensors one by one.
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    norm = nn.utils.get_total_norm(gradients, foreach=True)
+    if isinstance(norm, DTensor):  # on the CPU under offload, where NCCL cannot reduce it
+        norm = norm.to(norm.device_mesh.device_type).full_tensor()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm, foreach=True)
     return norm
 
 
@@ -293,26 +259,3 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-@contextlib.contextmanager
-def generation(
-    args: Namespace, model: nn.Module, device: torch.device, num_beams: int | None = None
-) -> Iterator[Callable]:
-    """Yield the model's `generate`, without sampling and in evaluation mode; all ranks.
-
-    By default the number of beams is that of the model's generation config.
-
-    Generation runs outside the root's forward, so FSDP1's root is gathered around it. The blocks
-    gather themselves, and `synced_gpus` gives all ranks the same number of forward passes.
-    """
-    dtype = PRECISIONS[args.precision].param_dtype
-    half = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    root = contextlib.nullcontext()
-    if isinstance(model, FSDP):
-        root = FSDP.summon_full_params(model, recurse=False, writeback=False)
-    options = {"do_sample": False, "synced_gpus": dist.get_world_size() > 1}
-    if num_beams is not None:
-        options["num_beams"] = num_beams
-    with evaluation(model), root, half:
-        yield functools.partial(weights.unwrapped(model).generate, **options)

@@ -25,5 +25,5 @@ The data
     readers       rows of files and data sets, mapped to samples
 Optional: a copy that has no use for them leaves them out
     lora, adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)
-    rouge   trackers   chats (Llama's formats and templates)   tokens (--prepare-only)
+    rouge, generation   trackers   chats (Llama's formats and templates)   tokens (--prepare-only)
 """

@@ -67,22 +67,19 @@ class GlobalBatchSampler:
             yield order[start : start + self.global_batch].tolist()
 
     def _grouped(self, order: Tensor, generator: torch.Generator) -> Tensor:
-        """Sort each half by length, then shuffle all the global batches but a short last one."""
-        whole, rest = divmod(len(order), self.global_batch)
-        if not whole:
-            return order
-        # Halves, drawn again in each epoch, or each would have the same batches.
-        half = (whole + 1) // 2
-        parts = order.tensor_split([half * self.global_batch])
-        order = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in parts])
-        # The short batch has neighbours too, of any length in the second half.
-        place = torch.randint(half, whole + 1, (), generator=generator).item() * self.global_batch
-        before, short, after = order.tensor_split([place, place + rest])
-        batches = torch.cat((before, after)).view(whole, self.global_batch)
-        batches = batches[torch.randperm(whole, generator=generator)]
-        longest = self.lengths[batches].sum(dim=1).argmax().item()
-        batches[[0, longest]] = batches[[longest, 0]]
-        return torch.cat((batches.flatten(), short))
+        """Sort each half by length, then shuffle the global batches; a short last one stays last.
+
+        Halves, drawn again in each epoch, or each would have the same batches.
+        """
+        whole = len(order) // self.global_batch
+        order, rest = order.tensor_split([whole * self.global_batch])
+        halves = order.tensor_split([whole // 2 * self.global_batch])
+        order = torch.cat([half[self.lengths[half].argsort(stable=True)] for half in halves])
+        batches = order.view(whole, self.global_batch)[torch.randperm(whole, generator=generator)]
+        if whole:
+            longest = self.lengths[batches].sum(dim=1).argmax().item()
+            batches[[0, longest]] = batches[[longest, 0]]
+        return torch.cat((batches.flatten(), rest))
 
     def __iter__(self) -> Iterator[list[int]]:
         for samples in self.steps():

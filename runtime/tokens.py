@@ -1,7 +1,6 @@
 """Data sets of tokens: written by --prepare-only, or made by other tools as rows of `input_ids`."""
 
 import json
-import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
 def write_prepared(
     args: Namespace, train_set: Any, val_sets: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write the samples to OUTPUT_DIR/prepared, complete or not at all; all ranks.
+    """Write the samples to OUTPUT_DIR/prepared; all ranks.
 
     Raises ValueError if there are several validation sets, or the directory exists.
     """
@@ -44,15 +43,14 @@ def write_prepared(
 
 
 def save(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Write samples by split, and what made them, as the directory `path`, or nothing."""
+    """Write what made the samples, then the samples by split; rank 0 only. `load_from_disk` refuses
+    a directory of which the last file is missing."""
     if path.exists():
         raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
-    temporary = path.with_name(f"tmp-{path.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    path.mkdir()
+    (path / FILE).write_text(json.dumps(origin, indent=2))
     rows = {split: getattr(samples, "dataset", samples) for split, samples in sets.items()}
-    DatasetDict(rows).save_to_disk(temporary)
-    (temporary / FILE).write_text(json.dumps(origin, indent=2))
-    temporary.rename(path)
+    DatasetDict(rows).save_to_disk(path)
 
 
 def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -136,7 +136,11 @@ MISTAKES = {  # name: (content, flags, message)
     "semicolon.csv": ("text;headline\na;b\n", "", "has columns text;headline, but not all"),
     "quote.csv": ('text,headline\na,"b\nc,d\n', "", "quote.csv, line 3: unexpected end of data"),
     "inner.csv": ('text,headline\na,b\n"he "hi" to",c\n', "", "inner.csv, line 3: ',' expected"),
-    "wide.csv": ("text,headline\na,b,c\nd,e\n", "", "wide.csv, line 2: more fields than the 2 columns"),
+    "wide.csv": (
+        "text,headline\na,b,c\nd,e\n",
+        "",
+        "wide.csv, line 2: more fields than the 2 columns",
+    ),
     "field.csv": (
         "text,headline\na,b\nc,\n",
         "",
