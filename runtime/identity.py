@@ -1,5 +1,6 @@
 """The identity of a run: values that all its ranks and all its starts must share, as one dict."""
 
+import json
 import os
 import socket
 import zlib
@@ -66,21 +67,14 @@ def of_data(
 def fingerprint(dataset: Any) -> str:
     """Return the length of a data set and the CRC of its rows, or of up to SAMPLES samples."""
     stride = len(dataset) // SAMPLES + 1
-    samples = [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
-    crc = zlib.crc32(repr(samples).encode())
+    samples = [dataset[i] for i in range(0, len(dataset), stride)]
+    # Arrays print only some of their numbers.
+    text = json.dumps(samples, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
+    crc = zlib.crc32(text.encode())
     rows = getattr(dataset, "dataset", dataset)
     if isinstance(rows, Dataset):
         crc = readers.content_sum(rows, crc)
     return f"{len(dataset):,} samples, crc {crc:08x}"
-
-
-def as_lists(sample: Any) -> Any:
-    """Return a sample with lists in place of arrays, which print only some of their numbers."""
-    if isinstance(sample, dict):
-        return {name: as_lists(value) for name, value in sample.items()}
-    if isinstance(sample, list | tuple):
-        return [as_lists(value) for value in sample]
-    return sample.tolist() if hasattr(sample, "tolist") else sample
 
 
 def checksum(value: Any) -> str:
