@@ -1,9 +1,10 @@
-# make demo | make demo-again | make test | make test-all: each sets up .venv and does the whole job.
+# make demo | make demo-again | make test | make test-ci | make test-all: each sets up .venv first.
 VENV := .venv
 PYTHON ?= python3
+PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-again test test-all clean
+.PHONY: demo demo-again test test-ci test-all clean
 
 $(VENV)/ready: requirements.txt Makefile
 	@echo "Installing PyTorch, Transformers and the tools into $(VENV), once: some minutes"
@@ -20,14 +21,18 @@ demo-again:
 	rm -rf output/demo
 	@$(MAKE) --no-print-directory demo
 
+# One test of each kind, in five minutes: parity, resume, export, data, messages.
 test: $(VENV)/ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile \
-	    --no-loadscope-reorder
+	$(PYTEST) -m "not slow and not ci"
+	@echo "Not run: the tests marked ci (make test-ci) and slow (make test-all)."
 
-# Those that measure, one at a time.
-test-all: test
+test-ci: $(VENV)/ready
+	$(PYTEST) -m "ci and not slow"
+
+# The slow tests measure time and memory, so they run one at a time.
+test-all: test test-ci
 	$(VENV)/bin/pip install --quiet -r benchmarks/requirements.txt
 	$(VENV)/bin/python -m pytest -m slow
 

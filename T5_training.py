@@ -6,11 +6,10 @@
         --rdzv-endpoint HOST:29500 --rdzv-id 1 T5_training.py  # each node
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes samples.
-Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
-Face model. To make a script of your own, copy this one with policies.py, summarization_dataset.py
-and the folder runtime/, and change, in this order: the import of T5Block, BLOCKS, MODEL and TINY,
-which is all for another model of its kind, such as BART; `load_model`, `load_data`, `token_loss`;
-in `train` the optimizer, the schedule and the step.
+Run the same command again to resume; OUTPUT_DIR/final is a Hugging Face model. To make a script of
+your own, copy this one with `tools/copy_script.py`. Another model of its kind, such as BART, needs
+another import in place of T5Block's, and other MODEL, BLOCKS and TINY. Then come `load_data`,
+`token_loss`, and in `train` the optimizer, the schedule and the step.
 """
 
 import sys
@@ -26,12 +25,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffload, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
@@ -42,7 +36,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset as data
-from runtime import arguments, batches, optimization, ranks, rouge, screen, weights
+from runtime import arguments, batches, optimization, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
 from runtime.model_checks import check_decoder, check_sum, fit_config
 from runtime.run import Loaders, Run, launch
@@ -59,38 +53,22 @@ SCRIPT = Path(__file__).stem
 
 @record
 def fsdp_main(args: Namespace) -> int:
-    """Train from the pretrained weights, or a checkpoint, to OUTPUT_DIR/final and best.
-
-    Returns the exit code; `Run` says how a run can end. All ranks.
-    """
+    """Train from the pretrained weights, or a checkpoint, and export; return the exit code."""
     device = setup(args)
     try:
         with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
             model, tokenizer, init = load_model(args, device, run.checkpoint)
-            if args.prepare_only:
-                run.write_prepared(*load_data(args, tokenizer), tokenizer)
-                return 0
             run.describe(model, tokenizer)
-            if args.export_only:
-                run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
-                return 0
-            train_set, val_sets = load_data(args, tokenizer)
-            model = wrap_model(args, device, model, init)
-            collate = data.collator(weights.unwrapped(model))
-            val_loaders = {}
-            for name, samples in val_sets.items():
-                val_loaders[name] = batches.val_loader(args, samples, collate)
-            if args.evaluate_only:
-                run.load_evaluated(model, val_loaders)
-                check_loss(args, device, model)
-                results = validation(args, model, val_loaders, run)
-                triples = summarize(args, device, model, tokenizer, val_loaders)
-                run.write_evaluation(val_loaders, results | rouge.score(triples), triples)
-                return 0
-            if train(args, device, model, train_set, val_loaders, run):
-                triples = summarize(args, device, model, tokenizer, val_loaders)
-                ranks.say(rouge.shown(triples[:3]))
-                run.export(model, tokenizer, **rouge.score(triples))
+            if args.prepare_only or args.export_only or args.evaluate_only:
+                without_training(args, model, tokenizer, init, run)
+            else:
+                train_set, val_sets = load_data(args, tokenizer)
+                model = wrap_model(args, device, model, init)
+                val_loaders = batches.val_loaders(args, val_sets, data.collator(model))
+                if train(args, model, train_set, val_loaders, run):
+                    triples = summarize(args, device, model, tokenizer, val_loaders)
+                    ranks.say(rouge.shown(triples[:3]))
+                    run.export(model, tokenizer, **rouge.score(triples))
         return run.exit_code
     finally:
         cleanup()
@@ -132,11 +110,8 @@ def cleanup() -> None:
 def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
-    """Return the model on meta, its tokenizer, and the function that gives a module its weights.
-
-    Given a `checkpoint` these are only allocated, for it to fill. Raises ValueError if the model
-    cannot be had, is of another type, or too short.
-    """
+    """Return the model on meta, its tokenizer, and the function that gives a module its weights,
+    or given a `checkpoint` only memory for them. Raises ValueError if the model does not fit."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -149,14 +124,14 @@ def load_model(
 
 
 def units(model: nn.Module) -> policies.Classes:
-    """The classes of the model's FSDP units; all else, such as tied weights, is in the root."""
+    """Return the classes of FSDP units; all else, such as tied weights, is in the root unit."""
     return BLOCKS
 
 
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
-    """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
+    """Return the model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     policy = policies.wrap_policy(units(model))
@@ -181,8 +156,6 @@ def wrap_model(
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),
             device_mesh=policies.device_mesh(args, device),
             device_id=device,
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            limit_all_gathers=True,
             use_orig_params=True,
             param_init_fn=init,
         )
@@ -192,30 +165,26 @@ def wrap_model(
 
 
 def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
-    """The training set, None with --evaluate-only, and the validation sets by name; all ranks.
+    """Return the training set, None with --evaluate-only, and the validation sets by name.
 
-    A data set of your own needs len() and [i], which gives what `data.collate` takes.
-    Raises ValueError if the data or its flags cannot be used.
+    A data set of your own needs len() and [i], which returns what `data.collate` takes.
     """
     return ranks.first_on_node(data.load, args, tokenizer)
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """The keywords of the model's forward that a batch holds, without the targets."""
+    """Return the keywords of the model's forward that a batch holds, without the targets."""
     return {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the decoder inputs are the model's own, and the loss is a sum over
-    tokens; all ranks."""
-    rows = data.examples()
-    collate = data.collator(weights.unwrapped(model))
-    batch = collate(rows)
-    alone = [collate([row]) for row in rows]
+    """Raise ValueError unless decoder inputs are the model's own, and the loss a sum; all ranks."""
+    rows = data.probe_batch()
+    collate = data.collator(model)
+    batch, alone = collate(rows), [collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        inputs = model_inputs(batch), model_inputs(alone[2])
-        check_decoder(model, *inputs, batch["labels"], device, dtype)
+        check_decoder(model, model_inputs, batch, alone[2], device, dtype)
         check_sum(summed_loss, model, batch, alone, device)
 
 
@@ -235,20 +204,16 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def train(
-    args: Namespace,
-    device: torch.device,
-    model: nn.Module,
-    train_set: Any,
-    val_loaders: Loaders,
-    run: Run,
+    args: Namespace, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run
 ) -> bool:
     """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
+    device = run.device
     lengths = data.source_lengths(args, train_set)  # None: do not group by length
     sampler = batches.train_sampler(args, train_set, lengths)  # the same on any number of ranks
     loader = DataLoader(
         train_set,
         batch_sampler=sampler,
-        collate_fn=data.collator(weights.unwrapped(model)),
+        collate_fn=data.collator(model),
         pin_memory=device.type != "cpu",
     )
     groups = optimization.parameter_groups(model, args.weight_decay)
@@ -293,13 +258,10 @@ def train(
 
 
 @torch.no_grad()
-def validation(
-    args: Namespace, model: nn.Module, loaders: Loaders, run: Run
-) -> dict[str, float | dict]:
-    """Mean loss over the target tokens of all validation sets, and of each; all ranks.
+def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
+    """Return the mean loss over the target tokens of all validation sets, and of each; all ranks.
 
-    Every example counts once, whatever the number of ranks: a rank that is out of examples is
-    given batches without targets, so that all make the same number of forward passes.
+    Every example counts once: a rank without examples left gets batches without targets.
     """
     totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
     with policies.evaluation(model), policies.autocast(args, run.device):
@@ -317,16 +279,36 @@ def validation(
     }
 
 
+def without_training(
+    args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
+) -> None:
+    """Export, prepare data or evaluate, as --export-only and its like ask for; all ranks."""
+    device = run.device
+    if args.export_only:
+        run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
+        return
+    train_set, val_sets = load_data(args, tokenizer)
+    if args.prepare_only:
+        tokens.write_prepared(args, train_set, val_sets, tokenizer)
+        return
+    model = wrap_model(args, device, model, init)
+    val_loaders = batches.val_loaders(args, val_sets, data.collator(model))
+    run.load_evaluated(model, val_loaders)
+    check_loss(args, device, model)
+    results = validation(args, model, val_loaders, run)
+    triples = summarize(args, device, model, tokenizer, val_loaders)
+    run.write_evaluation(val_loaders, results | rouge.score(triples), triples)
+
+
 @torch.no_grad()
 def summarize(
     args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, loaders: Loaders
 ) -> list[tuple[str, str, str]]:
-    """Source, reference and generated text of the first --rouge-samples examples of the first
-    validation set; all ranks."""
-    loader = next(iter(loaders.values()))
+    """Return source, reference and summary of --rouge-samples validation examples; all ranks."""
+    loader = batches.first(next(iter(loaders.values())), args.rouge_samples)
     mine = []
     with policies.generation(args, model, device, args.num_beams) as generate:
-        for batch in screen.progress(batches.first(loader, args.rouge_samples), "summaries"):
+        for batch in screen.progress(loader, "summaries"):
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
             mine += rouge.generated_texts(batch, output, tokenizer)

@@ -8,7 +8,7 @@ import functools
 import random
 import zlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, readers
+from runtime import arguments, readers, tokens
 from runtime.ranks import say
 
 FEATURES = {"input_ids": List(Value("int32"))}
@@ -35,48 +35,29 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--dataset-config", help="configuration of a hub data set (default: wikitext-2-raw-v1 of "
         f"{WIKITEXT})")  # fmt: skip
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
-    add("--block-size", **arguments.at_least(2), default=1024, help="tokens in a sample")
+    add("--block-size", **arguments.COUNT, default=1024, help="tokens in a sample")
     add("--bad-rows", **arguments.BAD_ROWS)
     blocks = "blocks of each {} set (0: all; default: all, except {} of docstrings)"
-    add("--num-train-samples", **arguments.at_least(0), help=blocks.format("training", 2000))
-    add("--num-val-samples", **arguments.at_least(0), help=blocks.format("validation", 500))
+    add("--num-train-samples", **arguments.COUNT, help=blocks.format("training", 2000))
+    add("--num-val-samples", **arguments.COUNT, help=blocks.format("validation", 500))
 
 
-def row_encoder(
-    name: str, columns: list[str], column: str, tokenizer: Tokenizer, args: Namespace
-) -> Callable[[list[dict]], list[list[dict]]]:
-    """Return the function that makes tokens of some rows of data set `name`.
+def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[list[dict]]:
+    """Return the tokens of rows of text, as a list of a sample for each; of an empty text [].
 
     A row is a document, which EOS ends, unless it ends in a newline, as the rows of WikiText do:
-    then the next row continues it. Rows of `input_ids` are used as they are.
+    then the next row continues it.
     """
-    eos = tokenizer.eos_token_id
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"{text} is not text")
     options = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
-    options |= {"return_attention_mask": False, "verbose": False}
-
-    def from_texts(some: list[dict]) -> list[list[dict]]:
-        texts = ["" if row.get(column) is None else row[column] for row in some]
-        for text in texts:
-            if not isinstance(text, str):
-                raise ValueError(f"{column} is {text}, not text")
-        ids = tokenizer(texts, **options)["input_ids"]
-        ends = [[] if text.endswith("\n") else [eos] for text in texts]
-        found = zip(texts, ids, ends, strict=True)
-        return [[{"input_ids": x + end}] if text else [] for text, x, end in found]
-
-    def from_tokens(some: list[dict]) -> list[list[dict]]:
-        from runtime import tokens  # a copy may leave it out
-
-        limit = "--block-size", args.block_size + 1
-        found = [tokens.check_ids(row.get("input_ids"), *limit, tokenizer) for row in some]
-        return [[{"input_ids": ids}] for ids in found]
-
-    if column in columns:
-        return from_texts
-    if "input_ids" in columns:
-        return from_tokens
-    raise ValueError(f"--dataset {name} has no column {column}, only "
-                     f"{', '.join(columns)}. Pass --text-column.")  # fmt: skip
+    ids = tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
+    samples = []
+    for text, tokens_of_text in zip(texts, ids, strict=True):
+        end = [] if text.endswith("\n") else [tokenizer.eos_token_id]
+        samples.append([{"input_ids": tokens_of_text + end}] if text else [])
+    return samples
 
 
 def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
@@ -92,49 +73,53 @@ def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
         yield {"input_ids": pending}
 
 
-def read_parts(word: str, args: Namespace) -> tuple[str, dict[str, Dataset]]:
-    """Return the name in a word of --dataset, and its rows by split: train, maybe validation."""
-    name, split = readers.split_word(word, list(BUILT_IN))
+def read_parts(name: str, args: Namespace) -> dict[str, Dataset]:
+    """Return the rows of a data set by split: train, and maybe validation."""
     if name in BUILT_IN:
         rows = readers.docstring_rows()
         held_out = np.array([zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]])
-        parts = {"train": rows.select(np.flatnonzero(~held_out))}
-        parts["validation"] = rows.select(np.flatnonzero(held_out))
-        return name, readers.pick(name, parts, split)
-    folder = Path(name).expanduser()
-    if folder.is_dir() and any(folder.glob("*.txt")):
-        name = f"{name}/*.txt"
+        parts = {"train": ~held_out, "validation": held_out}
+        return {split: rows.select(np.flatnonzero(where)) for split, where in parts.items()}
     config = args.dataset_config or ("wikitext-2-raw-v1" if name == WIKITEXT else None)
-    return name, readers.pick(name, readers.read(name, config), split)
+    return readers.read(name, config)
 
 
 def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
     """Return the blocks of a word of --dataset by split; ValueError if there are none."""
-    name, parts = read_parts(word, args)
-    identity = args.block_size, args.text_column, readers.tokenizer_fingerprint(tokenizer)
-    found = {}
-    for split, rows in parts.items():
-        columns = readers.column_names(name, rows)
-        column = "text" if columns == ["text"] else args.text_column
-        encode = row_encoder(name, columns, column, tokenizer, args)
-        rows = readers.samples(name, rows, encode, FEATURES, args, *identity)
-        if column not in columns:
-            from runtime import tokens  # a copy may leave it out
+    name, split = readers.split_word(word, list(BUILT_IN))
+    if Path(name).expanduser().is_dir() and any(Path(name).expanduser().glob("*.txt")):
+        name = f"{name}/*.txt"
+    parts = readers.pick(name, read_parts(name, args), split)
+    return {key: encode(name, rows, tokenizer, args) for key, rows in parts.items()}
 
-            tokens.check_origin(name, args, tokenizer)
-            found[split] = rows
-            continue
-        joined = sum(ids[-1] != tokenizer.eos_token_id for ids in rows[:1000]["input_ids"])
-        if joined and not name.endswith(".txt"):
-            say(f"{word}: rows that end in a newline are continued by the next one, without EOS")
-        if next(blocks(rows, args.block_size), None) is None:
-            raise ValueError(f"--dataset {word} has fewer than two tokens. Pass more text.")
-        found[split] = Dataset.from_generator(
-            functools.partial(blocks, rows, args.block_size),
-            features=Features(FEATURES),
-            fingerprint=readers.fingerprint(blocks, rows._fingerprint, args.block_size),
-        )
-    return found
+
+def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> Dataset:
+    """Return the blocks of rows of text; rows of `input_ids` are blocks already."""
+    size = args.block_size
+    columns = readers.column_names(name, rows)
+    column = "text" if columns == ["text"] else args.text_column
+    identity = size, column, readers.tokenizer_fingerprint(tokenizer)
+
+    def from_texts(some: list[dict]) -> list[list[dict]]:
+        return encode_texts([row.get(column) or "" for row in some], tokenizer)
+
+    def from_tokens(some: list[dict]) -> list[list[dict]]:
+        limit = "--block-size", size + 1
+        ids = [tokens.check_ids(row.get("input_ids"), *limit, tokenizer) for row in some]
+        return [[{"input_ids": x}] for x in ids]
+
+    if column in columns:
+        documents = readers.samples(name, rows, from_texts, FEATURES, args, *identity)
+        key = readers.fingerprint(blocks, documents._fingerprint, size)
+        if next(blocks(documents, size), None) is None:
+            raise ValueError(f"--dataset {name} has fewer than two tokens. Pass more text.")
+        cut = functools.partial(blocks, documents, size)
+        return Dataset.from_generator(cut, Features(FEATURES), fingerprint=key)
+    if "input_ids" in columns:
+        tokens.check_origin(name, args, tokenizer)
+        return readers.samples(name, rows, from_tokens, FEATURES, args, *identity)
+    raise ValueError(f"--dataset {name} has no column {column}, only "
+                     f"{', '.join(columns)}. Pass --text-column.")  # fmt: skip
 
 
 def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
@@ -175,13 +160,12 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
         val_sets[word] = parts.get("validation", parts["train"])
     for word, rows in val_sets.items():
         val_sets[word] = readers.join([draw_blocks(word, "validation", rows, args)])
-    readers.warn_of_validation(args, val_sets)
     if args.evaluate_only:
         return None, val_sets
     return readers.join(train_sets), val_sets
 
 
-def examples(args: Namespace) -> list[dict[str, list[int]]]:
+def probe_batch(args: Namespace) -> list[dict[str, list[int]]]:
     """Return two blocks that begin alike, for model_checks.check_logits."""
     return [
         {"input_ids": [*range(10, 43)]},
@@ -196,14 +180,12 @@ def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | i
     Without examples the batch is one row without labels, for a rank that has none left.
     """
     rows = [example["input_ids"] for example in examples] or [[0]]
-    width = max(8, *(len(row) - 1 for row in rows))
-    input_ids = np.zeros((len(rows), width), dtype=np.int64)
-    labels = np.full((len(rows), width), -100)
-    targets = 0
-    for number, row in enumerate(rows):
-        count = len(row) - 1
-        input_ids[number, :count] = row[:-1]
-        labels[number, :count] = row[1:]
-        targets += count
+    lengths = [len(row) - 1 for row in rows]
+    shape = len(rows), max(8, *lengths)
+    input_ids = np.zeros(shape, dtype=np.int64)
+    labels = np.full(shape, -100)
+    for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        input_ids[number, :length] = row[:-1]
+        labels[number, :length] = row[1:]
     tensors = {"input_ids": torch.from_numpy(input_ids), "labels": torch.from_numpy(labels)}
-    return tensors | {"targets": targets, "tokens": targets}
+    return tensors | {"targets": sum(lengths), "tokens": sum(lengths)}

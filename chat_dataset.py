@@ -3,7 +3,6 @@
 Copy this file along with llama_fsdp.py and the folder runtime/.
 """
 
-import functools
 import hashlib
 import itertools
 import json
@@ -20,16 +19,16 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, chats, readers
+from runtime import arguments, chats, readers, tokens
 from runtime.ranks import say
 
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "begins": Value("int64")}
 BUILT_IN = ("docstrings",)
-DATE = "2024-07-26"  # the day that templates write for today
+DATE = date(2024, 7, 26)
 
 
-def examples(args: Namespace) -> list[list[dict]]:
+def probe_batch(args: Namespace) -> list[list[dict]]:
     """Return two sequences that begin alike, for model_checks.check_logits. Packed, both end in the
     document that the first also begins with; it is longer than some models' attention blocks."""
     # A multiple of 4, so that two fill a row, which is padded to one of 8.
@@ -50,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "of each --dataset")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
     add("--text-column", default="content", help="column of plain documents")
-    add("--max-seq-length", **arguments.at_least(8), default=2048, help="tokens in a sequence; "
+    add("--max-seq-length", **arguments.COUNT, default=2048, help="tokens in a sequence; "
         "the rest is cut")  # fmt: skip
     add("--chat-template", metavar="NAME|FILE", help="chatml, llama-2 or a Jinja file (default: "
         "the tokenizer's, or llama-2 if it has none)")  # fmt: skip
@@ -58,19 +57,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
     add("--bad-rows", **arguments.BAD_ROWS)
     for flag in "--num-train-samples", "--num-val-samples":
-        add(flag, **arguments.at_least(0), default=0, help="documents per data set (0: all)")
+        add(flag, **arguments.COUNT, default=0, help="documents per data set (0: all)")
 
 
-@functools.lru_cache(maxsize=4)
-def with_date(template: str, day: str) -> str:
-    """Return a chat template that writes `day`, such as 2026-11-23, in place of today, so that
-    every start of a run renders the same on all nodes. Raises ValueError if it cannot."""
-
-    def as_literal(call: re.Match) -> str:
-        return json.dumps(date.fromisoformat(day).strftime(call[2]))
-
-    dated = re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", as_literal, template)
-    if re.search(r"strftime_now\s*\(", dated):
+def with_date(template: str) -> str:
+    """Return a chat template that writes DATE in place of today, so that every start of a run
+    renders the same on all nodes. Raises ValueError if a format is not a literal."""
+    call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"
+    dated = re.sub(call, lambda match: json.dumps(DATE.strftime(match[2])), template)
+    if "strftime_now(" in dated:
         raise ValueError("the chat template calls strftime_now without a format in quotes. Pass "
                          "--chat-template FILE with a fixed date.")  # fmt: skip
     return dated
@@ -86,7 +81,7 @@ def render(
     is one text, the whole chat; some templates drop the thoughts before the last question, or put
     the system's turn there. Raises ValueError if the template refuses the chat or drops a part.
     """
-    template = with_date(tokenizer.get_chat_template(tools=tools), DATE)
+    template = with_date(tokenizer.get_chat_template(tools=tools))
     options = {"tools": tools, "chat_template": template, "tokenize": False}
 
     def text_of(turns: list[dict], **more: bool) -> str:
@@ -141,7 +136,7 @@ def encode(
     texts = [text for documents in rendered for text, _, _ in documents]
     encoded = tokenizer(texts, return_offsets_mapping=tokenizer.is_fast, **options)
     offsets = encoded.get("offset_mapping", [None] * len(texts))
-    tokens = zip(encoded["input_ids"], offsets, strict=True)
+    encodings = zip(encoded["input_ids"], offsets, strict=True)
 
     def border(text: str, ids: list[int], ends: list[int] | None, place: int) -> int:
         """Return how many tokens end by character `place`; without offsets, how many the text up
@@ -154,7 +149,7 @@ def encode(
 
     def label(document: tuple[str, list, bool]) -> tuple[list[int], list[int]]:
         text, spans, is_answered = document
-        ids, places = next(tokens)
+        ids, places = next(encodings)
         ends = places and [end for _, end in places]
         labels = list(ids) if args.train_on_prompt else [-100] * len(ids)
         for start, end in spans:
@@ -175,15 +170,21 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"the document is {text!r}, not text")
     options = {"split_special_tokens": True, "return_attention_mask": False, "verbose": False}
-    found = tokenizer(texts, **options)["input_ids"]
     eos = [tokenizer.eos_token_id]
-    ended = [ids if ids[-1:] == eos else ids + eos for ids in found]
-    return [(ids, [-100, *ids[1:]]) for ids in ended]
+    documents = []
+    for ids in tokenizer(texts, **options)["input_ids"]:
+        ended = ids if ids[-1:] == eos else ids + eos
+        documents.append((ended, [-100, *ended[1:]]))
+    return documents
 
 
-def key_of(before: object) -> int:
-    """Return a hash of 56 bits of what precedes a document's first answer."""
-    return int(hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest(), 16)
+def check_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, list]:
+    """Return the ids and labels of a row of tokens; ValueError if they cannot be trained on."""
+    ids = tokens.check_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
+    labels = [-100, *row.get("labels", ids)[1:]]
+    if len(labels) != len(ids) or not {*labels} <= {-100, *ids} or {*labels} == {-100}:
+        raise ValueError("labels are not one for each token, -100 or the token, or all -100")
+    return ids, labels
 
 
 def row_encoder(
@@ -192,53 +193,45 @@ def row_encoder(
     """Return the function that makes the documents of some rows of data set `name`, see FEATURES.
 
     They have at most --max-seq-length + 1 tokens. `cut` is how many more there were, `key` a hash
-    of all before the first answer, `begins` the position of the first target.
+    of 56 bits of all before the first answer, `begins` the position of the first target.
     """
     length = args.max_seq_length + 1
     columns = readers.column_names(name, rows)
     kind = next((x for x, needed in chats.COLUMNS.items() if {*needed} <= {*columns}), None)
     say(f"{name}: columns {', '.join(columns)}, read as {kind or 'plain documents or tokens'}")
 
-    def documents(key: int, found: list[tuple[list, list]]) -> list[dict]:
+    def documents(before: object, encoded: list[tuple[list, list]]) -> list[dict]:
+        digest = hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest()
         made = []
-        for ids, labels in found:
+        for ids, labels in encoded:
             begins = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-            values = ids[:length], labels[:length], len(ids[length:]), key, begins
+            values = ids[:length], labels[:length], len(ids[length:]), int(digest, 16), begins
             made.append(dict(zip(FEATURES, values, strict=True)))
         return made
 
     def from_chats(some: list[dict]) -> list[list[dict]]:
         turns = [chats.read_chat(row, kind) for row in some]
-        keys = []
+        before = []
         for chat, _ in turns:
             first = [turn["role"] for turn in chat].index("assistant")
-            keys.append(key_of(chat[:first] or chat))
-        return list(map(documents, keys, encode(turns, tokenizer, args)))
+            before.append(chat[:first] or chat)
+        return list(map(documents, before, encode(turns, tokenizer, args)))
 
     def from_texts(some: list[dict]) -> list[list[dict]]:
         texts = [row.get(args.text_column) for row in some]
-        encoded = encode_texts(texts, tokenizer)
-        return [documents(key_of(x), [pair]) for x, pair in zip(texts, encoded, strict=True)]
+        pairs = zip(texts, encode_texts(texts, tokenizer), strict=True)
+        return [documents(text, [encoded]) for text, encoded in pairs]
 
     def from_tokens(some: list[dict]) -> list[list[dict]]:
-        from runtime import tokens  # a copy may leave it out
-
-        found = []
-        for row in some:
-            ids = tokens.check_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
-            labels = [-100, *row.get("labels", ids)[1:]]
-            if len(labels) != len(ids) or not set(labels) <= {-100, *ids} or {*labels} == {-100}:
-                raise ValueError(
-                    "labels are not one for each token, -100 or the token, or all -100"
-                )
-            found.append(documents(key_of(ids), [(ids, labels)]))
-        return found
+        pairs = [check_tokens(row, length, tokenizer) for row in some]
+        return [documents(ids, [(ids, labels)]) for ids, labels in pairs]
 
     if kind:
         return from_chats
     if args.text_column in columns:
         return from_texts
     if "input_ids" in columns:
+        tokens.check_origin(name, args, tokenizer)
         return from_tokens
     known = ", or ".join(" and ".join(needed) for needed in chats.COLUMNS.values())
     raise ValueError(f"--dataset {name} has columns {', '.join(columns)}. Rename them to {known}, "
@@ -250,25 +243,19 @@ def load_documents(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str
     name, split = readers.split_word(word, BUILT_IN)
     if name in BUILT_IN:
         rows = readers.docstring_rows()
-        rows = rows.rename_columns({"headline": "prompt", "text": "completion"})
-        parts = readers.pick(name, {"train": rows}, split)
+        parts = {"train": rows.rename_columns({"headline": "prompt", "text": "completion"})}
     else:
-        parts = readers.pick(name, readers.read(name, args.dataset_config), split)
+        parts = readers.read(name, args.dataset_config)
     template = tokenizer.chat_template
     identity = [args.max_seq_length, args.train_on_prompt, args.text_column, template]
     identity += [readers.tokenizer_fingerprint(tokenizer), readers.fingerprint(chats.read_chat)]
     if "strftime_now" in str(template):
-        identity.append(DATE)
         say(f"The chat template writes a date: it is always {DATE}.")
-    found = {}
-    for key, rows in parts.items():
-        if "input_ids" in rows.column_names:
-            from runtime import tokens  # a copy may leave it out
-
-            tokens.check_origin(name, args, tokenizer)
+    documents = {}
+    for key, rows in readers.pick(name, parts, split).items():
         encode_rows = row_encoder(name, rows, tokenizer, args)
-        found[key] = readers.samples(name, rows, encode_rows, FEATURES, args, *identity)
-    return found
+        documents[key] = readers.samples(name, rows, encode_rows, FEATURES, args, *identity)
+    return documents
 
 
 def hold_out(name: str, rows: Dataset) -> dict[str, Dataset]:
@@ -296,23 +283,18 @@ def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dat
     if limit < total:
         rows = rows.select(sorted(random.Random(0).sample(range(total), limit)))
     columns = rows.select_columns(["cut", "begins"]).with_format("numpy")[:]
-    begins, lost = columns["begins"], columns["cut"]  # lost tokens
+    begins = columns["begins"]
     kept = np.flatnonzero(begins <= args.max_seq_length)
-    targets = count_targets(rows)
-    say(f"{name}: {limit:,} of {total:,} documents, with {targets:,} target tokens")
     dropped = limit - len(kept)
-    if lost.any():
-        say(f"{name}: {np.count_nonzero(lost):,} cut to --max-seq-length, losing {lost.sum():,} "
-            f"tokens; {dropped:,} left out, whose answers begin after it")  # fmt: skip
-    if 10 * dropped > limit:
+    say(f"{name}: {limit:,} of {total:,} documents, with {count_targets(rows):,} target tokens; "
+        f"{np.count_nonzero(columns['cut']):,} are cut to --max-seq-length, {dropped:,} left out, "
+        "because their answers begin after it")  # fmt: skip
+    if 2 * dropped > limit:
         enough = np.sort(begins)[-(-9 * limit // 10) - 1]
-        problem = f"{name}: the answers of {dropped:,} of {limit:,} documents begin after "
-        problem += f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of ten."
-        if 2 * dropped > limit:
-            raise ValueError(problem)
-        say(f"WARNING: {problem}")
-    rows = rows.remove_columns(["cut", "key", "begins"])
-    return rows.select(kept) if dropped else rows
+        raise ValueError(f"{name}: the answers of {dropped:,} of {limit:,} documents begin after "
+                         f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of "
+                         "ten.")  # fmt: skip
+    return rows.select_columns(["input_ids", "labels"]).select(kept)
 
 
 def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[str, "Packs"]]:
@@ -339,14 +321,9 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
     for word, rows in val_sets.items():
         limit = args.num_val_samples
         val_sets[word] = draw_documents(rows, limit, f"{word}, validation", args)
-    readers.warn_of_validation(args, val_sets)
     packs = {word: Packs(readers.join([rows]), args) for word, rows in val_sets.items()}
     if args.evaluate_only:
         return None, packs
-    counts = [count_targets(rows) for rows in train_sets]
-    for word, count in zip(args.dataset, counts, strict=True):
-        if len(counts) > 1:
-            say(f"{word}: {count / sum(counts):.1%} of the target tokens")
     say(f"an example, «learned»: {marked(train_sets[0][0], tokenizer)}")
     return Packs(readers.join(train_sets), args), packs
 
@@ -394,9 +371,8 @@ def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) 
 class Packs(torch.utils.data.Dataset):
     """The packs of the documents `dataset`, planned for each epoch.
 
-    A document of n tokens takes n - 1 positions, for the last one has nothing to predict.
-    `positions` is their sum, `fill` its share of the room in all packs, and `span` the mean over
-    positions of their document's length.
+    A document of n tokens takes n - 1 positions, for the last one has nothing to predict. `span` is
+    the mean over positions of their document's length.
     """
 
     def __init__(self, documents: Dataset, args: Namespace):
@@ -406,9 +382,7 @@ class Packs(torch.utils.data.Dataset):
         self.plans: dict[int, list[list[int]]] = {}  # of the current epoch alone
         parts = (x[0] for x in documents.with_format("arrow", ["input_ids"]).iter(10_000))
         self.lengths = [n - 1 for x in parts for n in x.combine_chunks().value_lengths().tolist()]
-        self.positions = sum(self.lengths)
-        self.span = sum(n * n for n in self.lengths) / self.positions
-        self.fill = self.positions / (len(self) * args.max_seq_length)
+        self.span = sum(n * n for n in self.lengths) / sum(self.lengths)
 
     def plan(self) -> list[list[int]]:
         """Return the indices of the documents in each sequence of the epoch."""

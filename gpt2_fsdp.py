@@ -7,13 +7,12 @@
         --model-name openai-community/gpt2-xl --strategy hybrid_shard
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
-Run the same command again to continue from the newest checkpoint; OUTPUT_DIR/final is a Hugging
-Face model. To make a script of your own, copy this one with policies.py, block_dataset.py and the
-folder runtime/, and change, in this order: the import of GPT2Block, BLOCKS, MODEL and TINY, which
-is all for another model of its kind, such as OPT; `load_model`, `load_data`, `token_loss`; in
-`train` the optimizer, the schedule and the step.
+Run the same command again to resume; OUTPUT_DIR/final is a Hugging Face model. To make a script of
+your own, copy this one with `tools/copy_script.py`. Another model of its kind, such as OPT, needs
+another import in place of GPT2Block's, and other MODEL, BLOCKS and TINY. Then come `load_data`,
+`token_loss`, and in `train` the optimizer, the schedule and the step.
 
-Left out on purpose: attention that stops at document boundaries (see llama_fsdp.py).
+Attention does not stop at document boundaries here: see llama_fsdp.py.
 """
 
 import sys
@@ -28,12 +27,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import CPUOffload, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
@@ -44,7 +38,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import block_dataset as data
 import policies
-from runtime import arguments, batches, optimization, ranks, weights
+from runtime import arguments, batches, optimization, ranks, tokens, weights
 from runtime.batches import Batch
 from runtime.chunked_loss import LossHead
 from runtime.model_checks import check_logits, check_sum, fit_config
@@ -62,34 +56,21 @@ SCRIPT = Path(__file__).stem
 
 @record
 def fsdp_main(args: Namespace) -> int:
-    """Train from the pretrained weights, or a checkpoint, to OUTPUT_DIR/final and best.
-
-    Returns the exit code; `Run` says how a run can end. All ranks.
-    """
+    """Train from the pretrained weights, or a checkpoint, and export; return the exit code."""
     device = setup(args)
     try:
         with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
             model, tokenizer, init = load_model(args, device, run.checkpoint)
-            if args.prepare_only:
-                run.write_prepared(*load_data(args, tokenizer), tokenizer)
-                return 0
             run.describe(model, tokenizer)
-            if args.export_only:
-                run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
-                return 0
-            train_set, val_sets = load_data(args, tokenizer)
-            model = wrap_model(args, device, model, init)
-            val_loaders = {}
-            for name, samples in val_sets.items():
-                val_loaders[name] = batches.val_loader(args, samples, data.collate)
-            if args.evaluate_only:
-                run.load_evaluated(model, val_loaders)
-                check_loss(args, device, model)
-                run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
-                return 0
-            if train(args, device, model, train_set, val_loaders, run):
-                continue_prompts(args, device, model, tokenizer, next(iter(val_sets.values())))
-                run.export(model, tokenizer)
+            if args.prepare_only or args.export_only or args.evaluate_only:
+                without_training(args, model, tokenizer, init, run)
+            else:
+                train_set, val_sets = load_data(args, tokenizer)
+                model = wrap_model(args, device, model, init)
+                val_loaders = batches.val_loaders(args, val_sets, data.collate)
+                if train(args, model, train_set, val_loaders, run):
+                    continue_prompts(args, device, model, tokenizer, next(iter(val_sets.values())))
+                    run.export(model, tokenizer)
         return run.exit_code
     finally:
         cleanup()
@@ -139,7 +120,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LossModel(MODEL):
-    """Hugging Face's model, whose forward returns the loss if it is given targets."""
+    """Hugging Face's model, whose forward returns the loss if it gets targets."""
 
     def __init__(self, config: transformers.PretrainedConfig) -> None:
         super().__init__(config)
@@ -167,11 +148,8 @@ LossModel.__name__ = MODEL.__name__  # which is written into config.json
 def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
-    """Return the model on meta, its tokenizer, and the function that gives a module its weights.
-
-    Given a `checkpoint` these are only allocated, for it to fill. Raises ValueError if the model
-    cannot be had, is of another type, or too short.
-    """
+    """Return the model on meta, its tokenizer, and the function that gives a module its weights,
+    or given a `checkpoint` only memory for them. Raises ValueError if the model does not fit."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -186,14 +164,14 @@ def load_model(
 
 
 def units(model: nn.Module) -> policies.Classes:
-    """The classes of the model's FSDP units; all else, such as tied weights, is in the root."""
+    """Return the classes of FSDP units; all else, such as tied weights, is in the root unit."""
     return BLOCKS
 
 
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
-    """The model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
+    """Return the model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     policy = policies.wrap_policy(units(model))
@@ -220,8 +198,6 @@ def wrap_model(
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),
             device_mesh=policies.device_mesh(args, device),
             device_id=device,
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            limit_all_gathers=True,
             use_orig_params=True,
             param_init_fn=init,
         )
@@ -231,24 +207,22 @@ def wrap_model(
 
 
 def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
-    """The training set, None with --evaluate-only, and the validation sets by name; all ranks.
+    """Return the training set, None with --evaluate-only, and the validation sets by name.
 
-    A data set of your own needs len() and [i], which gives what `data.collate` takes.
-    Raises ValueError if the data or its flags cannot be used.
+    A data set of your own needs len() and [i], which returns what `data.collate` takes.
     """
     return ranks.first_on_node(data.load, args, tokenizer)
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """The keywords of the model's forward that a batch holds, without the targets."""
+    """Return the keywords of the model's forward that a batch holds, without the targets."""
     return {"input_ids": batch["input_ids"]}
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss sums over tokens of the model's own logits; all ranks."""
-    rows = data.examples(args)
-    batch = data.collate(rows)
-    alone = [data.collate([row]) for row in rows]
+    rows = data.probe_batch(args)
+    batch, alone = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
         check_logits(summed_loss, model_inputs, model, batch, device, dtype)
@@ -261,20 +235,13 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def train(
-    args: Namespace,
-    device: torch.device,
-    model: nn.Module,
-    train_set: Any,
-    val_loaders: Loaders,
-    run: Run,
+    args: Namespace, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run
 ) -> bool:
     """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
+    device = run.device
     sampler = batches.train_sampler(args, train_set)  # the same samples on any number of ranks
     loader = DataLoader(
-        train_set,
-        batch_sampler=sampler,
-        collate_fn=data.collate,
-        pin_memory=device.type != "cpu",
+        train_set, batch_sampler=sampler, collate_fn=data.collate, pin_memory=device.type != "cpu"
     )
     groups = optimization.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
@@ -318,13 +285,10 @@ def train(
 
 
 @torch.no_grad()
-def validation(
-    args: Namespace, model: nn.Module, loaders: Loaders, run: Run
-) -> dict[str, float | dict]:
-    """Mean loss over the target tokens of all validation sets, and of each; all ranks.
+def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
+    """Return the mean loss over the target tokens of all validation sets, and of each; all ranks.
 
-    Every example counts once, whatever the number of ranks: a rank that is out of examples is
-    given batches without targets, so that all make the same number of forward passes.
+    Every example counts once: a rank without examples left gets batches without targets.
     """
     totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
     with policies.evaluation(model), policies.autocast(args, run.device):
@@ -340,6 +304,25 @@ def validation(
         "perplexity": loss.exp().item(),
         "losses": dict(zip(loaders, losses, strict=True)),
     }
+
+
+def without_training(
+    args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
+) -> None:
+    """Export, prepare data or evaluate, as --export-only and its like ask for; all ranks."""
+    device = run.device
+    if args.export_only:
+        run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
+        return
+    train_set, val_sets = load_data(args, tokenizer)
+    if args.prepare_only:
+        tokens.write_prepared(args, train_set, val_sets, tokenizer)
+        return
+    model = wrap_model(args, device, model, init)
+    val_loaders = batches.val_loaders(args, val_sets, data.collate)
+    run.load_evaluated(model, val_loaders)
+    check_loss(args, device, model)
+    run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
 
 
 @torch.no_grad()

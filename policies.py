@@ -125,22 +125,15 @@ def check_blocks(model: nn.Module, blocks: Classes) -> None:
     Layers are the members of a ModuleList of two or more, except torch.nn's own modules. A layer
     outside of every block would silently become part of the root unit.
     """
-    in_block = {
-        x for block in model.modules() if isinstance(block, blocks) for x in block.modules()
-    }
-    problems = []
-    for block in blocks:
-        if not any(isinstance(module, block) for module in in_block):
-            problems.append(f"the model does not contain {block.__name__}")
+    units = [module for module in model.modules() if isinstance(module, blocks)]
+    inside = {module for unit in units for module in unit.modules()}
     stacks = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) > 1]
-    outside = {type(x) for layers in stacks for x in layers if x not in in_block}
-    for layer in sorted(outside, key=str):
-        if not layer.__module__.startswith("torch.nn."):
-            problems.append(f"it lacks {layer.__name__}")
-    if problems:
+    layers = {type(layer) for stack in stacks for layer in stack if layer not in inside}
+    missing = {x.__name__ for x in layers if not x.__module__.startswith("torch.nn.")}
+    if missing:
         raise ValueError(
-            f"BLOCKS does not fit {type(model).__name__}: {'; '.join(problems)}. Name the classes "
-            "of all layers of the model."
+            f"BLOCKS does not fit {type(model).__name__}: it lacks {', '.join(sorted(missing))}. "
+            "Name the classes of all layers of the model."
         )
 
 
@@ -174,7 +167,7 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
     timeout = timedelta(minutes=args.timeout_minutes)
     grid = torch.arange(world_size).view(-1, shards)
     groups = []
-    with ranks.joining(timeout):
+    with ranks.joining():
         for rows in (grid.T, grid):  # init_device_mesh would ignore the time-out
             group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
             groups.append(group)
@@ -217,52 +210,34 @@ def checkpoint_activations(model: nn.Module, blocks: Classes, how: str = "blocks
 
     If `how` is "attention", keep the output of each attention kernel and recompute the rest.
     """
-    if how == "attention":
-        keep_attention(model, blocks)
-    else:
+    if how == "blocks":
         apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
-
-
-def keep_attention(model: nn.Module, blocks: Classes) -> None:
-    """Recompute each block in the backward pass, except the operators in ATTENTION.
-
-    Replace the `forward` of the blocks: outside of a compiled block, torch.compile would overwrite
-    kept tensors. The first training step ends the run if no such operator ran, or if one has
-    dropout, because the recomputation would draw its random numbers for the rest of the block.
-    """
-    dropouts = set()  # of the operators that are kept
-
-    def policy(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-        if not ATTENTION.match(str(operator)):
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        names = [argument.name for argument in operator._schema.arguments]
-        options |= dict(zip(names, args, strict=False))
-        dropouts.add(options.get("dropout_p", 0.0))
-        return CheckpointPolicy.MUST_SAVE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-
-    def recomputed(forward: Callable) -> Callable:
-        @functools.wraps(forward)  # torch.compile skips a functools.partial of `checkpoint`
-        def keeps_attention(*args: Any, **options: Any) -> Any:
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
-
-        return keeps_attention
-
-    def check(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        handle.remove()
-        if not dropouts or any(dropouts):
-            flag = "--activation-checkpointing"
-            ranks.exit_with(
-                f"{flag} attention needs an attention kernel without dropout: use {flag} blocks"
-            )
-
+        return
+    contexts = functools.partial(create_selective_checkpoint_contexts, _attention_policy)
     for module in model.modules():
         if isinstance(module, blocks):
-            module.forward = recomputed(module.forward)
-    handle = model.register_forward_hook(check)
+            module.forward = _recomputed(module.forward, contexts)
+
+
+def _attention_policy(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    if not ATTENTION.match(str(operator)):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    names = [argument.name for argument in operator._schema.arguments]
+    options |= dict(zip(names, args, strict=False))
+    if options.get("dropout_p"):  # what follows would draw its random numbers
+        flag = "--activation-checkpointing"
+        ranks.exit_with(f"{flag} attention needs attention without dropout. Use {flag} blocks.")
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _recomputed(forward: Callable, contexts: Callable) -> Callable:
+    # Replaces the block's forward: outside of a compiled block, torch.compile would overwrite kept
+    # tensors. It skips a functools.partial of `checkpoint`.
+    @functools.wraps(forward)
+    def keeps_attention(*args: Any, **options: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
+
+    return keeps_attention
 
 
 def fuse_gelu(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import random
 import re
 from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,11 +22,12 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, List, Value
-from transformers import PreTrainedModel
+from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, ranks, readers
+from runtime import arguments, ranks, readers, tokens
 from runtime.ranks import say
+from runtime.weights import unwrapped
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # examples by default
@@ -41,7 +41,11 @@ TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "
 PAIR = {"text": Value("string"), "summary": Value("string")}
 TOKENS = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 TOKENS |= {"length": Value("int32")}
-KEY = {"key": Value("int64"), "place": Value("string")}  # a split, why it is dropped, or nothing
+KEY = {"key": Value("int64"), "split": Value("string")}  # of the title lists, or empty
+COLUMNS = {  # text, summary, and what stays together
+    "wikihow": ["text", "headline", "title"],
+    "docstrings": ["text", "headline", "module"],
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -58,12 +62,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--source-column", help="column with the texts", default="text")
     add("--target-column", help="column with the summaries", default="headline")
     add("--source-prefix", help="put before each text", default="summarize: ")
-    tokens = "longest {} in tokens, EOS included"
-    add("--source-length", **arguments.at_least(2), default=512, help=tokens.format("text"))
-    add("--target-length", **arguments.at_least(2), default=150, help=tokens.format("summary"))
+    add("--source-length", **arguments.COUNT, default=512, help="most tokens in a text with EOS")
+    add("--target-length", **arguments.COUNT, default=150, help="most tokens in a summary with EOS")
     for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
         text = f"per data set (0: all; default: all, except {number} of wikihow and docstrings)"
-        add(flag, **arguments.at_least(0), help=text)
+        add(flag, **arguments.COUNT, help=text)
     add("--bad-rows", **arguments.BAD_ROWS)
     add("--group-by-length", help="batch texts of about one length, to pad less", **arguments.ON)
 
@@ -74,8 +77,6 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     Their columns are TOKENS: `length` is that of `input_ids`, and EOS is last. The choice of rows
     depends on the data alone. Raises ValueError if data or flags cannot be used.
     """
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer {type(tokenizer).__name__} has no EOS token: set one")
     train_sets = []
     val_sets = {}
     for word in [] if args.evaluate_only and args.val_dataset else args.dataset:
@@ -89,7 +90,6 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
         val_sets[word] = parts.get("validation", parts["train"])
     for word, rows in val_sets.items():
         val_sets[word] = readers.join([finish(word, "validation", rows, args, tokenizer)])
-    readers.warn_of_validation(args, val_sets)
     if args.evaluate_only:
         return None, val_sets
     text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
@@ -127,16 +127,13 @@ def open_wikihow(args: Namespace) -> Dataset:
 
 
 def read_title_lists(args: Namespace) -> dict[str, str]:
-    """Return the split of each title by WikiHow's authors' lists; {} without those of training and
-    validation."""
-    paths = {split: Path(args.data_dir).expanduser() / x for split, x in TITLE_LISTS.items()}
-    if not (paths["train"].is_file() and paths["validation"].is_file()):
-        return {}
+    """Return the split of each title by the lists of WikiHow's authors; {} without lists."""
     titles = {}
-    for split, path in paths.items():
+    for split, name in TITLE_LISTS.items():
+        path = Path(args.data_dir).expanduser() / name
         if path.is_file():
             lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
-            titles.update((title_key(line), split) for line in lines)
+            titles |= {title_key(line): split for line in lines}
     return titles
 
 
@@ -153,70 +150,51 @@ def hashed(key: str) -> int:
 def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return the rows of data set `name` with the columns of KEY, and of PAIR or TOKENS."""
     columns = readers.column_names(name, rows)
-    wanted = [args.source_column, args.target_column]
-    if name == "docstrings":
-        wanted = ["text", "headline"]
-    if name == "wikihow":
-        wanted.append("title")
-    titles = read_title_lists(args) if name == "wikihow" else {}
-    is_tokens = "input_ids" in columns and not {*wanted} <= {*columns}
-    if not is_tokens and not {*wanted} <= {*columns}:
+    wanted = COLUMNS.get(name, [args.source_column, args.target_column])
+    if "input_ids" in columns and not {*wanted} <= {*columns}:
+        return check_tokens(name, rows, args, tokenizer)
+    if not {*wanted} <= {*columns}:
         raise ValueError(f"--dataset {name} has columns {', '.join(columns)}, but not all of "
                          f"{wanted}. Pass --source-column and --target-column.")  # fmt: skip
+    titles = read_title_lists(args) if name == "wikihow" else {}
 
-    def clean(row: dict[str, Any]) -> dict[str, Any]:
-        found = ["" if row.get(x) is None else row[x] for x in wanted]
-        for column, value in zip(wanted, found, strict=True):
-            if not isinstance(value, str):
-                raise ValueError(f"{column} is {value}, not text")
-        text, summary, *title = (value.strip() for value in found)
+    def value_of(row: dict[str, Any], column: str) -> str:
+        value = row.get(column)
+        if not isinstance(value, str):
+            raise ValueError(f"{column} is {value}, not text")
+        return value.strip()
+
+    def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
+        text, summary, *key = (value_of(row, column) for column in wanted)
         if name == "wikihow":
-            return clean_wikihow(text, summary, title_key(*title), titles)
+            return clean_wikihow(text, summary, title_key(*key), titles)
         if not text or not summary:
             raise ValueError("its text or its summary is empty")
-        key = row["module"] if name == "docstrings" else text
+        pair = {"text": text, "summary": summary}
         if name == "docstrings":
-            text, summary = on_one_line(text), on_one_line(summary)
-        return {"text": text, "summary": summary, "key": hashed(key), "place": ""}
+            pair = {column: on_one_line(value) for column, value in pair.items()}
+        return [pair | {"key": hashed(*key or [text]), "split": ""}]
 
     def clean_some(some: list[dict]) -> list[list[dict]]:
-        return [[clean(row)] for row in some]
+        return [clean(row) for row in some]
 
-    def check_some(some: list[dict]) -> list[list[dict]]:
-        from runtime import tokens  # a copy may leave it out
-
-        found = []
-        for row in some:
-            ids, labels = (tokens.check_ids(row.get(x), *limits[x], tokenizer) for x in limits)
-            pair = {"input_ids": ids, "labels": labels, "length": len(ids)}
-            found.append([pair | {"key": hashed(repr(ids)), "place": ""}])
-        return found
-
-    if is_tokens:
-        from runtime import tokens  # a copy may leave it out
-
-        tokens.check_origin(name, args, tokenizer)
-        limits = {"input_ids": ("--source-length", args.source_length)}
-        limits["labels"] = "--target-length", args.target_length
-        return readers.samples(name, rows, check_some, TOKENS | KEY, args, limits, len(tokenizer))
-    rows = readers.samples(name, rows, clean_some, PAIR | KEY, args, wanted, sorted(titles.items()))
-    counts = Counter(place for place in rows["place"] if place.startswith("with "))
-    reasons = ", ".join(f"{count:,} {place}" for place, count in counts.items())
-    say(f"{name}: {len(rows):,} rows, dropped: {reasons or 'none'}")
-    return rows
+    cleaned = readers.samples(name, rows, clean_some, PAIR | KEY, args, wanted, titles)
+    say(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
+    return cleaned
 
 
-def clean_wikihow(text: str, summary: str, key: str, titles: dict[str, str]) -> dict[str, Any]:
-    """Return a row of WikiHow, cleaned as its authors do; `place` is its split, or why it goes."""
-    place = titles.get(key, "with a title in none of the lists") if titles else ""
-    if not text or not summary:
-        place = "with an empty field"
-    elif len(summary) >= 0.75 * len(text):
-        place = "with a headline not shorter than 0.75 of the text"
+def clean_wikihow(
+    text: str, summary: str, key: str, titles: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Return a row of WikiHow, cleaned and filtered as its authors do, in a list; or []."""
+    if not text or not summary or len(summary) >= 0.75 * len(text):
+        return []
+    if titles and key not in titles:
+        return []
     number = hashed(key or text)
     text = on_one_line(re.sub(r"\.+[\r\n]+,", ".\n", text))
     summary = on_one_line(summary.replace(".,", "."))
-    return {"text": text, "summary": summary, "key": number, "place": place}
+    return [{"text": text, "summary": summary, "key": number, "split": titles.get(key, "")}]
 
 
 def on_one_line(text: str) -> str:
@@ -224,40 +202,53 @@ def on_one_line(text: str) -> str:
     return re.sub(r"\s*[\r\n]\s*", " ", text)
 
 
+def check_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+    """Return rows of `input_ids` and `labels` with the columns of TOKENS and KEY."""
+    tokens.check_origin(name, args, tokenizer)
+    lengths = args.source_length, args.target_length
+
+    def check(row: dict[str, Any]) -> dict[str, Any]:
+        ids = tokens.check_ids(row.get("input_ids"), "--source-length", lengths[0], tokenizer)
+        labels = tokens.check_ids(row.get("labels"), "--target-length", lengths[1], tokenizer)
+        pair = {"input_ids": ids, "labels": labels, "length": len(ids)}
+        return pair | {"key": hashed(repr(ids)), "split": ""}
+
+    def check_some(some: list[dict]) -> list[list[dict]]:
+        return [[check(row)] for row in some]
+
+    return readers.samples(name, rows, check_some, TOKENS | KEY, args, lengths, len(tokenizer))
+
+
 def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, Dataset]:
-    """Return rows by split: that in `place`, else by their key, so that equal keys stay together.
-    Every split that is held out gets at least one key; ValueError if rows are too few."""
+    """Return rows by split: that of the title lists, else by key, so that equal keys stay together.
+
+    Without lists every split gets at least one key. Raises ValueError if rows are too few.
+    """
     splits = list(percent)
-    places = np.array(rows["place"], dtype=object)
-    kept = [i for i, place in enumerate(places) if not place.startswith("with ")]
-    rows, places = rows.select(kept), places[kept]
     keys = rows.with_format("numpy")["key"][:]
-    by_list = bool(len(places) and places[0])
-    if not by_list:
+    places = np.array(rows["split"], dtype=object)
+    if not places[0]:
         bounds = np.cumsum(list(percent.values()))
         places = np.array(splits, dtype=object)[bounds.searchsorted(keys % 100, side="right")]
-    counts = Counter(places)
-    if by_list and not (counts["train"] and counts["validation"]) or not kept:
-        sizes = f"{counts['train']} training and {counts['validation']} validation rows"
-        raise ValueError(f"--dataset {name} has {sizes}. Pass more data, or other title lists.")
-    if not by_list and len(counts) < len(splits):
-        distinct = np.unique(keys)
-        if len(distinct) == 1:
-            raise ValueError(f"--dataset {name}: no two rows differ, so none can be held out for "
-                             "validation. Pass --val-dataset.")  # fmt: skip
-        places[:] = "train"
-        for key, split in zip(distinct[:-1], splits[1:], strict=False):
-            places[keys == key] = split
-    say(f"{name}: {', '.join(f'{split} {list(places).count(split):,}' for split in splits)} rows")
-    return {split: rows.select(np.flatnonzero(places == split)) for split in splits}
+        if len({*places}) < len(splits):
+            places[:] = "train"
+            for key, split in zip(np.unique(keys)[:-1], splits[1:], strict=False):
+                places[keys == key] = split
+    parts = {split: rows.select(np.flatnonzero(places == split)) for split in splits}
+    sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
+    if not len(parts["train"]) or not len(parts["validation"]):
+        raise ValueError(f"--dataset {name} has too few different rows: {sizes}. Pass more data, "
+                         "--val-dataset, or other title lists.")  # fmt: skip
+    say(f"{name}: {sizes} rows")
+    return parts
 
 
 def finish(word: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return a random, but always same, choice of rows as tokens, in their order."""
     flag = args.num_train_samples if split == "train" else args.num_val_samples
     default = BUILT_IN.get(word.partition(":")[0], (0, 0))[split != "train"]
-    number = (default if flag is None else flag) or len(rows)
     total = len(rows)
+    number = (default if flag is None else flag) or total
     if number < total:
         indices = list(range(total))
         random.Random(0).shuffle(indices)
@@ -265,47 +256,48 @@ def finish(word: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tok
     rows = rows.remove_columns(list(KEY))
     if "input_ids" not in rows.column_names:
         rows = encode(word, rows, args, tokenizer)
-    say(f"{word}, {split}: {len(rows):,} of {total:,} examples used")
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    say(f"{word}, {split}: {full:,} texts fill --source-length, or are cut to it" if full else "")
+    say(f"{word}, {split}: {len(rows):,} of {total:,} examples, {full:,} as long as "
+        "--source-length or cut to it")  # fmt: skip
     return rows
 
 
 def encode(word: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Tokenize cleaned rows into columns input_ids, labels, and length, of input_ids."""
-    eos = tokenizer.eos_token_id
     prefix = args.source_prefix
     lengths = args.source_length, args.target_length
+    options = {"truncation": True, "return_attention_mask": False}
 
     def closed(ids: list[int], length: int) -> list[int]:
+        eos = tokenizer.eos_token_id
         return ids if ids and ids[-1] == eos else [*ids[: length - 1], eos]
 
     def encode_some(some: list[dict]) -> list[list[dict]]:
-        texts = [prefix + row["text"] for row in some], [row["summary"] for row in some]
-        options = {"truncation": True, "return_attention_mask": False}
-        inputs = tokenizer(texts[0], max_length=lengths[0], **options)
-        labels = tokenizer(text_target=texts[1], max_length=lengths[1], **options)
-        sources = [closed(ids, lengths[0]) for ids in inputs["input_ids"]]
-        targets = [closed(ids, lengths[1]) for ids in labels["input_ids"]]
-        pairs = zip(sources, targets, strict=True)
-        return [[{"input_ids": x, "labels": y, "length": len(x)}] for x, y in pairs]
+        texts = [prefix + row["text"] for row in some]
+        summaries = [row["summary"] for row in some]
+        sources = tokenizer(texts, max_length=lengths[0], **options)["input_ids"]
+        targets = tokenizer(text_target=summaries, max_length=lengths[1], **options)["input_ids"]
+        samples = []
+        for source, target in zip(sources, targets, strict=True):
+            ids, labels = closed(source, lengths[0]), closed(target, lengths[1])
+            samples.append([{"input_ids": ids, "labels": labels, "length": len(ids)}])
+        return samples
 
     key = prefix, lengths, readers.tokenizer_fingerprint(tokenizer)
     return readers.samples(word, rows, encode_some, TOKENS, args, *key)
 
 
-def collator(model: PreTrainedModel) -> Callable:
-    """Return `collate` for a model, with the tokens that its decoder starts and is padded with.
+def collator(model: nn.Module) -> Callable:
+    """Return `collate` with the tokens that a model's decoder starts and is padded with.
 
     Raises ValueError if it has none.
     """
-    start, padding = (
-        getattr(model.config, "decoder_start_token_id", None),
-        model.config.pad_token_id,
-    )
+    model = unwrapped(model)
+    start = getattr(model.config, "decoder_start_token_id", None)
+    padding = model.config.pad_token_id
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # T5Gemma has its start elsewhere
         labels = torch.tensor([[5, -100, -100]])
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # it may find none
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # the model may have none
             shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
             start, _, padding = shifted[0].tolist()
     if start is None or padding is None:
@@ -325,7 +317,7 @@ def source_lengths(args: Namespace, samples: Sequence[dict]) -> list[int] | None
     return [len(sample["input_ids"]) for sample in samples]
 
 
-def examples() -> list[dict[str, range]]:
+def probe_batch() -> list[dict[str, range]]:
     """Return three samples for the checks of the model. Two have one source, and the second's
     target is how the first's begins; the third has a shorter source and target."""
     source, target = range(10, 27), range(30, 46)
@@ -348,33 +340,29 @@ def collate(
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
     sources = [example["input_ids"] for example in examples]
     targets = [example["labels"] for example in examples]
-    source_shape = len(examples), padded_width(sources)
-    target_shape = len(examples), padded_width(targets)
-    input_ids = np.full(source_shape, pad_token_id)
-    attention_mask = np.zeros(source_shape, dtype=np.int64)
-    labels = np.full(target_shape, -100)
-    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        input_ids[number, : len(source)] = source
-        attention_mask[number, : len(source)] = 1
-        labels[number, : len(target)] = target
-    decoder_input_ids = np.full(target_shape, decoder_start_token_id)
-    decoder_input_ids[:, 1:] = labels[:, :-1]
-    decoder_input_ids[decoder_input_ids == -100] = pad_token_id
-    decoder_attention_mask = (labels != -100).astype(np.int64)
+    labels = padded(targets, -100)
+    decoder_input_ids = torch.full_like(labels, decoder_start_token_id)
+    decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)
+    decoder_attention_mask = (labels != -100).long()
     decoder_attention_mask[:, 0] = 1
-    tensors = {
-        "input_ids": input_ids,
-        "attention_mask": attention_mask,
+    count = sum(map(len, targets))
+    return {
+        "input_ids": padded(sources, pad_token_id),
+        "attention_mask": padded([np.ones(len(source)) for source in sources], 0),
         "labels": labels,
         "decoder_input_ids": decoder_input_ids,
         "decoder_attention_mask": decoder_attention_mask,
+        "targets": count,
+        "tokens": count + sum(map(len, sources)),
     }
-    count = sum(map(len, targets))
-    counts = {"targets": count, "tokens": count + sum(map(len, sources))}
-    return {name: torch.from_numpy(array) for name, array in tensors.items()} | counts
 
 
-def padded_width(rows: list[np.ndarray]) -> int:
-    """Return the length of the longest row, at least 1; on a GPU rounded up to a multiple of 8."""
+def padded(rows: list[np.ndarray], value: int) -> torch.Tensor:
+    """Return rows as int64 [rows, length of the longest, at least 1], padded with `value`; on a GPU
+    the length is rounded up to a multiple of 8."""
     multiple = 1 if ranks.accelerator() is None else 8
-    return max(1, -(-max(map(len, rows)) // multiple)) * multiple
+    width = max(1, -(-max(map(len, rows)) // multiple)) * multiple
+    array = np.full((len(rows), width), value)
+    for number, row in enumerate(rows):
+        array[number, : len(row)] = row
+    return torch.from_numpy(array)

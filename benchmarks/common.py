@@ -1,4 +1,4 @@
-"""Parts of several benchmarks: shapes, random models, launches that print JSON, turns."""
+"""Code that several benchmarks share: model shapes, random models, launches that print JSON."""
 
 import json
 import os

@@ -1,11 +1,11 @@
-"""Batch size, memory and time of GPT-2 under each sharding strategy, in one table.
+"""Compare batch size, memory and time of GPT-2 under each sharding strategy, in one table.
 
     python benchmarks/compare_strategies.py --processes 2                          # on a CPU
     python benchmarks/compare_strategies.py --processes 2 --model gpt2-xl --memory-limit-gb 24
 
-On GPUs it looks for the largest batch per rank that fits, by doubling and then bisecting; on a CPU
-it compares the bytes that a rank holds and the time of a step at one batch size. Every trial is a
-torchrun launch of its own: a rank that runs out of memory leaves the others waiting.
+On GPUs it searches for the largest batch per rank that fits, by doubling and then bisecting. On a
+CPU it compares the bytes that a rank holds and the time of a step at one batch size. Each trial is
+a separate torchrun launch, because a rank that runs out of memory leaves the others waiting.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
             seconds.append(time.perf_counter() - start)
     except torch.OutOfMemoryError:
         os._exit(OUT_OF_MEMORY)  # at once: the others wait for this rank, torchrun ends them
-    peak = torch.tensor(max(peak_memory(device).values()))
+    peak = torch.tensor(peak_memory(device))
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
     if dist.get_rank() == 0:
         median = statistics.median(seconds[1:])

@@ -1,10 +1,11 @@
-"""Teach a small T5 to read dates in six languages, and show what it could before and can after.
+"""Teach a small T5 to read dates in six languages, and compare its answers before and after.
 
     python benchmarks/demo.py output/demo
 
-The model has random weights and takes bytes as tokens. It is given a day as people write it, such
-as "le 3 mars 1987", and must write 1987-03-03. It is tested on 300 days of which it has seen none.
-The commands that are run are printed; started again, the program goes on, or shows the result.
+The model has random weights and uses bytes as tokens. Its input is a date as people write it, such
+as "le 3 mars 1987", and its target is 1987-03-03. It is tested on 300 dates that are not in the
+training data. The program prints the commands that it runs. Run it again to resume, or to show the
+result.
 """
 
 import argparse

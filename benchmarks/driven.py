@@ -57,15 +57,11 @@ class OffRecord(Run):
         """Wrap the model, in the thread that trains: torch.compile is configured for a thread."""
         self.model = self.module.wrap_model(self.args, self.device, self.model, self._init)
         collate = collate_of(self.module, self.model)
-        self.val_loaders = {}
-        for name, samples in self.val_sets.items():
-            self.val_loaders[name] = batches.val_loader(self.args, samples, collate)
+        self.val_loaders = batches.val_loaders(self.args, self.val_sets, collate)
 
     def train(self) -> None:
         """Run the script's `train`."""
-        self.module.train(
-            self.args, self.device, self.model, self.train_set, self.val_loaders, self
-        )
+        self.module.train(self.args, self.model, self.train_set, self.val_loaders, self)
 
     def begin(self) -> bool:
         """Open the directory, and say nothing."""

@@ -1,14 +1,14 @@
-"""Memory that the estimator predicts against what a step of each script takes, side by side.
+"""Compare the memory that the estimator predicts with the memory that a training step takes.
 
     python benchmarks/estimate.py                              # the tiny models, two CPU processes
     python benchmarks/estimate.py --models gpt2-large llama-2-7b --processes 1       # one GPU
     python benchmarks/estimate.py --models gpt2-large --processes 8 --strategies full_shard
 
-`--models` are built-in names of the estimator. MB (10^6 bytes) of one rank: parameters, gradients
-and AdamW's moments held, each as estimated / measured, and on GPUs the estimated total against the
-largest sum that the allocator had given out. Random weights, full-length random batches, no files.
-Before torch 2.13 the logits are held whole, which the estimate leaves out. Adapters are trained
-under FSDP2.
+`--models` are built-in names of the estimator. The table shows MB (10^6 bytes) of one rank, as
+estimated / measured: parameters, gradients and AdamW's moments, and on GPUs the total, measured as
+the allocator's peak. Weights and full-length batches are random, so no files are needed. Before
+torch 2.13 all logits are held, which the estimate does not include. Adapters are trained under
+FSDP2.
 """
 
 import argparse

@@ -1,14 +1,14 @@
-"""A Llama-2-7B-shaped model on one GPU: tokens/s, MFU and peak, ours and the Trainer's.
+"""Measure tokens/s, MFU and peak memory of a 7B Llama on one GPU, ours and the Trainer's.
 
     python benchmarks/one_gpu.py                                   # bf16, length 4096, 110 GB
     python benchmarks/one_gpu.py --lora-rank 16                    # frozen weights in bf16, 20 GB
-    python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to see that it runs
+    python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to check that it runs
 
-Random weights in fp32 with AdamW, activation checkpointing, sequences of one document. MFU is the
-FLOPs that the model needs (`flops_per_token` in runtime/metrics.py) against the datasheet's
-peak, and against a matrix product of bf16 measured in the same process. Each runs in a launch of
-its own, because the two do not fit together; they take turns, and the launch of the median step is
-shown. Adapters, on all projections of the blocks, are in fp32.
+The model has random fp32 weights, AdamW, activation checkpointing and sequences of one document.
+MFU divides the FLOPs that the model needs (`flops_per_token` in runtime/metrics.py) by the
+datasheet's peak, and by the speed of a bf16 matrix product measured in the same process. The two
+programs do not fit into memory together, so they run in separate launches that take turns. The
+table shows the launch with the median step. Adapters, on all projections of the blocks, are fp32.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from transformers import ByT5Tokenizer
 
 import llama_fsdp
 from runtime import ranks, weights
-from runtime.metrics import attention_of, flops_per_token, peak_tflops
+from runtime.metrics import PEAK_TFLOPS, attention_of, flops_per_token
 from tools import memory_estimator
 
 
@@ -75,7 +75,7 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
         seconds.append(time.perf_counter() - start)
     median, tokens = statistics.median(seconds[2:]), options.batch_size * options.length
     found["tflops_per_gpu"] = tokens / median * flops / 1e12
-    found["assumed_peak_tflops"] = peak_tflops(ranks.device_name(device)) or math.inf
+    found["assumed_peak_tflops"] = PEAK_TFLOPS.get(ranks.device_name(device), math.inf)
     llama_fsdp.cleanup()
     return found | {"seconds": median, "peak_mb": peak_mb(), "attention": kernel}
 

@@ -1,14 +1,14 @@
-"""Draw one or several runs from their metrics.jsonl: loss, learning rate, norm, speed and memory.
-Or draw the memory that a model needs under each strategy.
+"""Plot loss, learning rate, gradient norm, speed and memory of runs from their metrics.jsonl.
+Or plot the memory that a model needs under each strategy.
 
     python benchmarks/plot_runs.py output/a output/b --picture runs.png
     python tools/memory_estimator.py --json > 7b.json
     python tools/memory_estimator.py --json --no-activation-checkpointing > 7b-plain.json
     python benchmarks/plot_runs.py --estimate 7b.json 7b-plain.json --title "Llama 2 7B"
 
-It needs matplotlib. Lines are training metrics, dots are validations; memory is drawn if
-as metrics.jsonl has it. Of an estimate the terms under AdamW are stacked. The dot is the peak,
-which is less than their sum if not all of them are held at one time.
+It needs matplotlib. Lines are training metrics and dots are validations. An estimate is plotted as
+the stacked terms under AdamW. Its dot is the peak, which is less than the sum of the terms if they
+are not all held at the same time.
 """
 
 import argparse

@@ -3,16 +3,16 @@
     pip install -r benchmarks/requirements.txt
     python benchmarks/run_all.py --preset cpu                    # two CPU processes, an hour
     python benchmarks/run_all.py --preset gpu --processes 8      # one process per GPU
-    python benchmarks/run_all.py --preset gpu --minutes 10       # what matters most, then the rest
+    python benchmarks/run_all.py --preset gpu --minutes 10       # the most important ones first
 
 `--data` is a directory with seed_tasks.jsonl of self-instruct and xsum_200.jsonl (`document` and
-`summary` in each line); without it docstrings are used. `--only` takes words of the titles. A
-preset replaces its own part of the file and leaves the other's, after each program.
+`summary` in each line). By default docstrings are used. `--only` selects titles that contain these
+words. After each program, the preset's part of the file is replaced. The other preset's part stays.
 
-With `--minutes` the program that is running when they are over is ended. The same command, given
-again, runs the rest: sections of RESULTS.md that were measured by the same command, at the
-same commit, with the same device and versions, are left as they are. A program that was cut short,
-or failed, leaves what it has printed, and is run again last.
+When `--minutes` are over, the running program is ended. Run the same command again to measure the
+rest: it keeps sections that were measured by the same command, at the same commit, with the same
+device and versions. A program that failed or was ended keeps its output in the file, and runs again
+after all others.
 """
 
 import argparse

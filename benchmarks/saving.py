@@ -1,22 +1,23 @@
-"""Load, save, resume and export of a Llama under FSDP: ours beside Transformers' and Accelerate's.
+"""Compare load, save, resume and export of a Llama with Transformers' and Accelerate's FSDP.
 
     python benchmarks/saving.py                                 # 98M parameters, two CPU processes
     python benchmarks/saving.py --model 1.1B --processes 8
 
-The files are in bf16, as on the hub, the weights in fp32. Each stage is a launch of its own:
+The files are in bf16, as on the hub, and the weights in fp32. Each stage is a separate launch:
 
-- load: seconds until the model is sharded;
-- save: seconds for which training waits while weights and AdamW's moments are saved, and those
-  until they are on the disk; of a step without a save, and of one right after the save returned;
-- resume: seconds until new processes have model and optimizer as they were saved;
-- export: seconds for a directory that `from_pretrained` loads, in fp32.
+- load: seconds until the model is sharded
+- save: seconds for which training waits while weights and AdamW's moments are saved, seconds until
+  they are on the disk, and seconds of a step without a save and of one right after a save
+- resume: seconds until new processes have restored model and optimizer
+- export: seconds until `from_pretrained` can load the directory, in fp32
 
-MB (10^6 bytes) are those by which the anonymous memory of a rank rises, the most of all ranks; on a
-CPU a load's are the shard, and what it took to get there.
+MB (10^6 bytes) are the growth of a rank's anonymous memory, the maximum over ranks. On a CPU, the
+MB of a load include the shard.
 
-Transformers saves and exports by `save_pretrained`, with and without `distributed_checkpoint`, and
-the optimizer by its `save_optimizer_distributed`; Accelerate by `save_state` and `get_state_dict`.
-They need two processes. A row is printed after each launch of a way, with the medians so far.
+Transformers saves and exports with `save_pretrained`, with and without `distributed_checkpoint`,
+and saves the optimizer with `save_optimizer_distributed`. Accelerate uses `save_state` and
+`get_state_dict`. Both need two processes. A row is printed after each launch, with the medians so
+far.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Speed of the scripts beside what a user would pick: the trainers of TRL and Transformers.
+"""Compare the speed of the scripts with the trainers of TRL and Transformers.
 
     pip install -r requirements.txt -r benchmarks/requirements.txt trl==1.16.0
     python benchmarks/side_by_side.py --tasks seed_tasks.jsonl --articles xsum_200.jsonl
@@ -8,15 +8,15 @@
 - seq2seq: Seq2SeqTrainer, group_by_length and a padding collator against T5_training.py, on pairs.
 - trainer: Trainer on grouped blocks, as in Transformers' run_clm.py, against gpt2_fsdp.py.
 
-Each pair has the same weights, rows, global batch, precision and optimizer, no dropout, and nothing
-recomputed. A loop runs in a thread of its own that waits while the others make their step (on GPUs
-ten), after a barrier of all ranks. On a CPU the trainers have no FSDP and use
-DistributedDataParallel; compare them with ours under ddp there. CPU seconds are those of rank 0,
-and steadier than the clock. A target is a token that is predicted and is no padding. The loss that
-a trainer reports for its first step is compared with that of the model alone, a sample at a time.
+Both programs of a pair have the same weights, rows, global batch, precision and optimizer, without
+dropout and recomputation. Each loop runs in its own thread. It waits while the others make one step
+(on GPUs ten), after a barrier of all ranks. On a CPU the trainers have no FSDP and use
+DistributedDataParallel, so compare them with ours under ddp. CPU seconds are those of rank 0 and
+vary less than wall time. A target is a predicted token that is not padding. The loss that a trainer
+reports for its first step is compared with that of the model alone, one sample at a time.
 
 Without `--tasks` (instructions of self-instruct) and `--articles` (`document` and `summary` in each
-line) Python's docstrings stand in.
+line), the programs train on Python's docstrings.
 """
 
 import argparse

@@ -24,6 +24,6 @@ The model
 The data
     readers       rows of files and data sets, mapped to samples
 Optional: a copy that has no use for them leaves them out
-    adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)
+    lora, adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)
     rouge   trackers   chats (Llama's formats and templates)   tokens (--prepare-only)
 """

@@ -7,7 +7,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,20 +15,8 @@ from . import ranks
 
 OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
-BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: leave out unusable rows"}
-INSTALL = "pip install -r requirements-extras.txt"
-TRACKERS = ["tensorboard", "wandb", "trackio"]
-
-POSITIVE = 1e-12  # lower limit of values that must be above 0
-ANY = 2**31  # upper limit that no user reaches
-LIMITS = {
-    **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
-    **dict.fromkeys(("log_every", "keep_checkpoints"), (1, ANY)),
-    **dict.fromkeys(("max_steps", "eval_every", "save_every", "profile", "seed"), (0, ANY)),
-    **dict.fromkeys(("global_batch_size", "weight_decay", "shard_group_size"), (0, ANY)),
-    **dict.fromkeys(("lr", "gamma", "max_grad_norm", "timeout_minutes"), (POSITIVE, ANY)),
-    "warmup_ratio": (0, 1),
-}
+COUNT = {"type": int, "metavar": "N"}
+NUMBER = {"type": float, "metavar": "X"}
 
 
 class Extend(argparse.Action):
@@ -40,24 +28,30 @@ class Extend(argparse.Action):
 
 
 WORDS = {"nargs": "+", "action": Extend, "metavar": "DATA"}
+BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: leave out unusable rows"}
+INSTALL = "pip install -r requirements-extras.txt"
+TRACKERS = ["tensorboard", "wandb", "trackio"]
 
-
-def at_least(low: int) -> dict[str, Any]:
-    """Return the options of a flag that takes an integer of at least `low`."""
-
-    def integer(text: str) -> int:
-        if int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text} is out of range: it must be at least {low}")
-        return int(text)
-
-    return {"type": integer, "metavar": "N"}
+POSITIVE = 1e-12  # lower limit of values that must be above 0
+ANY = 2**31  # upper limit that no user reaches
+LIMITS = {  # of all scripts' flags, each of which may be missing or None
+    **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
+    **dict.fromkeys(("log_every", "keep_checkpoints", "num_beams"), (1, ANY)),
+    **dict.fromkeys(("source_length", "target_length", "block_size"), (2, ANY)),
+    **dict.fromkeys(("max_steps", "eval_every", "save_every", "profile", "seed"), (0, ANY)),
+    **dict.fromkeys(("global_batch_size", "weight_decay", "shard_group_size"), (0, ANY)),
+    **dict.fromkeys(("num_train_samples", "num_val_samples", "rouge_samples"), (0, ANY)),
+    **dict.fromkeys(("lr", "gamma", "max_grad_norm", "timeout_minutes"), (POSITIVE, ANY)),
+    "max_seq_length": (8, ANY),
+    "lora_rank": (0, ANY),
+    "lora_alpha": (POSITIVE, ANY),
+    "lora_dropout": (0, 1),
+    "warmup_ratio": (0, 1),
+}
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Show defaults, and the description as it is written."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         # argparse has no public hook for this, and its own shows "(default: None)".
@@ -77,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=f"{title}\n\n{commands}",
             usage="%(prog)s [flags]",
-            formatter_class=Help,
+            formatter_class=partial(Help, max_help_position=34),
             allow_abbrev=False,
         )
 
@@ -87,24 +81,17 @@ class Parser(argparse.ArgumentParser):
         """Parse the command line with a script's own `defaults`, and with `tiny_defaults` for
         --model-name tiny."""
         self.set_defaults(**defaults)
-        args = self.parse_args(argv)
-        if args.model_name == "tiny":
+        if self.parse_args(argv).model_name == "tiny":
             self.set_defaults(**tiny_defaults)
-            args = self.parse_args(argv)
-        return args
+        return self.parse_args(argv)
 
     def error(self, message: str) -> None:
         """Exit with code 1; suggest a flag for a misspelled one."""
         flags = re.findall(r"--[\w-]+", self.format_help())
         for word in message.partition("unrecognized arguments: ")[2].split():
-            message += did_you_mean(word, flags)
+            for flag in difflib.get_close_matches(word, flags, n=1):
+                message += f" (did you mean {flag}?)"
         ranks.exit_with(message)
-
-
-def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """Return " (did you mean NAME?)" with the name closest to `word`, or "" if none is close."""
-    close = difflib.get_close_matches(word, [name for name in names if name != word], n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def add_model(parser: argparse.ArgumentParser) -> Callable:
@@ -118,63 +105,47 @@ def add_common(
     parser: argparse.ArgumentParser, strategies: Iterable[str], precisions: Iterable[str]
 ) -> None:
     """Declare the flags of every script; `strategies` and `precisions` are the choices."""
-    _add_run(parser)
-    _add_optimization(parser)
-    _add_sharding(parser, list(strategies), list(precisions))
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", default="output", metavar="DIR", help="checkpoints, metrics, exports")
     add("--evaluate-only", **OFF, help="validate --model-name, or the adapters of --output-dir")
     add("--export-only", **OFF, help="write the newest checkpoint to final/")
     add("--prepare-only", **OFF, help="write the tokens to OUTPUT_DIR/prepared, for --dataset")
-    add("--log-every", type=int, default=10, metavar="N", help="steps between training metrics")
-    add("--eval-every", type=int, default=0, metavar="N", help="steps between validations (0: "
-        "epochs only)")  # fmt: skip
-    add("--save-every", type=int, default=50, metavar="N", help="steps between checkpoints (0: "
-        "epochs only)")  # fmt: skip
+    add("--log-every", **COUNT, default=10, help="steps between training metrics")
+    add("--eval-every", **COUNT, default=0, help="steps between validations (0: epochs only)")
+    add("--save-every", **COUNT, default=50, help="steps between checkpoints (0: epochs only)")
     add("--checkpoint-type", choices=["sharded", "full"], default="sharded", help="one file per "
         "rank, or one file, for which rank 0 holds the whole state")  # fmt: skip
     add("--async-save", **OFF, help="save in the background, from a copy in host memory")
-    add("--keep-checkpoints", type=int, default=2, metavar="N", help="newest checkpoints to keep")
+    add("--keep-checkpoints", **COUNT, default=2, help="newest checkpoints to keep")
     add("--save-best", **ON, help="export best/ after each validation with the lowest loss so far")
     add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
     add("--track", nargs="+", choices=TRACKERS, default=[], help="send metrics to these as well")
-    add("--profile", type=int, default=0, metavar="N", help="trace step N of rank 0 (0: none)")
-    add("--timeout-minutes", type=float, default=30.0, metavar="X", help="limit of a collective or "
-        "a download")  # fmt: skip
+    add("--profile", **COUNT, default=0, help="trace step N of rank 0 (0: none)")
+    add("--timeout-minutes", **NUMBER, default=30.0, help="limit of a collective or a download")
 
-
-def _add_optimization(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimization").add_argument
-    add("--batch-size", type=int, default=4, metavar="N", help="samples per rank and micro-batch")
-    add("--gradient-accumulation-steps", type=int, default=1, metavar="N", help="micro-batches per "
-        "step")  # fmt: skip
-    add_global_batch(add)
+    add("--batch-size", **COUNT, default=4, help="samples per rank and micro-batch")
+    add("--gradient-accumulation-steps", **COUNT, default=1, help="micro-batches per step")
+    add("--global-batch-size", **COUNT, default=0, help="samples per step on all "
+        "ranks, in micro-batches of at most --batch-size (0: see the two flags above)")  # fmt: skip
     add("--accumulate-no-sync", **OFF, help="communicate once per step, not per micro-batch; every "
         "rank then holds the whole gradient")  # fmt: skip
-    add("--epochs", type=int, default=2, metavar="N", help="passes over the training set")
-    add("--max-steps", type=int, default=0, metavar="N", help="steps to train (0: --epochs)")
-    add("--lr", type=float, default=3e-4, metavar="X", help="peak learning rate")
+    add("--epochs", **COUNT, default=2, help="passes over the training set")
+    add("--max-steps", **COUNT, default=0, help="steps to train (0: --epochs)")
+    add("--lr", **NUMBER, default=3e-4, help="peak learning rate")
     add("--lr-schedule", choices=["linear", "cosine", "constant", "step"], default="linear",
         help="after the warm-up; step multiplies by --gamma every epoch")  # fmt: skip
-    add("--gamma", type=float, default=0.85, metavar="X", help="factor of --lr-schedule step")
-    add("--warmup-ratio", type=float, default=0.03, metavar="X", help="share of warm-up steps")
-    add("--weight-decay", type=float, default=0.01, metavar="X", help="not for biases and norms")
-    add("--max-grad-norm", type=float, default=1.0, metavar="X", help="clip gradients to this norm")
-    add("--seed", type=int, default=0, metavar="N", help="of weights, data order and dropout")
+    add("--gamma", **NUMBER, default=0.85, help="factor of --lr-schedule step")
+    add("--warmup-ratio", **NUMBER, default=0.03, help="share of warm-up steps")
+    add("--weight-decay", **NUMBER, default=0.01, help="not for biases and norms")
+    add("--max-grad-norm", **NUMBER, default=1.0, help="clip gradients to this norm")
+    add("--seed", **COUNT, default=0, help="of weights, data order and dropout")
 
-
-def _add_sharding(
-    parser: argparse.ArgumentParser, strategies: list[str], precisions: list[str]
-) -> None:
     add = parser.add_argument_group("sharding").add_argument
     add("--fsdp", type=int, choices=[1, 2], help="1: FullyShardedDataParallel; 2: fully_shard; "
         "None: 1, with adapters 2")  # fmt: skip
-    add("--strategy", choices=strategies, default="full_shard", help="what is sharded")
-    add("--shard-group-size", type=int, default=0, metavar="N", help="hybrid_shard's (0: the ranks "
-        "of a node)")  # fmt: skip
+    add("--strategy", choices=list(strategies), default="full_shard", help="what is sharded")
+    add("--shard-group-size", **COUNT, default=0, help="hybrid_shard's (0: the ranks of a node)")
     add("--cpu-offload", **OFF, help="keep parameters, gradients and optimizer state on the CPU")
     add("--precision", choices=["auto", *precisions], default="auto", help="of the computation; "
         "auto: bf16 where the GPU has it, else fp32")  # fmt: skip
@@ -191,18 +162,12 @@ def add_recomputation(add: Callable, default: str | bool | None = False) -> None
         default=default, help="recompute nothing")  # fmt: skip
 
 
-def add_global_batch(add: Callable) -> None:
-    """Declare --global-batch-size."""
-    add("--global-batch-size", type=int, default=0, metavar="N", help="samples per step on all "
-        "ranks, in micro-batches of at most --batch-size (0: see the two flags above)")  # fmt: skip
-
-
-def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> list[str]:
+def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMITS) -> list[str]:
     """Return a message for each value below its lower limit or not below its upper limit."""
     problems = []
     for name, (low, high) in limits.items():
-        value = getattr(args, name)
-        if low <= value < high:
+        value = getattr(args, name, None)
+        if value is None or low <= value < high:
             continue
         bounds = "above 0" if low == POSITIVE else f"at least {low}"
         if high < ANY:
@@ -214,14 +179,9 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]]) -> lis
 
 def check_arguments(args: Namespace) -> list[str]:
     """Return a message for each mistake in the flags of every script."""
-    output, model = Path(args.output_dir), Path(args.model_name).expanduser()
-    problems = out_of_range(args, LIMITS)
+    problems = out_of_range(args)
     if args.export_only + args.prepare_only + args.evaluate_only > 1:
         problems.append("--export-only, --prepare-only and --evaluate-only exclude each other")
-    if output.is_file():
-        problems.append(f"--output-dir {output} is a file. Pass a directory")
-    if output.is_dir() and output.resolve() == model.resolve():
-        problems.append(f"--output-dir {output} is the model's own directory. Pass another")
     for name in args.track:
         if importlib.util.find_spec(name) is None:
             problems.append(f"--track {name} requires {name}: {INSTALL}")
@@ -257,16 +217,14 @@ def validate(args: Namespace, *modules: ModuleType) -> Namespace:
 def _resolve_micro_batches(args: Namespace, processes: int) -> tuple[Namespace, list[str]]:
     """Resolve --global-batch-size: as few micro-batches as possible, of at most --batch-size."""
     total, most = args.global_batch_size, args.batch_size
-    only = ("prepare_only", "export_only", "evaluate_only")
-    if total <= 0 or most < 1 or any(getattr(args, name, False) for name in only):
+    if total <= 0 or most < 1 or getattr(args, "export_only", False):
         return args, []
     if args.gradient_accumulation_steps > 1:
         return args, ["--global-batch-size and --gradient-accumulation-steps exclude each other"]
     per_rank, rest = divmod(total, processes)
     if rest:
-        near = [str(n) for n in (total - rest, total - rest + processes) if n]
         return args, [f"--global-batch-size {total} must be a multiple of {processes} (processes): "
-                      f"use {' or '.join(near)}"]  # fmt: skip
+                      f"use {total - rest + processes}"]  # fmt: skip
     steps = next(n for n in range(1, per_rank + 1) if per_rank % n == 0 and per_rank // n <= most)
     batch = {"batch_size": per_rank // steps, "gradient_accumulation_steps": steps}
     return Namespace(**vars(args) | batch), []

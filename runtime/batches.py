@@ -4,7 +4,6 @@ Sample order is a function of the seed, the epoch and the global batch, and of t
 batches are grouped by length. It does not depend on the number of ranks.
 """
 
-import itertools
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -113,11 +112,30 @@ def train_sampler(
     )
 
 
-def val_loader(args: Namespace, dataset: Any, collate: Callable) -> DataLoader:
-    """Return this rank's batches of a validation set, in its order."""
-    sampler = GlobalBatchSampler(len(dataset), args.batch_size, 1, seed=None)
+def val_loaders(
+    args: Namespace, val_sets: dict[str, Any], collate: Callable
+) -> dict[str, DataLoader]:
+    """Return loaders of this rank's batches of each validation set, in its order, by name."""
+    loaders = {}
+    for name, samples in val_sets.items():
+        sampler = GlobalBatchSampler(len(samples), args.batch_size, 1, seed=None)
+        loaders[name] = _ordered_loader(samples, sampler, collate)
+    return loaders
+
+
+def first(loader: DataLoader, samples: int | None) -> DataLoader:
+    """Return a loader of this rank's batches that hold the first `samples` (None: all) of all
+    ranks."""
+    sampler = loader.batch_sampler
+    if samples is None:
+        return loader
+    count = math.ceil(samples / sampler.global_batch)
+    return _ordered_loader(loader.dataset, list(sampler)[:count], loader.collate_fn)
+
+
+def _ordered_loader(samples: Any, sampler: Any, collate: Callable) -> DataLoader:
     return DataLoader(
-        dataset,
+        samples,
         batch_sampler=sampler,
         collate_fn=collate,
         pin_memory=accelerator() is not None,
@@ -125,26 +143,7 @@ def val_loader(args: Namespace, dataset: Any, collate: Callable) -> DataLoader:
     )
 
 
-def first(loader: DataLoader, samples: int | None) -> DataLoader:
-    """Return a loader of this rank's batches that hold the first `samples` of all ranks; None: all
-    of them."""
-    sampler = loader.batch_sampler
-    count = len(sampler)
-    if samples is not None:
-        count = math.ceil(samples / sampler.global_batch)
-    return DataLoader(
-        loader.dataset,
-        batch_sampler=list(itertools.islice(sampler, count)),
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        generator=torch.Generator(),
-    )
-
-
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`, copied asynchronously."""
-    found = dict(batch)
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            found[name] = value.to(device, non_blocking=True)
-    return found
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    return batch | {name: x.to(device, non_blocking=True) for name, x in tensors.items()}

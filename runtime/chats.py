@@ -7,7 +7,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from . import ranks
-from .arguments import did_you_mean
 
 COLUMNS = {  # of each format; the first that fits is taken
     "messages": ("messages",),
@@ -131,8 +130,7 @@ def set_chat_template(tokenizer: Tokenizer, wanted: str | None) -> None:
         return
     path = Path(wanted).expanduser()
     if wanted not in NAMED and not path.is_file():
-        hint = did_you_mean(wanted, NAMED)
-        raise ValueError(f"--chat-template {wanted} is not a file, chatml or llama-2{hint}.")
+        raise ValueError(f"--chat-template {wanted} is not a file, chatml or llama-2.")
     template = NAMED.get(wanted) or path.read_text(encoding="utf-8", errors="replace")
     if "messages" not in template:
         raise ValueError(f"--chat-template {wanted} does not use `messages`. Pass a Jinja file.")

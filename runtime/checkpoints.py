@@ -440,4 +440,4 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
             generator.set_rng_state(value)
         return
     ranks.set_seed(args.seed + state.step * here[0] + dist.get_rank())
-    ranks.say(f"Saved by {saved['ranks']}, resuming with {here}: dropout is reseeded.")
+    ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: reseeded dropout.")

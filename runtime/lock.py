@@ -48,23 +48,18 @@ class Lock:
             with contextlib.suppress(Timeout):
                 self.lease.acquire(timeout=LEASE_SECONDS + 5)
                 return
-        raise ValueError(
-            f"--output-dir {self.directory} is in use by {who}. Stop that run, or pass another "
-            "--output-dir."
-        )
+        raise ValueError(f"--output-dir {self.directory} is in use by {who}. Pass another one.")
 
     def check(self) -> None:
         """End this process if another run has taken the lock over; call it before writing.
 
         That may be so if this process was suspended, or cut off from its files.
         """
-        if not self.lease.is_locked:  # as on other ranks than 0
+        if not self.lease.is_locked or self.lease.is_lock_held_by_us:  # is_locked on rank 0 alone
             return
-        for _ in range(3):  # reading may fail now and then on a network file system
-            if self.lease.is_lock_held_by_us:
-                return
-            time.sleep(1)
-        self._end()
+        time.sleep(1)  # reading may fail now and then on a network file system
+        if not self.lease.is_lock_held_by_us:
+            self._end()
 
     def _end(self, _: Any = None) -> None:
         text = f"error: Another run has taken over --output-dir {self.directory}. This one ends."

@@ -19,15 +19,13 @@ from .screen import Progress
 from .state import TrainState
 from .weights import unwrapped, whole_shape
 
-# Peaks in dense bf16 by GPU name: half of the figures with sparsity in NVIDIA's data sheets (of
-# Blackwell: of HGX B200 and B300, GB200 and GB300 NVL72). The first key in the name counts.
+# Peak TFLOP/s in dense bf16 by GPU name: half of the figures with sparsity in NVIDIA's data sheets.
 PEAK_TFLOPS = {
-    "GB200": 2500, "GB300": 2500, "B200": 2250, "B300": 2250,
-    "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835,
-    "A100": 312, "H100": 989, "H200": 989, "L40S": 362,
+    "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H200": 989, "NVIDIA B200": 2250, "NVIDIA L40S": 362,
 }  # fmt: skip
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
-HIDDEN = {"tflops_per_gpu", "peak_memory_mb", "peak_reserved_mb"}  # in metrics.jsonl only
+HIDDEN = {"tflops_per_gpu", "peak_memory_mb"}  # in metrics.jsonl only
 
 
 def shown(number: float, digits: int) -> str:
@@ -35,12 +33,11 @@ def shown(number: float, digits: int) -> str:
     return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.{digits}g}"
 
 
-def truncate(directory: Path, step: int, without_val: bool) -> None:
+def truncate(path: Path, step: int, without_val: bool) -> None:
     """Drop the events after `step` (0: all) and invalid lines from metrics.jsonl; rank 0 only.
 
     `without_val` drops the validation of that step too, which is repeated.
     """
-    path = directory / "metrics.jsonl"
     kept = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):  # torn by a power failure
@@ -58,31 +55,20 @@ def replace_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def peak_memory(device: torch.device) -> dict[str, float]:
-    """Return this process's peak in 10^6 bytes: allocated and reserved on a GPU, else RSS."""
+def peak_memory(device: torch.device) -> float:
+    """Return this process's peak in 10^6 bytes: allocated on a GPU, else RSS."""
     if device.type == "cpu":
-        return {"peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3}
-    return {
-        "peak_memory_mb": torch.accelerator.max_memory_allocated() / 1e6,
-        "peak_reserved_mb": torch.accelerator.max_memory_reserved() / 1e6,
-    }
-
-
-def peak_tflops(device_name: str) -> int | None:
-    """Return the peak TFLOP/s in bf16 of the GPU of this name; None if unknown."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), None)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3
+    return torch.accelerator.max_memory_allocated() / 1e6
 
 
 def product_weights(model: nn.Module) -> int | None:
     """Return the number of weights that a token is multiplied with: all matrices but embeddings,
     and the head. None with experts, few of which a token uses. Call it before wrapping."""
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings()
-    if head is not None:
-        embeddings.discard(head.weight)
-    shapes = [whole_shape(x) for x in model.parameters() if x not in embeddings]
-    if any(len(shape) > 2 for shape in shapes):
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
         return None
+    others = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
+    shapes = [whole_shape(module.weight) for module in others if hasattr(module, "weight")]
     return sum(shape.numel() for shape in shapes if len(shape) == 2)
 
 
@@ -116,7 +102,7 @@ class Metrics:
 
     def __init__(self, args: Namespace, directory: Path, script: str, state: TrainState) -> None:
         self.args = args
-        self.directory = directory
+        self.path = directory / "metrics.jsonl"
         self.script = script
         self.state = state
         self.flops_per_token: float | None = None  # None: unknown
@@ -142,30 +128,29 @@ class Metrics:
             self.flops_per_token = flops_per_token(model, length)
         if dist.get_rank() != 0:
             return
-        truncate(self.directory, state.step, without_val=state.validation_due)
+        truncate(self.path, state.step, without_val=state.validation_due)
         if args.track:
             from .trackers import Trackers  # a copy may leave it out
 
-            self.trackers = Trackers(args, self.directory / "track", self.script, state.step)
+            self.trackers = Trackers(args, self.path.with_name("track"), self.script, state.step)
         git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-        device, processes = ranks.device_name(state.device), dist.get_world_size()
-        self.log(
-            "start",
-            script=self.script,
-            world_size=processes,
-            device=device,
-            torch=torch.__version__,
-            transformers=transformers.__version__,
-            git=revision or None,
-            identity=state.identity,
-            directory=str(Path.cwd()),
-            attention=attention_of(model),
-            arguments=vars(args),
-        )
+        settings = {
+            "script": self.script,
+            "world_size": dist.get_world_size(),
+            "device": ranks.device_name(state.device),
+            "attention": attention_of(model),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "git": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+            "identity": state.identity,
+            "arguments": vars(args),
+        }
+        self._write("start", settings)
         strategy = f"{args.strategy} (FSDP2)" if args.fsdp == 2 else args.strategy
-        attention = attention_of(model)
-        ranks.say(f"{processes} x {device}, {strategy}, {args.precision}, attention {attention}")
+        ranks.say(
+            f"{settings['world_size']} x {settings['device']}, {strategy}, {args.precision}, "
+            f"attention {settings['attention']}"
+        )
         ranks.say(
             f"{len(loader.dataset):,} samples, global batch {state.identity['global batch']:,}: "
             f"{loader.batch_sampler.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"
@@ -173,18 +158,11 @@ class Metrics:
 
     def log(self, event: str, **values: Any) -> None:
         """Append an event to metrics.jsonl, and print its numbers. Tensors become numbers."""
-        state = self.state
         if dist.get_rank() != 0:
             return
+        state = self.state
         values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
-        line = {"event": event, "step": state.step, "epoch": state.epoch, **values}
-        try:
-            with (self.directory / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:  # a full disk is no reason to end
-            ranks.say(f"metrics.jsonl could not be written ({error.strerror}).")
-        if event == "start":
-            return
+        self._write(event, values)
         words = [f"{event:5} {state.step}/{state.total_steps}"]
         for key, value in values.items():
             if type(value) is float and key not in HIDDEN:
@@ -193,6 +171,14 @@ class Metrics:
         ranks.say("  ".join(words))
         if self.trackers:
             self.trackers.log(event, state.step, values)
+
+    def _write(self, event: str, values: dict[str, Any]) -> None:
+        line = {"event": event, "step": self.state.step, "epoch": self.state.epoch, **values}
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk is no reason to end
+            ranks.say(f"metrics.jsonl could not be written ({error.strerror}).")
 
     def count_step(self, seconds: float) -> None:
         """Note that a step is done."""
@@ -208,10 +194,11 @@ class Metrics:
         per_second = (state.tokens - self._tokens) / self._seconds
         self._tokens, self._seconds = state.tokens, 0.0
         values = {"tokens": state.tokens, "tokens_per_second": per_second}
+        values["peak_memory_mb"] = peak_memory(state.device)
         if self.flops_per_token:
-            flops = per_second / dist.get_world_size() * self.flops_per_token
-            values["tflops_per_gpu"] = flops / 1e12
-            peak = peak_tflops(ranks.device_name(state.device))
-            if peak:
-                values["mfu"] = flops / 1e12 / peak
-        return values | peak_memory(state.device)
+            tflops = per_second / dist.get_world_size() * self.flops_per_token / 1e12
+            values["tflops_per_gpu"] = tflops
+            name = ranks.device_name(state.device)
+            if name in PEAK_TFLOPS:
+                values["mfu"] = tflops / PEAK_TFLOPS[name]
+        return values

@@ -3,6 +3,7 @@
 import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,9 @@ from . import ranks
 from .batches import Batch, to_device
 from .ranks import true_on_any
 
-SWITCHED_OFF = {  # suffixes of config fields that are set to 0, and why
-    "layerdrop": "ranks would skip different layers and wait for each other forever",
-    "rescale_every": "a validation would leave divided weights in checkpoints and exports",
-}
+# Suffixes of config fields that are set to 0. With layerdrop, ranks would skip different layers and
+# wait for each other forever; with rescale_every, a validation would divide weights for good.
+SWITCHED_OFF = ("layerdrop", "rescale_every")
 TINY_LIMIT = 50_000_000  # parameters that --model-name tiny may have
 
 
@@ -31,24 +31,22 @@ def fit_config(
     for name in lengths:
         check_length(f"--{name.replace('_', '-')}", getattr(args, name), config)
     for name, value in config.to_dict().items():
-        for suffix, reason in SWITCHED_OFF.items():
-            if name.endswith(suffix) and value:
-                setattr(config, name, type(value)(0))
-                ranks.say(f"{name} is set to 0 (the model has {value}): {reason}")
+        if name.endswith(SWITCHED_OFF) and value:
+            setattr(config, name, type(value)(0))
+            ranks.say(f"{name} is set to 0 (the model has {value})")
     if getattr(config, "attention_type", None) == "block_sparse":
         raise ValueError(
             "the model's block_sparse attention switches to full attention for good at the first "
             "short batch: set attention_type to original_full in its config.json"
         )
-    if args.model_name != "tiny":
-        return
-    with torch.device("meta"):  # allocates nothing
-        size = sum(parameter.numel() for parameter in model_class(config).parameters())
-    if size > TINY_LIMIT:
-        raise ValueError(
-            f"--model-name tiny would have {size:,} parameters, above {TINY_LIMIT:,}: use in TINY "
-            f"the names that {type(config).__name__} has for width and layers, and few experts"
-        )
+    if args.model_name == "tiny":
+        with torch.device("meta"):  # allocates nothing
+            size = model_class(config).num_parameters()
+        if size > TINY_LIMIT:
+            raise ValueError(
+                f"--model-name tiny would have {size:,} parameters. Use in TINY the names that "
+                f"{type(config).__name__} has for width and layers, and few experts"
+            )
 
 
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
@@ -80,14 +78,30 @@ def check_logits(
     """
     batch = to_device(batch, device)
     ids = batch["input_ids"]
-    with _undisturbed(device), _recorded_logits(model) as chunks:
+    chunks: list[Tensor] = []
+    heads = [module for module in model.modules() if hasattr(type(module), "loss_logits")]
+
+    def record(compute: Callable, hidden: Tensor) -> Tensor:
+        chunks.append(compute(hidden))
+        return chunks[-1]
+
+    with _undisturbed(device):
+        for head in heads:
+            head.loss_logits = partial(record, head.loss_logits)
         # The first pass sets FSDP's order of prefetching, so it is the one that training makes.
         summed_loss(model, batch)
+        for head in heads:
+            del head.loss_logits
         own = model(**model_inputs(batch), use_cache=False).logits.float()
     logits = own
     if sum(map(len, chunks)) == ids.numel():
         logits = torch.cat(chunks).unflatten(0, ids.shape)
-        _check_head(model, logits, own, dtype)
+        _check_equal(
+            logits.flatten(0, 1), own.flatten(0, 1), _rounding(dtype, 1e-5),
+            "the logits behind the loss differ from the model's own by {:.2%}. Have LossHead."
+            "loss_logits scale and cap them as the model's own forward does, or compute the loss "
+            "from the model's own logits as T5_training.py does",
+        )  # fmt: skip
     else:
         ranks.say(
             "the loss is not checked against the model's own logits: no method loss_logits "
@@ -98,66 +112,43 @@ def check_logits(
         _check_documents(logits, dtype)
 
 
-@contextlib.contextmanager
-def _recorded_logits(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Yield a list of what `loss_logits` of one of the model's modules returns from now on."""
-    chunks: list[Tensor] = []
-    head = next((m for m in model.modules() if hasattr(type(m), "loss_logits")), None)
-    if head is None:
-        yield chunks
-        return
-    loss_logits = head.loss_logits
-
-    def record(*args: Tensor) -> Tensor:
-        chunks.append(loss_logits(*args))
-        return chunks[-1]
-
-    head.loss_logits = record
-    try:
-        yield chunks
-    finally:
-        del head.loss_logits
-
-
 @torch.no_grad()
 def check_decoder(
     model: nn.Module,
-    inputs: Batch,
+    model_inputs: Callable[[Batch], Batch],
+    batch: Batch,
     alone: Batch,
-    labels: Tensor,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
     """Raise ValueError, on all ranks, if the decoder inputs of a sequence-to-sequence model differ
     from those it makes from labels, if its decoder sees later tokens, or if padding changes logits.
 
-    `inputs` are keywords of the model's forward, the same on all ranks, for three examples: two
-    with equal sources, where one target is the beginning of the other, and a shorter one. `alone`
-    are those of the third example without padding. `labels` are those of all three.
+    `batch` is the same on all ranks and has three examples: two with equal sources, where one
+    target is the beginning of the other, and a shorter one. `alone` is the third without padding.
     """
-    inputs, alone = to_device(inputs, device), to_device(alone, device)
-    labels = labels.to(device)
+    batch = to_device(batch, device)
+    inputs, labels = model_inputs(batch), batch["labels"]
     source = {key: value for key, value in inputs.items() if not key.startswith("decoder_")}
     is_target = labels != -100
     with _undisturbed(device):
         logits = model(**inputs, use_cache=False).logits.float()
         own = model(**source, labels=labels, use_cache=False).logits.float()
-        unpadded = model(**alone, use_cache=False).logits.float()
+        unpadded = model(**model_inputs(to_device(alone, device)), use_cache=False).logits.float()
     ids = inputs["decoder_input_ids"].masked_fill(~is_target, -1)
     _check_causality(ids[:2], logits[:2], dtype)
     length = int(is_target[2].sum())
-    difference = _mean_difference(logits[2, :length], unpadded[0, :length])
-    if true_on_any(difference > _rounding(dtype, 1e-4)):
-        raise ValueError(
-            f"padding changes the model's logits by {difference:.1%}, so the loss would depend on "
-            "the rest of the batch: use batches of one length in collate and delete this check"
-        )
-    if difference := _difference(logits[is_target], own[is_target], dtype):
-        raise ValueError(
-            f"the decoder's logits differ by {difference} from those that the model computes from "
-            "the labels: have collate make decoder_input_ids and decoder_attention_mask as the "
-            "model's own forward does"
-        )
+    _check_equal(
+        logits[2, :length], unpadded[0, :length], _rounding(dtype, 1e-4),
+        "padding changes the model's logits by {:.1%}, so the loss would depend on the rest of the "
+        "batch: use batches of one length in collate and delete this check",
+    )  # fmt: skip
+    _check_equal(
+        logits[is_target], own[is_target], _rounding(dtype, 1e-5),
+        "the decoder's logits differ by {:.1%} from those that the model computes from the labels: "
+        "have collate make decoder_input_ids and decoder_attention_mask as the model's own forward "
+        "does",
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -199,63 +190,37 @@ def _rounding(dtype: torch.dtype, least: float) -> float:
     return max(least, 4 * torch.finfo(dtype).eps)
 
 
-def _difference(logits: Tensor, own: Tensor, dtype: torch.dtype) -> str:
-    """Return the largest difference in words, or "" if it may be rounding on every rank.
+def _check_equal(one: Tensor, other: Tensor, limit: float, problem: str) -> None:
+    """Raise ValueError, on all ranks, if vectors [positions, vocabulary] differ by more than
+    `limit` on any: the mean distance, relative to the mean length, which `problem` has a place for.
 
-    NaN counts as equal: the first step reports it with the samples.
+    A mean, because rounding may send the tokens of a few positions to other experts. NaN counts as
+    equal: the first step reports it with the samples.
     """
-    difference = (logits - own).abs().nan_to_num(0).max().item()
-    largest = own.abs().nan_to_num(0, 0).max().item()
-    if true_on_any(difference > _rounding(dtype, 1e-5) * largest):
-        return f"{difference:.3g} (largest logit: {largest:.3g})"
-    return ""
-
-
-def _mean_difference(one: Tensor, other: Tensor) -> float:
-    """Return the mean distance of vectors [positions, vocabulary], relative to their mean length.
-
-    A mean, because rounding may send the tokens of a few positions to other experts.
-    """
-    apart = (one - other).norm(dim=-1).mean()
-    return (apart / one.norm(dim=-1).mean()).item()
-
-
-def _check_head(model: nn.Module, logits: Tensor, own: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError, with the config fields that may explain it, if the logits differ."""
-    if difference := _difference(logits, own, dtype):
-        inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-        fields = inner.config.to_dict().items()
-        features = [f"{name} {x}" for name, x in fields if "logit" in name and x is not None]
-        raise ValueError(
-            f"the logits behind the loss differ from the model's own by {difference}. Its config "
-            f"has {', '.join(features) or 'no scale or cap'}. Change forward or LossHead."
-            "loss_logits to compute what the model's own forward does, or compute the loss from "
-            "the model's own logits as T5_training.py does"
-        )
+    apart = (one - other).norm(dim=-1).mean() / one.norm(dim=-1).mean()
+    if true_on_any(apart.item() > limit):
+        raise ValueError(problem.format(apart.item()))
 
 
 def _check_causality(ids: Tensor, logits: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError if logits [2, length, vocabulary] differ where the ids so far are equal."""
     alike = int((ids[0] == ids[1]).cumprod(0).sum())
-    difference = _mean_difference(*logits[:, :alike])
-    if true_on_any(difference > _rounding(dtype, 1e-4)):
-        raise ValueError(
-            f"the model is not causal: its logits change by {difference:.1%} if only later tokens "
-            "change, so it would train on the answers. Give it a causal attention mask"
-        )
+    _check_equal(
+        *logits[:, :alike], _rounding(dtype, 1e-4),
+        "the model is not causal: its logits change by {:.1%} if only later tokens change, so it "
+        "would train on the answers. Give it a causal attention mask",
+    )  # fmt: skip
 
 
 def _check_documents(logits: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError if logits [2, length, vocabulary] of equal documents differ: the two halves
     of the first row, and the second halves of both rows, which follow different documents."""
     first, other = (row.chunk(2) for row in logits)
-    apart = _mean_difference(*first)
-    behind = _mean_difference(first[1], other[1])
     noise = _rounding(dtype, 1e-4)
+    problem = (
+        "documents in a sequence see each other: the logits of equal documents differ by {:.2%}, "
+        "because the model ignores position_ids and cu_seq_lens. Use --no-packing"
+    )
+    _check_equal(*first, noise, problem)
     # Rounding is the same at the same place of one pass, so a smaller difference is a leak.
-    if true_on_any(apart > noise or behind > noise / 16):
-        raise ValueError(
-            "documents in a sequence see each other: the logits of equal documents differ by "
-            f"{max(apart, behind):.2%}, because the model ignores position_ids and cu_seq_lens. "
-            "Use --no-packing"
-        )
+    _check_equal(first[1], other[1], noise / 16, problem)

@@ -24,13 +24,8 @@ class Linear4bit(nn.Linear):
         super().__init__(width, outputs, bias=False, device="meta")
         self.bias = linear.bias
         self.dtype = dtype  # of the computation
-        self.storage = torch.uint8
-        if torch.__version__ < "2.13":
-            # FSDP2 would cast uint8 to its param_dtype, so the bytes are stored as that dtype.
-            self.storage = dtype
-        size = width * outputs // 2 // self.storage.itemsize
         self.quant_state: QuantState | None = None
-        packed = torch.empty(size, 1, dtype=self.storage, device="meta")
+        packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.weight.whole_shape = (outputs, width)
 
@@ -39,17 +34,17 @@ class Linear4bit(nn.Linear):
 
         Quantise whole tensors: the second quantisation takes the mean of all scales.
         """
+        if weight.device.type == "cpu" and weight.shape[1] % BLOCK:
+            raise ValueError(
+                f"--load-in-4bit: bitsandbytes computes a width of {weight.shape[1]} wrongly on a "
+                f"CPU. Use a GPU, or widths that are multiples of {BLOCK}."
+            )
         packed, self.quant_state = quantize_4bit(
-            weight,
-            blocksize=BLOCK,
-            compress_statistics=True,
-            quant_type="nf4",
-            quant_storage=self.storage,
+            weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
         )
         self.quant_state.dtype = self.dtype
         return packed
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute what nn.Linear does, with the weight dequantised."""
-        packed = self.weight.view(torch.uint8)
-        return matmul_4bit(inputs, packed, quant_state=self.quant_state, bias=self.bias)
+        return matmul_4bit(inputs, self.weight, quant_state=self.quant_state, bias=self.bias)

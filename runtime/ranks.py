@@ -4,11 +4,9 @@ All ranks call a function together unless it says otherwise.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import random
-import signal
 import sys
 import threading
 import time
@@ -22,11 +20,10 @@ import huggingface_hub
 import numpy
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.utils.store import barrier
 from tqdm import tqdm
 
 GRACE_SECONDS = 20  # in which another rank can report the error
-JOIN_SECONDS = 300.0  # limit for ranks to connect, once all have started
+JOIN_SECONDS = 600.0  # limit for ranks to start and connect
 APART = (
     "The ranks have not reached each other in {:.0f} s. Set GLOO_SOCKET_IFNAME and "
     "NCCL_SOCKET_IFNAME to the network interface between the nodes (see ip -br address)."
@@ -34,7 +31,6 @@ APART = (
 
 _cpu_group: dist.ProcessGroup | None = None
 _store: dist.Store | None = None  # a connection of our own: the process groups' may be blocked
-_joins = itertools.count()  # numbers the calls of `joining`
 
 
 def accelerator() -> str | None:
@@ -95,7 +91,7 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
         # After a restart by torchrun, the store still holds the addresses of the old workers.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         _store = store.clone()
-    with joining(timeout):
+    with joining():
         yield {"store": store, "rank": rank, "world_size": world_size}
         # The default group has the backend of the device alone: with cpu:gloo,cuda:nccl FSDP1 keeps
         # the optimizer's shards on the GPU when a state dict should go to the host.
@@ -105,15 +101,9 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def joining(timeout: timedelta, limit: float = JOIN_SECONDS) -> Iterator[None]:
-    """End the process if the process groups made inside are not joined in `limit` seconds.
-
-    gloo and NCCL wait silently for a rank that they cannot reach. `limit` counts from when all
-    ranks have come, which takes `timeout` at most: imports may be slow.
-    """
-    if _store is not None:
-        name = f"join/{next(_joins)}"
-        barrier(_store, int(os.environ["WORLD_SIZE"]), name, timeout.total_seconds())
+def joining(limit: float = JOIN_SECONDS) -> Iterator[None]:
+    """End the process if the process groups made inside are not joined in `limit` seconds: gloo and
+    NCCL wait silently for a rank that they cannot reach."""
     timer = threading.Timer(limit, _end_apart, [limit])
     timer.daemon = True
     timer.start()
@@ -124,10 +114,10 @@ def joining(timeout: timedelta, limit: float = JOIN_SECONDS) -> Iterator[None]:
 
 
 def _end_apart(limit: float) -> NoReturn:
-    if int(os.environ.get("RANK", 0)) != 0:
-        time.sleep(GRACE_SECONDS)  # rank 0's end ends this one too
-    say_error(APART.format(limit))
-    os._exit(1)
+    try:
+        exit_with(APART.format(limit))
+    finally:
+        os._exit(1)  # the main thread waits in C++
 
 
 def cpu_group() -> dist.ProcessGroup | None:
@@ -169,19 +159,14 @@ def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
 
     Only the first process asks the hub, which limits the requests per address.
     """
+    results = []
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    result = None
-
-    def run() -> None:
-        nonlocal result
-        if not is_first:
-            huggingface_hub.constants.HF_HUB_OFFLINE = True
-            datasets.config.HF_HUB_OFFLINE = True  # its copy
-        result = function(*args)
-
-    for is_turn_of_first in (True, False):
-        on_every_rank(run if is_turn_of_first == is_first else lambda: None)
-    return result
+    on_every_rank(lambda: results.append(function(*args)) if is_first else None)
+    if not is_first:
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+        datasets.config.HF_HUB_OFFLINE = True  # its copy
+    on_every_rank(lambda: None if is_first else results.append(function(*args)))
+    return results[0]
 
 
 def ranks_where(condition: bool) -> list[int]:
@@ -207,19 +192,11 @@ def exit_with(error: object) -> NoReturn:
     """End this rank with exit code 1 and a message, which rank 0 prints. Any rank may call it."""
     report_failure()
     if int(os.environ.get("RANK", 0)) != 0:
-        # Rank 0's end ends this rank too. A rank that fails alone prints the message itself.
-        with contextlib.suppress(ValueError):  # signal() works only in the main thread
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(GRACE_SECONDS)
-    say_error(error)
-    raise SystemExit(1)
-
-
-def say_error(error: object) -> None:
-    """Print an error, which torchrun's report repeats. Any rank and any thread may call it."""
+        time.sleep(GRACE_SECONDS)  # rank 0's end ends this one too, unless it fails alone
     text = f"error: {error}"
     print(text, file=sys.stderr, flush=True)
     _add_to_report(text)
+    raise SystemExit(1)
 
 
 def say_end(text: str) -> None:
@@ -231,9 +208,7 @@ def say_end(text: str) -> None:
 def _add_to_report(text: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        report = {"message": {"message": text, "extraInfo": details}}
-        Path(path).write_text(json.dumps(report))
+        Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def report_failure() -> None:

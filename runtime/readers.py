@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
-import pyarrow.compute as pc
 from datasets import Dataset, Features, ReadInstruction, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
@@ -31,7 +29,6 @@ from .ranks import say
 
 LINE = "json line"  # the only column of a JSON file: its lines, which `parse` reads
 KINDS = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
-ORIGIN = {"row": Value("int64"), "problem": Value("string")}
 LARGE = 50_000  # rows above which several processes map them
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -43,17 +40,12 @@ if not sys.stderr.isatty() or int(os.environ.get("RANK", 0)):
 def find_paths(word: str) -> list[Path]:
     """Return the file or directory, or the files of a glob, that a word names."""
     path = Path(word).expanduser()
-    return (
-        [path]
-        if path.exists()
-        else [Path(name) for name in sorted(glob(str(path), recursive=True))]
-    )
+    names = [path] if path.exists() else sorted(glob(str(path), recursive=True))
+    return list(map(Path, names))
 
 
 def split_word(word: str, built_in: Sequence[str]) -> tuple[str, str | None]:
     """Return the name in a word of --dataset, and the split after its first colon, or None."""
-    if "://" in word:
-        raise ValueError(f"--dataset {word} is a URL. Download the file and pass its path.")
     if word in built_in or find_paths(word):
         return word, None
     name, _, split = word.partition(":")
@@ -71,8 +63,8 @@ def read(name: str, config: str | None) -> dict[str, Dataset]:
             advice = "It is not a file. Correct the name, or set HF_TOKEN if it is private."
             return datasets.load_dataset(name, config)
         if files[0].is_dir():
-            found = datasets.load_from_disk(str(files[0]))
-            return found if isinstance(found, dict) else {"train": found}
+            parts = datasets.load_from_disk(str(files[0]))
+            return parts if isinstance(parts, dict) else {"train": parts}
         return {"train": concatenate_datasets([read_file(path) for path in files])}
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
         reason = shorten(str(error.__cause__ or error) or type(error).__name__).rstrip(".")
@@ -102,22 +94,20 @@ def read_file(path: Path) -> Dataset:
 
 
 def csv_header(path: Path, separator: str) -> list[str]:
-    """Return a CSV file's columns; ValueError names the first line that pandas would misread."""
+    """Return a CSV file's columns; ValueError names the first row that pandas would misread."""
     csv.field_size_limit(2**31 - 1)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader, line = csv.reader(file, delimiter=separator, strict=True), 1
+        reader = csv.reader(file, delimiter=separator, strict=True)
         try:
-            header = next(reader, [])
+            header = next(reader)
             if not all(header) or len({*header}) < len(header) or ";" in "".join(header):
                 raise csv.Error(f"the header {header} needs distinct names between commas")
-            line = reader.line_num + 1
             for row in reader:
                 if len(row) > len(header):
                     raise csv.Error(f"{len(row)} fields for {len(header)} columns")
-                line = reader.line_num + 1
-            return header
         except csv.Error as error:
-            raise ValueError(f"{path}, line {line}: {error}") from None
+            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
+    return header
 
 
 def list_rows(path: Path) -> Iterator[dict[str, str]]:
@@ -203,13 +193,10 @@ def parse(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row as its file has it; ValueError if its line is not a JSON object."""
     if LINE not in row:
         return without_none(row)
-    try:
-        found = json.loads(row[LINE])
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
-    if not isinstance(found, dict):
+    value = json.loads(row[LINE])
+    if not isinstance(value, dict):
         raise ValueError("not a JSON object")
-    return found
+    return value
 
 
 def without_none(value: Any) -> Any:
@@ -219,70 +206,45 @@ def without_none(value: Any) -> Any:
     return [without_none(part) for part in value] if isinstance(value, list) else value
 
 
-def place(name: str, number: int) -> str:
-    """Return the file and row, from 1, in which row `number` of data set `name` is."""
-    for path in find_paths(name):
-        count = 0 if path.is_dir() else len(read_file(path))
-        if number <= count:
-            return f"{path}, row {number}"  # of JSONL and text files its line
-        number -= count
-    return f"{name}, row {number}"
-
-
 def samples(
     name: str, rows: Dataset, function: Callable, features: dict, args: Namespace, *key: object
 ) -> Dataset:
     """Return the samples, dicts of `features`, that `function` makes of rows, cached under `key`.
 
     `function` takes some rows and returns a list of samples for each. If it raises ValueError for a
-    row, the error names file and row, or --bad-rows skip leaves the row out.
+    row, the error names the row, or --bad-rows skip leaves it out.
     """
 
-    def make(some: list[dict], numbers: list[int]) -> list[dict]:
+    def make(some: list[dict], numbers: list[int]) -> list[list[dict]]:
         try:
-            made = function([parse(row) for row in some])
+            return function([parse(row) for row in some])
         except (ValueError, TypeError, AttributeError) as error:
             if len(some) > 1:
-                pairs = zip(some, numbers, strict=True)
-                return [sample for row, number in pairs for sample in make([row], [number])]
-            if args.bad_rows == "skip":
-                return [{"row": numbers[0], "problem": shorten(str(error))}]
-            reason = f"{place(name, numbers[0])}: {shorten(str(error))}"
-            raise ValueError(f"{reason}. Pass --bad-rows skip to leave it out.") from None
-        pairs = zip(numbers, made, strict=True)
-        return [{**x, "row": number, "problem": ""} for number, found in pairs for x in found]
+                return [make([row], [i])[0] for row, i in zip(some, numbers, strict=True)]
+            problem = f"{name}, row {numbers[0]}: {shorten(str(error))}"
+            if args.bad_rows == "fail":
+                advice = "Correct it, or pass --bad-rows skip."
+                raise ValueError(f"{problem}. {advice}") from None
+            say(f"skipped {problem}")
+            return [[]]
 
     def make_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
         some = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
         kept = [i for i, row in enumerate(some) if row.get(LINE, "x").strip()]  # no blank lines
         made = make([some[i] for i in kept], [indices[i] + 1 for i in kept]) if kept else []
-        return {column: [sample.get(column) for sample in made] for column in features | ORIGIN}
+        return {x: [sample[x] for of_row in made for sample in of_row] for x in features}
 
     gc.collect()  # garbage may crash a forked process that finalises it
     # The hash that `datasets` takes changes with a tokenizer's state, not with a module's code.
     key = fingerprint(function, rows._fingerprint, name, args.bad_rows, sorted(features), *key)
     mapped = rows.with_format(None).map(
         make_batch, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
-        remove_columns=rows.column_names, features=Features(features | ORIGIN),
+        remove_columns=rows.column_names, features=Features(features),
         num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
     )  # fmt: skip
-    origin = mapped.select_columns(list(ORIGIN)).with_format("arrow")[:]
-    is_bad = pc.not_equal(origin["problem"], "").to_numpy()
-    bad = origin.filter(is_bad).to_pylist()
-    first = "; ".join(f"{place(name, x['row'])}: {x['problem']}" for x in bad[:3])
-    if len(mapped) == 0 or 2 * len(bad) > len(mapped):
-        raise ValueError(f"--dataset {name}: {len(bad):,} of {len(mapped):,} rows cannot be used. "
-                         f"{first or 'It has no rows'}. Correct the file.")  # fmt: skip
-    say(f"{name}: skipped {len(bad):,} of {len(mapped):,} rows. {first}" if bad else "")
-    mapped = mapped.remove_columns(list(ORIGIN))
-    return mapped.select(np.flatnonzero(~is_bad)) if bad else mapped
-
-
-def warn_of_validation(args: Namespace, val_sets: dict[str, Any]) -> None:
-    """Print one warning if training rows are validated on, or validation rows are few."""
-    reasons = [f"{x} is also the training set" for x in args.val_dataset if x in args.dataset]
-    reasons += [f"{x} has {len(rows)} samples" for x, rows in val_sets.items() if len(rows) < 20]
-    say(f"WARNING: validation may mislead: {'; '.join(reasons)}" if reasons else "")
+    if len(mapped) == 0:
+        raise ValueError(f"--dataset {name} has no usable rows, of {len(rows):,}. Correct it.")
+    return mapped
 
 
 def join(parts: list[Dataset]) -> Dataset:
@@ -299,13 +261,13 @@ def content_sum(rows: Dataset, crc: int = 0) -> int:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of everything that decides how a tokenizer makes tokens of texts."""
+    """Return a digest of what decides how a tokenizer makes tokens of texts: its rules, in so far
+    as it has them as a text, its vocabulary, and the tokens of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    rules = json.loads(backend.to_str()) if backend else tokenizer.get_vocab()
+    rules = json.loads(backend.to_str()) if backend else {}
     rules |= {"truncation": None, "padding": None}  # set by the last call
-    added = sorted((number, repr(x)) for number, x in tokenizer.added_tokens_decoder.items())
     ids = sorted(tokenizer(text=PROBE, text_target=PROBE, verbose=False).items())
-    return digest(sorted(rules.items()), added, tokenizer.special_tokens_map, ids)
+    return digest(rules, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, ids)
 
 
 def shorten(text: str) -> str:

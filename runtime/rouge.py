@@ -2,39 +2,32 @@
 
 import importlib.util
 from argparse import ArgumentParser, Namespace
+from statistics import mean
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from . import arguments
-
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the group "summaries" to `parser`."""
+    """Declare the flags."""
     add = parser.add_argument_group("summaries").add_argument
     add("--rouge-samples", type=int, help="examples to summarise (training 32, evaluation all)")
     add("--num-beams", type=int, help="1: greedy (default: as the model's generation_config.json)")
 
 
 def resolve_arguments(args: Namespace) -> dict[str, Any]:
-    """Return the values, by name, of what was not given: 32 for --rouge-samples in a training.
-
-    In an evaluation it stays None, which is all.
-    """
+    """Resolve --rouge-samples: 32 in a training; None, which is all, in an evaluation."""
     if args.rouge_samples is None and not args.evaluate_only:
         return {"rouge_samples": 32}
     return {}
 
 
 def check_arguments(args: Namespace) -> list[str]:
-    """Return a sentence for each thing that is wrong with --rouge-samples and --num-beams."""
-    limits = {"rouge_samples": (0, arguments.ANY), "num_beams": (1, arguments.ANY)}
-    given = {name: limit for name, limit in limits.items() if getattr(args, name) is not None}
-    problems = arguments.out_of_range(args, given)
+    """Return an error message if rouge-score is missing."""
     if args.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
-        problems.append("ROUGE needs `pip install rouge-score`, or --rouge-samples 0")
-    return problems
+        return ["ROUGE needs `pip install rouge-score`, or --rouge-samples 0"]
+    return []
 
 
 def generated_texts(
@@ -70,9 +63,8 @@ def score(triples: list[tuple[str, str, str]]) -> dict[str, float]:
     """
     if not triples:
         return {}
-    from rouge_score.rouge_scorer import RougeScorer  # only who asks for ROUGE needs it
+    from rouge_score.rouge_scorer import RougeScorer  # needed only for ROUGE
 
-    kinds = ["rouge1", "rouge2", "rougeL"]
-    scorer = RougeScorer(kinds, use_stemmer=True)
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     scores = [scorer.score(reference, generated) for _, reference, generated in triples]
-    return {k: 100 * sum(found[k].fmeasure for found in scores) / len(scores) for k in kinds}
+    return {kind: 100 * mean(row[kind].fmeasure for row in scores) for kind in scores[0]}

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -33,18 +31,16 @@ from .stops import STOPPED, Stopped, StopRequest, kill_forked
 
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
 PEER_SECONDS = 5.0  # for torchrun to end this rank after another one
-BEST = "validation.json"  # in best/: the step and the loss of its weights
 
 
 class Run:
     """A script's run, which owns OUTPUT_DIR while it is entered; all ranks call a method together.
 
     Entering finds the `checkpoint` to resume (None: a new run). A training then calls `describe`,
-    `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving waits for the last
-    save and writes the file status: finished, failed, or stopped, after a request to stop, for
-    which a checkpoint is saved and `exit_code` becomes 75. Before the first step ends and after the
-    last save, a request ends the process at once. An OSError or ValueError before the training, and
-    a SaveError, are the user's to solve: they become a message and exit code 1.
+    `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving writes the file
+    status: finished, failed, or stopped on request, for which it saves and sets `exit_code` to 75.
+    Before the first step ends and after the last save, a request ends the process at once. An
+    OSError or ValueError before the training, and a SaveError, become a message and exit code 1.
     """
 
     def __init__(self, args: Namespace, device: torch.device, script: str) -> None:
@@ -60,8 +56,7 @@ class Run:
         self.metrics: Metrics | None = None  # since `begin`
         self.saver: Saver | None = None  # since `begin`
         self._identity: dict[str, Any] | None = None  # since `describe`
-        self._last_status = ""  # of an earlier start
-        self._is_failing = False
+        self._is_finished = False  # by an earlier start
         self._stack = contextlib.ExitStack()  # closed when the run is left
 
     def __enter__(self) -> "Run":
@@ -71,14 +66,12 @@ class Run:
             self._stack.enter_context(self.lock)
             identity.compare_ranks(identity.of_flags(args))
             if not args.evaluate_only:
-                self._last_status = ranks.on_rank_zero(prepare_directory, self.directory)
+                self._is_finished = ranks.on_rank_zero(prepare_directory, self.directory)
             # An evaluation reads --model-name, except for adapters, which are beside its weights.
             if not args.evaluate_only or getattr(args, "lora_rank", 0):
                 self.checkpoint = checkpoints.find_newest(self.directory)
         except (OSError, ValueError) as error:
             self._stack.close()
-            if isinstance(error, OSError):
-                error = f"--output-dir {self.directory} cannot be used ({error}). Pass another one."
             ranks.exit_with(error)
         stacks = self.directory / f"stacks-rank-{dist.get_rank()}.txt"
         watchdog.start(stacks, args.timeout_minutes * 60 / 3)
@@ -88,54 +81,52 @@ class Run:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         with self._stack:
             try:
-                self._end(error)
+                if isinstance(error, Stopped):
+                    self._end_stopped()
+                elif error is not None:
+                    raise error
+                else:
+                    self._end_finished()
             except BaseException as failure:
                 self._fail(failure)
                 raise
         return True
 
-    def _end(self, error: BaseException | None) -> None:
-        """End a run that is complete, or was stopped; raise any other error."""
-        if error is None:
-            if self.saver is not None:
-                self.saver.finish()
-                self._write_status("finished")
-            self.stop.set_nothing_to_lose(False)
-        elif isinstance(error, Stopped):
-            self._save()
+    def _end_finished(self) -> None:
+        self.stop.set_nothing_to_lose(False)  # a request comes too late
+        if self.saver is not None:
             self.saver.finish()
-            self._write_status("stopped")
-            self.exit_code = STOPPED
-            done = f"step {self.state.step:,} of {self.state.total_steps:,}"
-            ranks.say_end(f"Saved at {done}. Run the same command to resume.")
-            dist.barrier(group=ranks.cpu_group())  # a launcher may end all when one rank has left
-        else:
-            raise error
+            self._write_status("finished")
+
+    def _end_stopped(self) -> None:
+        self._save()
+        self.saver.finish()
+        self._write_status("stopped")
+        self.exit_code = STOPPED
+        done = f"step {self.state.step:,} of {self.state.total_steps:,}"
+        ranks.say_end(f"Saved at {done}. Run the same command to resume.")
+        dist.barrier(group=ranks.cpu_group())  # a launcher may end all when one rank has left
 
     def _fail(self, error: BaseException) -> None:
         """Note a failure. Raise SystemExit, with a message, where the user can solve it."""
+        if self.saver is not None:
+            self._write_status("failed")
         if isinstance(error, RuntimeError):
             # Another rank may have gone, by an error of its own or a request to stop: then torchrun
             # asks this one to stop, too, and its traceback would hide that one's.
             if not self.stop.nothing_to_lose:
-                self._write_status("failed")
-                self._is_failing = True
+                ranks.report_failure()
                 self.stop.set_nothing_to_lose(True)
             time.sleep(PEER_SECONDS)
         ranks.report_failure()
-        if self.saver is not None:
-            if isinstance(error, SystemExit):  # of all ranks: a save in the background is good
-                with contextlib.suppress(OSError):
-                    self.saver.wait()
-            self._write_status("failed")
         is_users = self.saver is None and isinstance(error, OSError | ValueError)
         if is_users or isinstance(error, SaveError):
             ranks.exit_with(error)
 
     def _end_at_once(self, request: str) -> NoReturn:
         """End this process on request, from another thread than the main one."""
-        has_failed = self._is_failing or ranks.has_failed()
-        if dist.get_rank() == 0 and self.lock.lease.is_locked:
+        has_failed = ranks.has_failed()
+        if self.lock.lease.is_locked:  # on rank 0
             if not has_failed:
                 self._write_status("stopped")
                 ranks.say_end(f"{request}: nothing to save. Run the same command to resume.")
@@ -152,10 +143,8 @@ class Run:
         is_training = not (args.evaluate_only or args.prepare_only or args.export_only)
         if dist.get_rank() == 0 and is_training:
             text = f"{word}\nsaved step {newest_step(self.directory)}\n"
-            try:
+            with contextlib.suppress(OSError):  # or it would hide the reason for the end
                 replace_text(self.directory / "status", text)
-            except OSError as error:
-                ranks.say(f"status could not become {word} ({error.strerror}).")
 
     def describe(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Print a model's size; note its identity, the shapes that wrapping hides, and the
@@ -193,8 +182,7 @@ class Run:
         self._loader = loader
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
-            in_best = ranks.on_rank_zero(best_step, self.directory)  # may be later, or gone
-            if args.save_best and in_best != self.state.best_step:
+            if args.save_best and not ranks.on_rank_zero((self.directory / "best").is_dir):
                 self.state.best_loss, self.state.best_step = float("inf"), 0
 
     def begin(self) -> bool:
@@ -202,21 +190,14 @@ class Run:
         if self.state is None:
             raise RuntimeError("Call run.restore(...) before run.begin().")
         args, state, total = self.args, self.state, self.state.total_steps
-        if state.step > total:
-            raise ValueError(
-                f"The run has reached step {state.step}, more than the {total} of --max-steps or "
-                "--epochs. Pass more, or another --output-dir."
+        # Without its checkpoints a finished run would start over, and replace its exports.
+        is_finished = self._is_finished and (self.checkpoint is None or state.step == total)
+        if is_finished or state.step > total:
+            ranks.say(
+                f"{self.directory} is finished at {total} steps. Raise --max-steps or --epochs to "
+                "resume, for which its checkpoints are needed."
             )
-        word, _, saved = self._last_status.partition("\nsaved step ")
-        if word == "finished":
-            if total <= (state.step if self.checkpoint else int(saved or 0)):
-                ranks.say(f"{self.directory} is finished. Raise --max-steps or --epochs to resume.")
-                return False
-            if self.checkpoint is None:
-                raise ValueError(
-                    f"{self.directory} is finished, and its checkpoints are gone, so it cannot "
-                    f"resume from step {saved or 0}. Pass another --output-dir."
-                )
+            return False
         if self.checkpoint is not None:
             ranks.say(f"Resuming at step {state.step} of {total}, from {self.checkpoint.name}")
         group = None
@@ -254,6 +235,7 @@ class Run:
             yield batch
 
     def _stop_if_asked(self) -> None:
+        watchdog.touch()
         if ranks.true_on_any(self.stop.is_asked):
             self.state.validation_due = True
             raise Stopped
@@ -266,7 +248,7 @@ class Run:
     def log_validation(self, results: dict[str, Any]) -> None:
         """Log a validation, and export best/ if its `loss` is the lowest of a trained model.
 
-        Raises Stopped, on all ranks, if one was asked to stop before the export.
+        Raises Stopped, on all ranks, if one was asked to stop before the export is complete.
         """
         self.lock.check()
         state = self.state
@@ -276,18 +258,13 @@ class Run:
         if state.step == 0 or loss >= state.best_loss:
             return
         if self.args.save_best:
-            self._stop_if_asked()
-            start = time.perf_counter()
             best = self.directory / "best"
             try:
-                self._export(state.model, self._tokenizer, best)
-                text = json.dumps({"step": state.step, "loss": loss})
-                ranks.on_rank_zero((best / BEST).write_text, text)
+                self._export(state.model, self._tokenizer, best, self._stop_if_asked)
             except OSError as error:
                 ranks.say(f"{error} The best weights before stay.")
                 return
-            seconds = time.perf_counter() - start
-            ranks.say(f"best/ is of step {state.step}, exported in {seconds:.1f} s")
+            ranks.say(f"best/ is of step {state.step}")
         state.best_loss, state.best_step = loss, state.step
 
     def save(self) -> None:
@@ -300,7 +277,6 @@ class Run:
 
     def _save(self) -> None:
         self.lock.check()
-        watchdog.touch()
         start = time.perf_counter()
         if self.saver.save():
             self._write_status("running")  # with the step, in case this process is killed
@@ -315,18 +291,18 @@ class Run:
             export.copy_export(best, final)
         else:
             self._export(model, tokenizer, final)
-        lowest = f", that of the lowest loss in {best}" if self.args.save_best else ""
-        ranks.say(f"The last model is in {final}{lowest}")
+        ranks.say(f"The last model is in {final}")
         self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
-    def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
+    def _export(
+        self, model: nn.Module, tokenizer: Tokenizer, path: Path, *before_each: Callable[[], None]
+    ) -> None:
         self.lock.check()
-        watchdog.touch()
         adapters = getattr(weights.unwrapped(model), "adapters", None)
         write = adapters.export if adapters else export.export_model
         try:
-            write(model, tokenizer, path, self.args)
-        except (OSError, SafetensorError) as error:
+            write(model, tokenizer, path, self.args, *before_each)
+        except OSError as error:
             raise SaveError(f"{path} could not be written ({error}). Is the disk full?") from None
         watchdog.touch()
 
@@ -358,58 +334,30 @@ class Run:
         `triples`, of source, reference and generated text, go to predictions.jsonl.
         """
         samples = {name: len(loader.dataset) for name, loader in loaders.items()}
-        evaluation = {
-            "evaluated": str(self.checkpoint or self.args.model_name),
-            "step": self.checkpoint and checkpoints.step_of(self.checkpoint),
-            **results,
-            "samples": samples,
-            "script": self.script,
-            "world_size": dist.get_world_size(),
-            "arguments": vars(self.args),
-        }
+        numbers = {**results, "samples": samples}
+        text = json.dumps(numbers | {"arguments": vars(self.args)}, indent=1)
         path = self.directory / "evaluation.json"
-        ranks.on_rank_zero(replace_text, path, json.dumps(evaluation, indent=1) + "\n")
+        ranks.on_rank_zero(path.write_text, text + "\n")
         if triples is not None:
             keys = ("source", "reference", "generated")
             lines = [json.dumps(dict(zip(keys, x, strict=True))) + "\n" for x in triples]
-            ranks.on_rank_zero(replace_text, path.with_name("predictions.jsonl"), "".join(lines))
-        for name, loss in results["losses"].items():
-            ranks.say(f"{name}: loss {loss:.6g} of {samples[name]:,} samples")
-        numbers = [f"{key} {value:.6g}" for key, value in results.items() if key != "losses"]
-        ranks.say("  ".join([*numbers, f"in {path}"]))
-
-    def write_prepared(
-        self, train_set: Any, val_sets: dict[str, Any], tokenizer: Tokenizer
-    ) -> None:
-        """Write the samples to OUTPUT_DIR/prepared, a data set that needs no tokenizer."""
-        from . import tokens  # a copy may leave it out
-
-        if len(val_sets) > 1:
-            raise ValueError(
-                f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one "
-                "--dataset or one --val-dataset."
-            )
-        path = self.directory / tokens.PREPARED
-        sets = train_set, *val_sets.values()
-        ranks.on_rank_zero(tokens.save, path, *sets, tokenizer, self.args)
-        ranks.say(f"The tokens are in {path}. Pass --dataset {path}")
+            ranks.on_rank_zero(path.with_name("predictions.jsonl").write_text, "".join(lines))
+        ranks.say(f"{json.dumps(numbers, indent=1)}\nThese numbers are in {path}")
 
 
-def prepare_directory(directory: Path) -> str:
-    """Make OUTPUT_DIR, delete unfinished exports, and return the text of status; rank 0 only.
+def prepare_directory(directory: Path) -> bool:
+    """Make OUTPUT_DIR, delete unfinished exports; return if its run is finished; rank 0 only.
 
-    Raises ValueError if it holds exports of something else.
+    Raises ValueError if the directory holds exports, but nothing else of a run.
     """
-    (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
-    path = directory / "status"
-    status = path.read_text(errors="replace").strip() if path.exists() else ""
-    is_ours = status or checkpoints.list_checkpoints(directory / "checkpoints")
+    status = directory / "status"
+    is_ours = status.exists() or (directory / "checkpoints").exists()
     if not is_ours and any((directory / name).exists() for name in ("final", "best")):
         raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else.")
-    for path in directory.glob("tmp-*"):
-        if re.fullmatch(r"tmp-(final|best)-\d+", path.name):
-            shutil.rmtree(path, ignore_errors=True)
-    return status
+    (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for path in [*directory.glob("tmp-final-*"), *directory.glob("tmp-best-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+    return status.exists() and status.read_text(errors="replace").startswith("finished")
 
 
 def newest_step(directory: Path) -> int:
@@ -419,19 +367,10 @@ def newest_step(directory: Path) -> int:
     return max(steps, default=0)
 
 
-def best_step(directory: Path) -> int:
-    """Return the step of the weights in best/, or 0; rank 0 only."""
-    try:
-        return json.loads((directory / "best" / BEST).read_text())["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
-
-
 def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
     """Run a script's main function, and leave with its exit code, or 1 after an uncaught exception.
 
-    Python's own exit can hang or abort: NCCL's communicators are aborted there while other ranks
-    may be gone, and under FSDP gloo's threads outlive their group.
+    Python's own exit can hang or abort in NCCL's communicators and gloo's threads.
     """
     try:
         code = main(args)

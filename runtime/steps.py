@@ -20,9 +20,8 @@ import math
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,43 +49,16 @@ class AsyncReadback:
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
-        self.is_on_host = numbers.device.type == "cpu"
-        if not self.is_on_host:
+        self.arrival: torch.Event | None = None
+        if numbers.device.type != "cpu":
             self.arrival = torch.Event(numbers.device)
             self.arrival.record()
 
     def read(self) -> list[Any]:
         """Wait for the numbers, but not for later work of the device."""
-        if not self.is_on_host:
+        if self.arrival:
             self.arrival.synchronize()
         return self.numbers.tolist()
-
-
-def check_step(
-    scaler: Any, step: int, epoch: int, samples: list[int], counts: AsyncReadback,
-    numbers: AsyncReadback,
-) -> None:  # fmt: skip
-    """End the run, on all ranks, if a step had no targets, or no finite gradient norm.
-
-    `samples` are those of all ranks, `counts` begin with their targets, `numbers` are this rank's
-    loss and the norm. An overflow in fp16 has halved the scale; the run ends if it is below 1.
-    """
-    if counts.read()[0] == 0:
-        ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
-    loss, grad_norm = numbers.read()
-    if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
-        return
-    reason = " The loss scale of fp16 would fall below 1." if scaler.is_enabled() else ""
-    bad_ranks = ranks.ranks_where(not math.isfinite(loss))
-    where = "though every loss is finite"
-    if bad_ranks:
-        where = f"loss not finite on ranks {bad_ranks}"
-        samples = [i for rank in bad_ranks for i in samples[rank :: dist.get_world_size()]]
-    ranks.exit_with(
-        f"Step {step}: gradient norm {grad_norm}, {where}, samples {samples} of epoch {epoch}."
-        f"{reason} Lower --lr, or look at these samples, which the script's load_data returns as "
-        "train_set[i]."
-    )
 
 
 class Step:
@@ -97,6 +69,8 @@ class Step:
     def __init__(self, steps: "Steps", fetch: Iterator[Batch], samples: list[int]) -> None:
         self.steps = steps
         self.samples = samples
+        self.number = steps.state.step + 1
+        self.epoch = steps.state.epoch
         self.is_over = False
         self._fetch = fetch
         self._batches: list[Batch] | None = None
@@ -106,8 +80,7 @@ class Step:
     def __enter__(self) -> "Step":
         steps, state = self.steps, self.steps.state
         self._start = time.perf_counter()
-        if state.step + 1 == steps.args.profile and dist.get_rank() == 0:
-            self._stack.enter_context(trace(Path(steps.args.output_dir), state.step + 1))
+        self._stack.enter_context(trace(steps.args, self.number))
         self._batches = list(self._fetch)
         if steps.is_stopping:
             steps.check()
@@ -140,9 +113,8 @@ class Step:
         self._is_guarded = True
         state = self.steps.state
         share = loss.sum()
-        numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
-        facts = (state.scaler, state.step + 1, state.epoch, self.samples, self._counts, numbers)
-        self.steps.unchecked.append(partial(check_step, *facts))
+        self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
+        self.steps.unchecked.append(self)
         if state.scaler.is_enabled():
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -150,10 +122,28 @@ class Step:
             place = optimizer.param_groups[0]["params"][0].device  # the host's, under offload
             optimizer.found_inf = is_bad.float().to(place)
             return
-        if self.steps.done == 0 and state.device.type != "cpu":
-            name = type(optimizer).__name__
-            ranks.say(f"{name} is not fused: in each step the host waits for the gradient norm.")
         self.steps.check()
+
+    def check(self) -> None:
+        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
+
+        An overflow in fp16 has halved the scale; the run ends if it is below 1.
+        """
+        step, samples, scaler = self.number, self.samples, self.steps.state.scaler
+        if self._counts.read()[0] == 0:
+            ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
+        loss, grad_norm = self._numbers.read()
+        if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
+            return
+        reason = " The loss scale of fp16 would fall below 1." if scaler.is_enabled() else ""
+        count = dist.get_world_size()
+        bad_ranks = ranks.ranks_where(not math.isfinite(loss))
+        suspects = [i for rank in bad_ranks or range(count) for i in samples[rank::count]]
+        ranks.exit_with(
+            f"Step {step}: gradient norm {grad_norm}, loss not finite on ranks {bad_ranks}, "
+            f"samples {suspects} of epoch {self.epoch}.{reason} Lower --lr, or look at these "
+            "samples, which the script's load_data returns as train_set[i]."
+        )
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._stack:
@@ -161,21 +151,19 @@ class Step:
                 return
             if not self._is_guarded:
                 raise RuntimeError(NOT_GUARDED)
-            steps, state = self.steps, self.steps.state
+            steps, state, args = self.steps, self.steps.state, self.steps.args
             state.step += 1
             state.consumed += len(self.samples)
             _, tokens, asked = self._counts.read()  # available since the device began the step
             state.tokens += tokens
             steps.is_stopping = asked > 0
-            steps.check(waiting=0 if self._is_read_at_once() else 1)
+            is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
+            steps.check(waiting=0 if is_due or state.scaler.is_enabled() else 1)
         self.is_over = True
-        steps.finish(time.perf_counter() - self._start)
-
-    def _is_read_at_once(self) -> bool:
-        """Return whether the host must check the step before the next one begins."""
-        args, steps = self.steps.args, self.steps
-        is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
-        return is_due or steps.done == 0 or steps.state.scaler.is_enabled()
+        steps.metrics.count_step(time.perf_counter() - self._start)
+        if steps.stop.nothing_to_lose:  # in the first step
+            dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
+            steps.stop.set_nothing_to_lose(False)
 
     def due(self, every: int) -> bool:
         """Return whether an action of every so many steps (0: never) is due after this one. All are
@@ -198,9 +186,8 @@ class Steps:
     loader: DataLoader
     metrics: Metrics
     stop: StopRequest
-    unchecked: list[Callable[[], None]] = field(default_factory=list)
+    unchecked: list[Step] = field(default_factory=list)
     is_stopping: bool = False  # so the ranks agreed
-    done: int = 0  # by this process
 
     def __iter__(self) -> Iterator[Step]:
         state, loader = self.state, self.loader
@@ -225,22 +212,17 @@ class Steps:
     def check(self, waiting: int = 0) -> None:
         """Check all steps but the last `waiting` ones; the run ends if one was bad."""
         while len(self.unchecked) > waiting:
-            self.unchecked.pop(0)()
-
-    def finish(self, seconds: float) -> None:
-        """Count a step that took so long."""
-        self.metrics.count_step(seconds)
-        if self.done == 0:
-            dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
-            self.stop.set_nothing_to_lose(False)
-        self.done += 1
+            self.unchecked.pop(0).check()
 
 
 @contextlib.contextmanager
-def trace(directory: Path, step: int) -> Iterator[None]:
-    """Trace the step that is run inside, on its CPU and GPU; rank 0 only."""
+def trace(args: Namespace, step: int) -> Iterator[None]:
+    """Trace the step that is run inside on rank 0's CPU and GPU, if it is that of --profile."""
+    if step != args.profile or dist.get_rank() != 0:
+        yield
+        return
     with torch.profiler.profile() as profiler:  # waits for the device at the end
         yield
-    path = directory / f"trace-step-{step}.json.gz"
+    path = Path(args.output_dir) / f"trace-step-{step}.json.gz"
     profiler.export_chrome_trace(str(path))
     ranks.say(f"Step {step} is in {path}. Open it in https://ui.perfetto.dev.")

@@ -29,7 +29,8 @@ class StopRequest:
 
     def __init__(self, end: Callable[[str], None]) -> None:
         self.end = end
-        self.name = ""  # of the request, such as SIGTERM; "" if there was none
+        self.is_asked = False
+        self.name = ""  # of the request, such as SIGTERM
         self.nothing_to_lose = True
         self._lock = threading.Lock()  # guards both
 
@@ -61,23 +62,18 @@ class StopRequest:
 
     def _ask(self, name: str) -> None:
         with self._lock:
-            is_first = not self.name
-            self.name = name
             if self.nothing_to_lose or ranks.has_failed():
                 self.end(name)
-        if is_first:
-            ranks.say(f"{name}: stopping after this step or the next")
-
-    @property
-    def is_asked(self) -> bool:
-        """True if this rank was asked to stop."""
-        return bool(self.name)
+            if not self.is_asked:
+                ranks.say(f"{name}: stopping after this step or the next")
+            self.is_asked = True
+            self.name = name
 
     def set_nothing_to_lose(self, value: bool) -> None:
         """Set whether a request should end this process at once; one that has come does so now."""
         with self._lock:
             self.nothing_to_lose = value
-            if self.name and value:
+            if self.is_asked and value:
                 self.end(self.name)
 
 
@@ -87,10 +83,9 @@ def _ignore(*_: object) -> None:
 
 def _restore_in_child() -> None:
     # The processes that `datasets` forks must not wake this one's thread.
-    if signal.getsignal(signal.SIGTERM) is _ignore:
-        signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 os.register_at_fork(after_in_child=_restore_in_child)

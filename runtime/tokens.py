@@ -10,7 +10,7 @@ from typing import Any
 from datasets import DatasetDict
 from transformers import PreTrainedTokenizerBase
 
-from . import readers
+from . import ranks, readers
 
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 FILE = "prepared.json"  # in it: what made the tokens
@@ -19,22 +19,39 @@ FLAGS = "source_length target_length source_prefix block_size max_seq_length tra
 
 def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return what decides the tokens of a row: version, tokenizer, chat template and flags."""
-    found = {"version": 1, "tokenizer": readers.tokenizer_fingerprint(tokenizer)}
+    origin = {"version": 1, "tokenizer": readers.tokenizer_fingerprint(tokenizer)}
     if hasattr(args, "chat_template"):
-        found["--chat-template"] = readers.digest(tokenizer.chat_template)
-    return found | {f"--{x.replace('_', '-')}": vars(args)[x] for x in FLAGS.split() if x in args}
+        origin["--chat-template"] = readers.digest(tokenizer.chat_template)
+    return origin | {f"--{x.replace('_', '-')}": vars(args)[x] for x in FLAGS.split() if x in args}
 
 
-def save(path: Path, train: Any, val: Any, tokenizer: Any, args: Namespace) -> None:
-    """Write the splits train and validation as the directory `path`, complete or not at all."""
+def write_prepared(
+    args: Namespace, train_set: Any, val_sets: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Write the samples to OUTPUT_DIR/prepared, complete or not at all; all ranks.
+
+    Raises ValueError if there are several validation sets, or the directory exists.
+    """
+    if len(val_sets) > 1:
+        raise ValueError(
+            f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one --dataset or "
+            "one --val-dataset."
+        )
+    path = Path(args.output_dir) / PREPARED
+    sets = {"train": train_set, "validation": next(iter(val_sets.values()))}
+    ranks.on_rank_zero(save, path, sets, describe(args, tokenizer))
+    ranks.say(f"The tokens are in {path}. Pass --dataset {path}")
+
+
+def save(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
+    """Write samples by split, and what made them, as the directory `path`, or nothing."""
     if path.exists():
         raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
-    parts = {"train": train, "validation": val}.items()
     temporary = path.with_name(f"tmp-{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    parts = {name: getattr(part, "dataset", part) for name, part in parts}
-    DatasetDict(parts).save_to_disk(temporary)
-    (temporary / FILE).write_text(json.dumps(describe(args, tokenizer), indent=2))
+    rows = {split: getattr(samples, "dataset", samples) for split, samples in sets.items()}
+    DatasetDict(rows).save_to_disk(temporary)
+    (temporary / FILE).write_text(json.dumps(origin, indent=2))
     temporary.rename(path)
 
 
@@ -50,7 +67,7 @@ def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase)
 
 
 def check_ids(ids: Any, flag: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    """Return a list of 1 to `limit` token ids of a tokenizer; ValueError if it is anything else."""
+    """Return `ids` if they are 1 to `limit` token ids of a tokenizer; else raise ValueError."""
     if not ids or not isinstance(ids, list) or not all(isinstance(x, int) for x in ids):
         raise ValueError("tokens are not a list of integers, or empty")
     if len(ids) > limit:

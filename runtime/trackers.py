@@ -19,25 +19,21 @@ class Trackers:
         self.open: dict[str, Any] = {}
         for name in args.track:
             with self._tolerant(name):
-                directory.mkdir(exist_ok=True)
                 self.open[name] = _start(name, args, directory, script, step)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
-        """Send an event's numbers, as event/name; those of an inner dict as event/name/key."""
-        numbers = {}
-        for name, value in values.items():
-            inner = value if isinstance(value, dict) else {"": value}
-            for key, number in inner.items():
-                if isinstance(number, int | float):
-                    numbers[f"{event}/{name}/{key}".rstrip("/")] = number
+        """Send an event's numbers, as event/name; those of `losses` as event/losses/name."""
+        numbers = {f"{event}/{name}": number for name, number in values.items()}
+        for name, loss in numbers.pop(f"{event}/losses", {}).items():
+            numbers[f"{event}/losses/{name}"] = loss
         for name, tracker in list(self.open.items()):
             with self._tolerant(name):
-                if name != "tensorboard":
+                if name == "tensorboard":
+                    for key, number in numbers.items():
+                        tracker.add_scalar(key, number, step)
+                    tracker.flush()
+                else:
                     tracker.log(numbers, step=step)
-                    continue
-                for key, number in numbers.items():
-                    tracker.add_scalar(key, number, step)
-                tracker.flush()
 
     def close(self) -> None:
         """Close all trackers."""
@@ -51,8 +47,7 @@ class Trackers:
             yield
         except Exception as error:  # of any type: the training does not depend on a tracker
             self.open.pop(name, None)
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            tqdm.write(f"--track {name} failed and is not used any more: {reason}")
+            tqdm.write(f"--track {name} failed and is not used any more: {error!r}")
 
 
 def _start(name: str, args: Namespace, directory: Path, script: str, step: int) -> Any:
@@ -60,11 +55,11 @@ def _start(name: str, args: Namespace, directory: Path, script: str, step: int) 
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(directory / name, purge_step=step + 1)  # later steps are repeated
+    directory.mkdir(exist_ok=True)
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
-    options = {"project": script, "name": path.read_text(), "resume": "allow"}
-    options["config"] = {key: str(value) for key, value in vars(args).items()}
+    options = {"project": script, "name": path.read_text(), "resume": "allow", "config": vars(args)}
     if name == "wandb":
         options |= {"id": path.read_text(), "dir": directory}
     return importlib.import_module(name).init(**options)

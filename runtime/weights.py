@@ -3,20 +3,19 @@
 Names no model. All ranks call a function together unless it says otherwise.
 """
 
-import functools
 import json
 import re
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -30,10 +29,11 @@ from .screen import Progress
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
 WEIGHTS = "model*.safetensors"
 TEXT_PART = "language_model."  # starts the keys of a multimodal model's text part
-IN_LAYER = re.compile(r"\.\d+\.")  # in the name of a tensor of a numbered layer
+IN_LAYER = re.compile(r"(\.\d+\.).*")  # in a tensor's name: a layer's number, and the rest
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
+Place = tuple[str, nn.Module, str]  # a tensor's name, its module, and its key there
 Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones under each name; elsewhere empty
 
 
@@ -60,12 +60,16 @@ def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:
     return next(base for base in kind.__mro__ if base.__module__.startswith("transformers."))
 
 
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's parameters and buffers, tied ones under each name."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return for each name of a parameter or buffer the first name of the same tensor."""
-    tensors = [*model.named_parameters(remove_duplicate=False)]
-    tensors += model.named_buffers(remove_duplicate=False)
     first: dict[Tensor, str] = {}
-    return {name: first.setdefault(tensor, name) for name, tensor in tensors}
+    return {name: first.setdefault(tensor, name) for name, tensor in tensors_of(model)}
 
 
 def open_model(
@@ -85,12 +89,8 @@ def open_model(
         )
     # Python code in a directory is never run.
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization:
-        raise ValueError(
-            f"--model-name {name} is quantized ({quantization.get('quant_method')}). Pass a "
-            "directory with its weights in 16 or 32 bits."
-        )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"--model-name {name} is quantized. Pass its weights in 16 or 32 bits.")
     config = text_config(config, model_class, name)
     if getattr(config, "output_router_logits", False):
         raise ValueError(
@@ -102,42 +102,32 @@ def open_model(
 
 def find_directory(name: str, patterns: list[str]) -> Path:
     """Return the directory `name`, or that of the hub's model, with files of these `patterns`.
-
-    Raises ValueError if there is none. Any process may call it.
-    """
+    Raises ValueError if there is none. Any process may call it."""
     if Path(name).is_dir():
         return Path(name)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except GatedRepoError:
-        reason = f"is gated. Accept its licence on {constants.ENDPOINT}/{name} and set HF_TOKEN"
-    except (RepositoryNotFoundError, HFValidationError):
-        reason = (
-            "is neither a directory nor a public model on the hub. Check the name, set HF_TOKEN"
-        )
-    except OSError as error:  # no network and not in the cache, or a server's error
-        line = str(error).splitlines()[0]
-        reason = f"is not a directory, and the hub cannot be asked ({line}). Set HF_HOME"
-    raise ValueError(f"--model-name {name} {reason}, or pass a directory that contains the model.")
+    except (OSError, HFValidationError) as error:  # gated, unknown, or no network and no cache
+        reason = " ".join(str(error).split())
+    raise ValueError(
+        f"--model-name {name} is not a directory, and the hub does not give it: {reason} Check the "
+        "name, set HF_TOKEN or HF_HOME, or pass a directory that contains the model."
+    )
 
 
 def text_config(
     config: PretrainedConfig, model_class: type[PreTrainedModel], name: str
 ) -> PretrainedConfig:
     """Return the configuration of the model `name`, of a multimodal one that of its text part.
-
-    Raises ValueError if it is not one of `model_class`.
-    """
+    Raises ValueError if it is not one of `model_class`."""
     wanted = model_class.config_class.model_type
-    if config.model_type == wanted:
-        return config
-    text = getattr(config, "text_config", config)
-    if text.model_type != wanted:
-        raise ValueError(
-            f"--model-name {name} is a {config.model_type}, not a {wanted}. Pass a {wanted}, or "
-            "change MODEL and BLOCKS in the script."
-        )
-    return text
+    for candidate in (config, getattr(config, "text_config", config)):
+        if candidate.model_type == wanted:
+            return candidate
+    raise ValueError(
+        f"--model-name {name} is a {config.model_type}, not a {wanted}. Pass a {wanted}, or change "
+        "MODEL and BLOCKS in the script."
+    )
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
@@ -145,13 +135,12 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{directory} has no tokenizer that loads ({reason}). Save one.") from None
-    kind, count = type(tokenizer).__name__, len(tokenizer)
+        raise ValueError(f"{directory} has no tokenizer that loads ({error}). Save one.") from None
     # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
-        raise ValueError(f"{directory} has no tokenizer: no vocabulary of a {kind}. Save one.")
+        raise ValueError(f"{directory} has no tokenizer: its vocabulary is missing. Save one.")
+    count = len(tokenizer)
     if count > vocab_size:
         raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}.")
     if tokenizer.eos_token_id is None:
@@ -159,49 +148,39 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-class _Unread:
-    """A slice of a file whose values are not needed: Transformers gets a meta tensor of it."""
+class _Stored(Tensor):
+    """A tensor of a file. Transformers casts none, as it would copy it, and loads meta ones too."""
 
-    def __init__(self, stored: Any) -> None:
-        self.stored = stored
-
-    def __getitem__(self, _: Any) -> "_Unread":
+    def to(self, *_: Any, **__: Any) -> "_Stored":
+        """Return the tensor itself."""
         return self
 
-    def to(self, dtype: torch.dtype, **_: Any) -> Tensor:
-        """Return a tensor without values."""
-        return torch.empty(self.stored.get_shape(), dtype=dtype, device="meta")
 
-
-def _open_files(directory: Path, reads_layers: bool) -> tuple[dict[str, Any], torch.dtype]:
-    """Map a directory's safetensors files; return the tensors by key and the widest dtype.
+def _open_files(directory: Path, reads_layers: bool) -> Source:
+    """Map a directory's safetensors files; return their tensors by key.
 
     If `reads_layers` is false, only tensors outside of numbered layers have values: those decide
     which weights are tied. Raises ValueError if a file cannot be read.
     """
-    names = {"model.safetensors"}
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError) as error:
-            raise ValueError(f"{index} cannot be read ({error!r}). Download it again.") from None
-    tensors: dict[str, Any] = {}
-    for path in sorted(directory / name for name in names):
-        try:
+    names = ["model.safetensors"]
+    tensors: Source = {}
+    path = directory / "model.safetensors.index.json"
+    try:
+        if path.is_file():
+            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        for path in [directory / name for name in names]:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (it is not a dict)
-                    stored = file.get_slice(key)
-                    is_read = reads_layers or not IN_LAYER.search(key)
-                    tensors[key] = file.get_tensor(key) if is_read else _Unread(stored)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"{path} cannot be read ({error}). Download it again, or convert other formats "
-                "with from_pretrained and save_pretrained."
-            ) from None
-    read = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
-    floats = {tensor.dtype for tensor in read if tensor.is_floating_point()}
-    return tensors, functools.reduce(torch.promote_types, floats or {torch.float32})
+                    tensor = file.get_tensor(key)
+                    if not reads_layers and IN_LAYER.search(key):
+                        tensor = tensor.to("meta")
+                    tensors[key] = tensor.as_subclass(_Stored)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error!r}). Download it again, or convert other formats with "
+            "from_pretrained and save_pretrained."
+        ) from None
+    return tensors
 
 
 def read_model(
@@ -210,12 +189,13 @@ def read_model(
     directory: Path,
     reads_layers: bool = True,
 ) -> PreTrainedModel:
-    """Return the model in a directory as Transformers loads it, in the dtype of its files.
+    """Return the model in a directory as Transformers loads it in fp32, but with its weights in the
+    dtype of its files.
 
     Weights that need no conversion are views of the mapped files. Rank 0 alone calls it. Raises
     ValueError if the files cannot be read or do not contain this model.
     """
-    tensors, dtype = _open_files(directory, reads_layers)
+    tensors = _open_files(directory, reads_layers)
     text = {key: tensor for key, tensor in tensors.items() if key.startswith(TEXT_PART)}
     if text:
         print(f"{directory}: {len(tensors) - len(text)} tensors are not of text, and left out")
@@ -225,35 +205,14 @@ def read_model(
         # A shape that does not match is in the report.
         options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, report = library_class(kind).from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, **options
+            None, config=config, state_dict=tensors, dtype=torch.float32, **options
         )
     except RuntimeError as error:
         raise ValueError(f"{directory} cannot be converted: {error}") from None
-    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    for name, stored, shape in report["mismatched_keys"]:
-        problems.append(f"{name} has shape {list(stored)}, not {list(shape)}")
-    problems += [f"{name} is not the model's" for name in sorted(report["unexpected_keys"])]
+    problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
-        raise ValueError(
-            f"{directory} does not contain this model ({len(problems)} problems): "
-            f"{'; '.join(problems[:10])}. Check config.json and the files."
-        )
-    print(f"{directory}: stored as {str(dtype).removeprefix('torch.')}", flush=True)
-    if dtype != torch.float32:
-        _compute_buffers(model)
+        raise ValueError(f"{directory} does not contain this model; {problems}. Check its files.")
     return model
-
-
-def _compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no file contains in fp32: Transformers makes some of them, such as
-    Gemma's scale of embeddings, in the dtype of the files."""
-    for module in model.modules():
-        for key in module._non_persistent_buffers_set:
-            buffer = module._buffers[key]
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[key] = torch.empty_like(buffer, dtype=torch.float32)
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)  # does not touch what was loaded
 
 
 def new_model(
@@ -277,17 +236,14 @@ def new_model(
         else:
             loaded = read_model(kind, config, directory, needs_weights)
             model._weight_conversions = loaded._weight_conversions  # an export reverts them
-        for name, tensor in loaded.named_parameters(remove_duplicate=False):
-            source[name] = tensor.detach() if needs_weights else tensor.to("meta")
-        source.update(loaded.named_buffers(remove_duplicate=False))
+        for name, tensor in tensors_of(loaded):
+            source[name] = tensor.detach().as_subclass(Tensor)
+            if isinstance(tensor, nn.Parameter) and not needs_weights:
+                source[name] = source[name].to("meta")
         return first_names(loaded)
 
     firsts = on_rank_zero(read)
-    own = first_names(model)
-    if own.keys() != firsts.keys():
-        added = ", ".join(sorted(own.keys() ^ firsts.keys()))
-        raise ValueError(f"{directory} does not contain {added}. Add parameters after loading.")
-    for name, first in own.items():
+    for name, first in first_names(model).items():
         if first != name and firsts[name] == name:
             module, _, key = name.rpartition(".")
             untied = nn.Parameter(torch.empty_like(model.get_parameter(name)))
@@ -311,65 +267,53 @@ class Loader:
         self.device = device
         self.shard_device = torch.device("cpu") if args.cpu_offload else device  # of DTensors
         self.source = source
-        self.stored = on_rank_zero(lambda: {n: (x.shape, x.dtype) for n, x in source.items()})
-        self.unread = on_rank_zero(lambda: {n for n, x in source.items() if x.is_meta})
-        self.modules = {module: name for name, module in model.named_modules()}
-        self.first = {plain_name(name): first for name, first in first_names(model).items()}
-        self.places = Counter(self.first.values())  # that are not yet filled, by first name
-        self.tied: dict[str, Tensor] = {}  # those that are not yet in all their places
-        self.progress = Progress("load", len(self.places), " tensors")
+        stored = {name: (x.shape, x.dtype, x.is_meta) for name, x in source.items()}
+        self.stored = on_rank_zero(lambda: stored)
+        # For each tensor of a module: all that are tied to it, itself included.
+        self.places: dict[tuple[nn.Module, str], list[Place]] = {}
+        tied: dict[str, list[Place]] = defaultdict(list)
+        for name, first in first_names(model).items():
+            path, _, key = name.rpartition(".")
+            module = model.get_submodule(path)
+            tied[first].append((plain_name(name), module, key))
+            self.places[module, key] = tied[first]
+        self.progress = Progress("load", len(tied), " tensors")
 
     def fill(self, module: nn.Module) -> None:
         """Fill a module, without those inside it; all ranks, in the same order."""
-        for tensors in (module._parameters, module._buffers):
-            for key, meta in tensors.items():
-                if meta is None or not meta.is_meta:
-                    continue
-                name = plain_name(f"{self.modules[module]}.{key}".removeprefix("."))
-                first = self.first[name]
-                tensor = self.tied.pop(first, None)
-                if tensor is None:
-                    tensor = self._receive(module, key, name)
-                    self.progress.update()
-                tensors[key] = tensor
+        for key, meta in (module._parameters | module._buffers).items():
+            if meta is None or not meta.is_meta:
+                continue
+            places = self.places[module, key]
+            tensor = self._receive(module, meta, places[0][0])
+            if isinstance(meta, nn.Parameter):
+                tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
+            for name, owner, key_there in places:
+                setattr(owner, key_there, tensor)
                 self.source.pop(name, None)  # or the run would hold it
-                self.places[first] -= 1
-                if self.places[first]:
-                    self.tied[first] = tensor
+            self.progress.update()
 
-    def _receive(self, module: nn.Module, key: str, name: str) -> Tensor:
-        """Return this rank's part of rank 0's tensor `name`, for a module's tensor `key`."""
-        meta = getattr(module, key)
-        if name in self.unread:
-            device = self.shard_device if isinstance(meta, DTensor) else self.device
-            tensor = torch.empty_like(meta, device=device)
-        else:
-            tensor = self._broadcast(name)
-            if key == "weight" and hasattr(module, "quantize"):
-                tensor = module.quantize(tensor.float())
-            if isinstance(meta, DTensor):
-                mesh, placements = meta.device_mesh, meta.placements
-                tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-            # Rank 0's may be a view of the mapped file.
-            tensor = tensor.to(meta.dtype, copy=dist.get_rank() == 0)
-            if isinstance(meta, DTensor):
-                tensor = tensor.to(self.shard_device)
-        if isinstance(meta, nn.Parameter):
-            return nn.Parameter(tensor, requires_grad=meta.requires_grad)
-        return tensor
-
-    def _broadcast(self, name: str) -> Tensor:
-        """Return rank 0's tensor, on this rank's device."""
+    def _receive(self, module: nn.Module, meta: Tensor, name: str) -> Tensor:
+        """Return this rank's part of rank 0's tensor `name`, for a module's tensor `meta`."""
+        shape, dtype, is_unread = self.stored[name]
+        device = self.shard_device if isinstance(meta, DTensor) else self.device
+        if is_unread:
+            return torch.empty_like(meta, device=device)
         if dist.get_rank() == 0:
             tensor = self.source[name].to(self.device).contiguous()
         else:
-            shape, dtype = self.stored[name]
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(tensor, src=0)
-        return tensor
+        if hasattr(module, "quantize") and meta is module.weight:
+            tensor = module.quantize(tensor.float())
+        if isinstance(meta, DTensor):
+            mesh, placements = meta.device_mesh, meta.placements
+            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+        # Rank 0's may be a view of the mapped file.
+        return tensor.to(meta.dtype, copy=dist.get_rank() == 0).to(device)
 
 
-def materialize(model: nn.Module, init: Init | None) -> None:
-    """Fill all modules of a model on meta, outer ones first; None leaves the model as it is."""
-    for module in list(model.modules()) if init else []:
+def materialize(model: nn.Module, init: Init) -> None:
+    """Fill all modules of a model on meta, outer ones first."""
+    for module in model.modules():
         init(module)

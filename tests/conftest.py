@@ -31,6 +31,39 @@ CACHE = tempfile.TemporaryDirectory()  # of `datasets`, which reads the variable
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # it is imported already
 
+# What `make test` runs: all tests of a file, or those named. `make test-ci` runs the others.
+MAKE_TEST: dict[str, set[str]] = {
+    "test_chat_dataset": set(),
+    "test_layout": set(),
+    "test_llama": set(),
+    "test_memory_estimator": {"test_verdict_contains_a_command_that_the_script_accepts"},
+    "test_model_checks": {
+        "test_mean_in_place_of_summed_loss_is_refused",
+        "test_blocks_that_miss_a_layer_are_refused",
+        "test_model_that_sees_later_tokens_is_refused",
+        "test_changed_hidden_states_are_refused",
+    },
+    "test_readers": set(),
+    "test_readme": {
+        "test_every_command_is_marked_or_run_by_a_test",
+        "test_commands_parse",
+        "test_links_resolve",
+        "test_files_in_the_pages_exist",
+        "test_help_fits_140_lines_of_80_columns",
+    },
+    "test_summarization_dataset": set(),
+    "test_survival": {
+        "test_damaged_checkpoint_is_skipped_and_replaced",
+        "test_signal_without_torchrun_exits_with_75",
+    },
+    "test_t5_runs": {
+        "test_killed_run_resumes_bit_for_bit",
+        "test_exports_reload_with_the_same_loss",
+        "test_bad_input_is_one_message",
+        "test_wrong_values_are_one_message",
+    },
+    "test_weight": set(),
+}
 WIDE = {
     "hidden_size": 64,
     "intermediate_size": 192,
@@ -58,23 +91,23 @@ def launch(
 
 
 def errors_said(stderr: str) -> list[str]:
-    """The sentences that a script ended with; torchrun's report repeats them, indented."""
+    """Return the sentences that a script ended with; torchrun's report repeats them, indented."""
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
 def status(output: Path) -> str:
-    """The word in a run's file status."""
+    """Return the word in a run's file status."""
     return (output / "status").read_text().split()[0]
 
 
 def metrics(output: Path, event: str) -> list[dict]:
-    """The lines of one event in a run's metrics.jsonl."""
+    """Return the lines of one event in a run's metrics.jsonl."""
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == event]
 
 
 def logged(output: Path, event: str) -> list[dict]:
-    """As `metrics`, of a run that goes on: without a file yet, or with a line half written."""
+    """Return the logged lines of one event of a run that still writes them."""
     found = []
     with contextlib.suppress(OSError):
         for line in (output / "metrics.jsonl").read_text().splitlines():
@@ -84,7 +117,7 @@ def logged(output: Path, event: str) -> list[dict]:
 
 
 def losses(output: Path, event: str = "train") -> dict[int, float]:
-    """Loss by step; fails if there is none, or a step is logged twice."""
+    """Return the loss by step; fail if there is none, or a step is logged twice."""
     lines = metrics(output, event)
     found = {line["step"]: line["loss"] for line in lines}
     assert found and len(found) == len(lines)
@@ -92,30 +125,40 @@ def losses(output: Path, event: str = "train") -> dict[int, float]:
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an exported model; fails if there is none."""
+    """Return all tensors of an exported model; fails if there is none."""
     files = sorted(directory.glob("*.safetensors"))
     assert files, directory
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def check_tied_once(output: Path) -> None:
-    """A run's last sharded checkpoint holds as many weights as the exported model."""
+    """Check that the last sharded checkpoint has as many weights as the exported model."""
     last = max((output / "checkpoints").glob("step-*"))
     names = dcp.FileSystemReader(last).read_metadata().state_dict_metadata
     assert sum(x.startswith("model.") for x in names) == len(weights(output / "final"))
 
 
 def check_equal_weights(one: Path, other: Path) -> None:
-    """Two exported models have the same tensors, to the last bit."""
+    """Check that two exported models have the same tensors, to the last bit."""
     ours, theirs = weights(one), weights(other)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark with `ci` all tests that `make test` leaves out."""
+    for item in items:
+        names = MAKE_TEST.get(item.path.stem)
+        is_in = names is not None and (not names or item.originalname in names)
+        if not is_in or item.originalname == "test_ten_steps_on_four_ranks":
+            item.add_marker(pytest.mark.ci)
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of one."""
+    """Return a process group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -123,7 +166,8 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random T5 with a byte tokenizer as a Hugging Face directory, without dropout."""
+    """Return a small random T5 with a byte tokenizer as a Hugging Face directory, without
+    dropout."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
@@ -138,7 +182,7 @@ def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty pairs with targets of 1 to 29 bytes; about two of them are for validation."""
+    """Return a file of forty pairs with targets of 1 to 29 bytes; about two are for validation."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [
         {"text": f"text {i}" + " ab cd" * (i % 7), "headline": chr(97 + i % 26) * (1 + 7 * i % 29)}
@@ -150,7 +194,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random GPT-2 with a byte tokenizer as a Hugging Face directory, without dropout."""
+    """Return a small random GPT-2 with a byte tokenizer as a Hugging Face directory, without
+    dropout."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -164,7 +209,8 @@ def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Training and validation text: 35 blocks of 32 bytes with a short last one, and 5."""
+    """Return files of training and validation text: 35 blocks of 32 bytes with a short last one,
+    and 5."""
     path = tmp_path_factory.mktemp("texts")
     line = "The {} of {} is {} times {}.\n"
     words = ["sum", "root", "cube", "half", "sine"]
@@ -176,7 +222,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama with grouped queries and a byte tokenizer, in several files."""
+    """Return a small random Llama with grouped queries and a byte tokenizer, in several files."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     shape = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3}
@@ -193,7 +239,7 @@ def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random Llama whose widths are multiples of 64, in 16 bits."""
+    """Return a small random Llama whose widths are multiples of 64, in 16 bits."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **WIDE)
@@ -205,7 +251,7 @@ def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Seventy chats of one to three turns, some of which are cut at 64 tokens."""
+    """Return a file of seventy chats of one to three turns, some of which are cut at 64 tokens."""
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     rows = []
     for i in range(70):

@@ -63,13 +63,13 @@ STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedu
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
-    """That of a process group of one."""
+    """Yield the device of a process group of one."""
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
 def small(config: transformers.PretrainedConfig) -> dict[str, object]:
-    """What makes a configuration small, without dropout."""
+    """Return the settings that make a configuration small, without dropout."""
     known = config.to_dict()
     found = ALWAYS | {name: value for name, value in SMALL.items() if name in known}
     for name, value in known.items():
@@ -86,7 +86,8 @@ def small(config: transformers.PretrainedConfig) -> dict[str, object]:
 
 
 def small_model(model_class: type) -> transformers.PreTrainedModel:
-    """A small model with random weights, none of which is 0 or 1; any error if there is none."""
+    """Return a small model with random weights, none of which is 0 or 1; any error if there is
+    none."""
     config = model_class.config_class()
     shape = small(config)
     for name in config.sub_configs:
@@ -118,7 +119,7 @@ def blocks_of(model: transformers.PreTrainedModel) -> list[type]:
 
 
 def copy_for(script: str, model: transformers.PreTrainedModel) -> ModuleType:
-    """The script with another model."""
+    """Return the script with another model."""
     blocks = blocks_of(model)
     old_import, old_blocks, old_model = IMPORTS[script]
     lines = "\n".join(f"from {kind.__module__} import {kind.__name__}" for kind in blocks)
@@ -146,7 +147,7 @@ def save(model: transformers.PreTrainedModel, path: Path) -> None:
 
 
 def alone(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and targets of each text of a sample, of the model by itself."""
+    """Yield the model's logits and the targets of each text of a sample."""
     for text in sample if isinstance(sample, list) else [sample]:
         ids = torch.tensor([*map(int, text["input_ids"])])
         if model.config.is_encoder_decoder:
@@ -158,7 +159,7 @@ def alone(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple
 
 
 def train_alone(model: transformers.PreTrainedModel, samples: list) -> list[float]:
-    """The losses of two steps on all samples, in plain PyTorch; the model is changed."""
+    """Return the losses of two steps on all samples, in plain PyTorch; the model is changed."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     losses = []
     for _ in range(2):
@@ -176,8 +177,8 @@ def train_alone(model: transformers.PreTrainedModel, samples: list) -> list[floa
 def train_copy(
     script: ModuleType, flags: list[str], device: torch.device, final: Path
 ) -> tuple[list[float], list, dict[str, Tensor]]:
-    """The losses of two steps of a copy on all samples at once, they, and the weights after it,
-    which it exports."""
+    """Return the losses of two steps of a copy on all samples at once, they, and the weights after
+    it, which it exports."""
     args: Namespace = script.parse_args([*flags, *STEPS])
     _, tokenizer, _ = script.load_model(args, device)
     sets = script.load_data(args, tokenizer)
@@ -196,10 +197,9 @@ def train_copy(
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 dies of FSDP2 in a 2nd thread")
 @pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ])
-def test_architecture(
-    name: str, device: torch.device, chats: Path, pairs: Path, texts: tuple, tmp_path: Path
-) -> None:
-    """Its losses are those of the model alone, and its weights are those that it exports."""
+def test_copy_trains_and_exports_like_plain_pytorch(name, device, chats, pairs, texts, tmp_path):
+    """Training losses and exported weights match the model alone, or the script refuses the
+    model."""
     if name in TOO_SLOW:
         pytest.skip("its layers take minutes on a CPU")
     if name in CRASHES:

@@ -5,15 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import check_equal_weights, launch, losses, metrics, status, weights
+from conftest import check_equal_weights, launch, losses, metrics, status
 
 import gpt2_fsdp
-from runtime import export, ranks
+from runtime import export
 
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Six steps of `tiny`, which has dropout, validated and saved at every second."""
+    """Return flags for six steps of `tiny`, which has dropout, validated and saved at every second
+    step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--eval-every", "2", "--model-name", "tiny", "--lr", "1e-3",
@@ -27,8 +28,9 @@ def run(flags: list[str], output: Path, *more: str) -> None:
 
 
 def step_of_best(output: Path) -> int:
-    """Return the step of best/ as the directory says it."""
-    return json.loads((output / "best/validation.json").read_text())["step"]
+    """Return the step of best/ that the newest checkpoint holds."""
+    newest = max(output.glob("checkpoints/step-*"))
+    return json.loads((newest / "train_state.json").read_text())["best_step"]
 
 
 VARIANTS = [  # --cpu-offload needs a GPU
@@ -41,9 +43,7 @@ VARIANTS = [  # --cpu-offload needs a GPU
 @pytest.mark.parametrize(
     "more", [[], *(pytest.param(more, marks=pytest.mark.slow) for more in VARIANTS)], ids=" ".join
 )
-def test_training_with_exports_equals_training_without(
-    more: list[str], flags: list[str], chats: Path, wide_llama: Path, tmp_path: Path
-) -> None:
+def test_exports_during_training_change_nothing(more, flags, chats, wide_llama, tmp_path):
     """To the last bit, on two ranks."""
     script = "gpt2_fsdp"
     if "--lora-rank" in more:
@@ -51,7 +51,7 @@ def test_training_with_exports_equals_training_without(
         flags = ["--dataset", chats, "--max-seq-length", "64", "--model-name", wide_llama]
         flags += ["--log-every", "1", "--eval-every", "2", "--max-steps", "6", "--lr", "1e-2"]
         flags += ["--lora-dropout", "0.1"]
-    command = ["tests/compiled.py", script, *flags, "--batch-size", "2", *more]
+    command = ["tests/workers/compiled.py", script, *flags, "--batch-size", "2", *more]
     launch(2, *command, "--output-dir", tmp_path / "with")
     launch(2, *command, "--no-save-best", "--output-dir", tmp_path / "without")
     for event in ("train", "val"):
@@ -63,41 +63,24 @@ def test_training_with_exports_equals_training_without(
     assert metrics(tmp_path / "without", "done")[0]["best_step"] == done["best_step"]
 
 
-def test_a_failed_export_keeps_the_best_weights_before(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    """Training continues, and neither best_loss nor best_step changes."""
+def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, capfd):
     export_model = export.export_model
     paths = []
 
-    def fail_second(model: object, tokenizer: object, path: Path, args: object) -> None:
+    def fail_second(model: object, tokenizer: object, path: Path, *rest: object) -> None:
         paths.append(path.name)
         if paths == ["best"] * 2:
             raise OSError("no space left")
-        export_model(model, tokenizer, path, args)
+        export_model(model, tokenizer, path, *rest)
 
     monkeypatch.setattr(export, "export_model", fail_second)
     run(flags, tmp_path, "--max-steps", "4")
-    assert (
-        "(no space left). Is the disk full? The best weights before stay." in capfd.readouterr().out
-    )
+    assert "(no space left). Is the disk full? The best weights before" in capfd.readouterr().out
     assert paths == ["best", "best", "final"] and status(tmp_path) == "finished"
     assert metrics(tmp_path, "done")[0]["best_step"] == step_of_best(tmp_path) == 2
 
 
-def test_final_is_a_copy_of_best_in_the_last_step(flags: list[str], tmp_path: Path) -> None:
-    """Weights are hard links. A longer run then replaces both."""
-    run(flags, tmp_path)
-    first, last = (tmp_path / name / "model.safetensors" for name in ("best", "final"))
-    assert step_of_best(tmp_path) == 6 and first.samefile(last)
-    before = weights(tmp_path / "best")
-    run(flags, tmp_path, "--max-steps", "8")
-    assert step_of_best(tmp_path) == 8 and first.samefile(last)
-    assert any((before[name] != tensor).any() for name, tensor in weights(first.parent).items())
-
-
-def test_an_older_checkpoint_exports_again(flags: list[str], tmp_path: Path) -> None:
-    """best/ of a step that the checkpoint has not reached does not count, nor does a lost one."""
+def test_resume_from_older_checkpoint_exports_best_again(flags, tmp_path):
     run(flags, tmp_path / "whole")
     for damage in ("older", "without best"):
         path = Path(shutil.copytree(tmp_path / "whole", tmp_path / damage))
@@ -111,21 +94,18 @@ def test_an_older_checkpoint_exports_again(flags: list[str], tmp_path: Path) -> 
         assert step_of_best(path) == 6
 
 
-def test_a_stop_before_the_export_repeats_the_validation(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run saves with the validation still due, and exports when it resumes."""
+def test_stop_during_the_export_repeats_the_validation(flags, tmp_path, monkeypatch):
     run(flags, tmp_path / "whole")
-    on_any = ranks.true_on_any
-    asked = []
+    check = gpt2_fsdp.Run._stop_if_asked
+    steps = []
 
-    def stop_once(condition: bool) -> bool:
-        asked.append(condition)
-        return len(asked) == 4 or on_any(condition)
+    def stop_at_the_tenth_tensor(run: gpt2_fsdp.Run) -> None:
+        steps.append(run.state.step)
+        run.stop.is_asked = steps.count(4) == 10
+        check(run)
 
     monkeypatch.setattr(gpt2_fsdp.Run, "progress", lambda run, loader, text: loader)
-    monkeypatch.setattr(ranks, "true_on_any", stop_once)
-    asked[:] = [False] * 2
+    monkeypatch.setattr(gpt2_fsdp.Run, "_stop_if_asked", stop_at_the_tenth_tensor)
     run(flags, tmp_path / "stopped")
     assert status(tmp_path / "stopped") == "stopped"
     assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2, 4]

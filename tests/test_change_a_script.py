@@ -3,7 +3,6 @@
 import math
 import re
 import shutil
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -29,12 +28,11 @@ def apply_diffs(script: str, text: str) -> str:
     return source
 
 
-def test_all_other_diffs_in_one_copy(tmp_path: Path) -> None:
-    """BART learns sums by Lion, with smoothed labels, a cosine and an average of its weights, and
-    resumes, without the files that such a copy can leave out."""
+def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
+    """BART with Lion, smoothed labels, a cosine schedule and an average of its weights."""
     (tmp_path / "my_script.py").write_text(apply_diffs("T5_training", OTHERS))
     for name in ("lion", "ema"):
-        shutil.copy(ROOT / f"tests/{name}.py", tmp_path)
+        shutil.copy(ROOT / f"tests/helpers/{name}.py", tmp_path)
     (tmp_path / "runtime").mkdir()
     for file in needed_files(ROOT / "T5_training.py"):
         shutil.copy(file, tmp_path / file.relative_to(ROOT))
@@ -61,10 +59,8 @@ SCRIPTS = {  # the fixtures that a script reads, by flag, and other flags
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_second_term_and_own_number_in_the_log(
-    script: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    """At most six changed lines each; loss, perplexity and best/ follow the cross-entropy."""
+def test_z_loss_and_accuracy_follow_the_documented_diffs(script, request, tmp_path):
+    """Validation, perplexity and best/ use the cross-entropy alone."""
     fixtures, flags = SCRIPTS[script]
     for flag, fixture in fixtures.items():
         flags = [*flags, flag, str(request.getfixturevalue(fixture))]

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, launch, losses, metrics, status, weights
@@ -16,8 +15,8 @@ SHORT = {  # flags that keep texts short
 
 
 @pytest.mark.parametrize("script", SHORT)
-def test_copied_script_trains_resumes_and_exports(script: str, tmp_path: Path) -> None:
-    """In an empty directory, without the repository."""
+def test_copied_script_trains_resumes_and_exports(script, tmp_path):
+    """In an empty directory, without the repository, and without adapters."""
     copy = tmp_path / "copy"
     command = [sys.executable, ROOT / "tools/copy_script.py", script, copy]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -26,6 +25,8 @@ def test_copied_script_trains_resumes_and_exports(script: str, tmp_path: Path) -
     again = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert again.returncode == 1 and "is not empty" in again.stderr
 
+    for path in (*copy.glob("runtime/adapters.py"), *copy.glob("runtime/nf4.py")):
+        path.unlink()
     output = tmp_path / "output"
     flags = ["--model-name", "tiny", "--num-train-samples", "16", "--num-val-samples", "4",
              "--log-every", "1", "--output-dir", output, *SHORT[script]]  # fmt: skip

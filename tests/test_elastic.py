@@ -7,7 +7,6 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, errors_said, launch, logged, losses, metrics, status
@@ -18,7 +17,7 @@ from tools import memory_estimator
 
 
 def parsed(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
-    """What llama_fsdp.py makes of the flags, under torchrun with so many processes."""
+    """Return the arguments of llama_fsdp.py under torchrun with so many processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     return llama_fsdp.parse_args(["--model-name", "tiny", *flags])
 
@@ -28,10 +27,8 @@ def parsed(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Name
     [(64, 8, 1, (8, 8)), (64, 8, 8, (8, 1)), (64, 64, 2, (32, 1)), (60, 8, 2, (6, 5)),
      (26, 8, 2, (1, 13)), (8, 1, 8, (1, 1))],
 )  # fmt: skip
-def test_micro_batches(
-    total: int, most: int, processes: int, micro_batches: tuple, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As few as can be, of one size, and at most --batch-size; the estimator has the same."""
+def test_micro_batches_keep_the_global_batch(total, most, processes, micro_batches, monkeypatch):
+    """The estimator splits it alike."""
     flags = ["--global-batch-size", str(total), "--batch-size", str(most)]
     args = parsed(processes, monkeypatch, *flags)
     assert (args.batch_size, args.gradient_accumulation_steps) == micro_batches
@@ -42,17 +39,15 @@ def test_micro_batches(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--global-batch-size", "12"], "12 must be a multiple of 8 (processes): use 8 or 16"),
+        (["--global-batch-size", "12"], "12 must be a multiple of 8 (processes): use 16"),
         (["--global-batch-size", "4"], "4 must be a multiple of 8 (processes): use 8"),
         (["--global-batch-size", "-8"], "-8 is out of range: it must be at least 0"),
         (["--global-batch-size", "8", "--gradient-accumulation-steps", "2"],
          "--global-batch-size and --gradient-accumulation-steps exclude each other"),
     ],
 )  # fmt: skip
-def test_what_cannot_be(
-    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    """One sentence; an export, on any number of processes, has no batch."""
+def test_impossible_batches_are_refused(flags, said, monkeypatch, capfd):
+    """An export has no batch."""
     with pytest.raises(SystemExit):
         parsed(8, monkeypatch, *flags)
     (error,) = errors_said(capfd.readouterr().err)
@@ -95,7 +90,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes() -> Iterator[list[Nodes]]:
-    """Those that a test adds here are ended."""
+    """Return a list; the nodes that a test adds to it are ended."""
     made: list[Nodes] = []
     yield made
     for each in made:
@@ -103,8 +98,7 @@ def nodes() -> Iterator[list[Nodes]]:
 
 
 @pytest.mark.slow
-def test_a_node_joins_and_is_lost(nodes: list[Nodes], chats: Path, tmp_path: Path) -> None:
-    """One process, then two, then one: the losses of an uninterrupted run."""
+def test_node_that_joins_and_leaves_keeps_the_losses(nodes, chats, tmp_path):
     flags = ["--model-name", "tiny", "--dataset", chats, "--max-seq-length", "64", "--max-steps",
              "120", "--epochs", "1000", "--log-every", "1", "--save-every", "20", "--eval-every",
              "0", "--lr", "1e-3", "--batch-size", "2", "--global-batch-size", "8"]  # fmt: skip

@@ -15,7 +15,7 @@ def results(
     t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
     chats: Path, tmp_path_factory: pytest.TempPathFactory,
 ) -> dict:  # fmt: skip
-    """What fp16_worker.py found by script and strategy, and what it said."""
+    """Return the results of fp16_worker.py by script and strategy, and its output."""
     directory = tmp_path_factory.mktemp("fp16")
     scripts = {
         "T5_training": ["--model-name", t5_directory, "--dataset", pairs, "--batch-size", "8"],
@@ -27,13 +27,12 @@ def results(
     shared = ["--max-steps", "12", "--lr", "1e-3", "--lr-schedule", "constant"]
     flags = {name: [*map(str, own), *shared] for name, own in scripts.items()}
     result = directory / "result.json"
-    said = launch(2, "tests/fp16_worker.py", result, directory, json.dumps(flags))
+    said = launch(2, "tests/workers/fp16_worker.py", result, directory, json.dumps(flags))
     return {"said": said} | json.loads(result.read_text())
 
 
 @pytest.mark.parametrize("script, strategy", TRIED)
-def test_twelve_steps_are_near_fp32(script: str, strategy: str, results: dict) -> None:
-    """None is skipped, as the scale stays; a resume has the scaler's state."""
+def test_fp16_steps_are_near_fp32_and_resume_the_scale(script, strategy, results):
     found = results[f"{script} {strategy}"]
     assert len(found["fp16"]["losses"]) == 12
     assert found["fp16"]["losses"] == pytest.approx(found["fp32"]["losses"], rel=2e-3)
@@ -43,9 +42,8 @@ def test_twelve_steps_are_near_fp32(script: str, strategy: str, results: dict) -
 
 
 @pytest.mark.parametrize("script, strategy", TRIED)
-def test_an_overflow_changes_nothing(script: str, strategy: str, results: dict) -> None:
-    """On one rank alone, and on all ranks once gradients are reduced, it halves the scale. Where
-    that would fall below 1, it ends the run. The schedule counts the step."""
+def test_overflow_changes_no_weight_and_halves_the_scale(script, strategy, results):
+    """A scale below 1 ends the run. The schedule counts the step."""
     steps = results[f"{script} {strategy}"]["overflows"]
     moved = {"changed": [0, 1], "scale": 1, "schedule": 1, "ended": []}
     skipped = {"changed": [], "scale": 0.5, "schedule": 1, "ended": []}
@@ -56,5 +54,5 @@ def test_an_overflow_changes_nothing(script: str, strategy: str, results: dict) 
     assert steps == expected
 
 
-def test_fp16_says_why_a_run_ended(results: dict) -> None:
+def test_fp16_reports_why_a_run_ended(results):
     assert "The loss scale of fp16 would fall below 1" in results["said"].stderr

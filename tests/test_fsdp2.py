@@ -12,7 +12,6 @@ from conftest import launch, losses, metrics, weights
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import gpt2_fsdp
-from runtime import ranks
 
 WAYS = {"1-D mesh": 4, "2-D mesh": 2, "FSDP1": 4, "DDP": 1}  # and how many ranks share a model
 
@@ -22,8 +21,8 @@ def loads(
     t5_directory: Path, gpt2_directory: Path, llama_directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict:  # fmt: skip
-    """What fsdp2_load_worker.py found on four ranks, and where it exported. The files of Llama are
-    in 16 bits."""
+    """Return the results of fsdp2_load_worker.py on four ranks, and its folder. The files of Llama
+    are in 16 bits."""
     directory = tmp_path_factory.mktemp("loads")
     llama = AutoModelForCausalLM.from_pretrained(llama_directory)
     llama.to(torch.bfloat16).save_pretrained(directory / "llama")
@@ -34,15 +33,14 @@ def loads(
         "llama_fsdp": str(directory / "llama"),
     }
     result = directory / "result.json"
-    worker = ["tests/fsdp2_load_worker.py", result, directory, json.dumps(models)]
+    worker = ["tests/workers/fsdp2_load_worker.py", result, directory, json.dumps(models)]
     launch(4, *worker)
     return {"directory": directory, "models": models} | json.loads(result.read_text())
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_weights_are_those_of_the_files(script: str, way: str, loads: dict) -> None:
-    """To the last bit, tied ones too; and each rank has its share of the bytes."""
+def test_loaded_weights_equal_the_files(script, way, loads):
     path = loads["directory"] / script / way
     kind = AutoModelForSeq2SeqLM if script == "T5_training" else AutoModelForCausalLM
     ours = kind.from_pretrained(path)
@@ -59,9 +57,9 @@ def test_weights_are_those_of_the_files(script: str, way: str, loads: dict) -> N
     assert {rank["tied"] for rank in everyone} == {theirs.config.tie_word_embeddings}
 
 
-def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
-    """FSDP1 on two ranks, 2 on four, 1 on two, killed each time, then DDP on one: the losses of a
-    run that was not interrupted. Saved in shards, in one file in the background, and again."""
+def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp_path):
+    """FSDP1 on 2 ranks, FSDP2 on 4, FSDP1 on 2, killed each time, then DDP on 1: sharded, full and
+    asynchronous saves."""
     common = ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
               str(texts[1]), "--block-size", "32", "--num-train-samples", "35",
               "--num-val-samples", "0", "--max-steps", "8", "--log-every", "1", "--eval-every", "3",
@@ -74,7 +72,7 @@ def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -
     two = ["--fsdp", "2", "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
     hybrid = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
     for processes, step, flags in ((2, 3, one), (4, 7, [*two, *hybrid]), (2, 8, one)):
-        killed = ["tests/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
+        killed = ["tests/workers/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
         assert launch(processes, *killed, check=False).returncode
     last = [*common, "--strategy", "ddp", "--batch-size", "8"]
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(last))
@@ -91,23 +89,3 @@ def test_checkpoints_cross(gpt2_directory: Path, texts: tuple, tmp_path: Path) -
     args = gpt2_fsdp.parse_args([*common, "--batch-size", "8", "--fsdp", "2", "--export-only"])
     gpt2_fsdp.fsdp_main(args)
     assert all(tensor.equal(before[key]) for key, tensor in weights(output / "final").items())
-
-
-@pytest.mark.parametrize("flags, said", [
-    (["--strategy", "no_shard"], "--strategy no_shard requires --fsdp 1"),
-    (["--strategy", "ddp"], "--strategy ddp requires --fsdp 1"),
-    (["--wrap", "size:9"], "--wrap size:NUMBER needs --fsdp 1"),
-    (["--cpu-offload", "--precision", "fp16"], "--precision fp16 needs --fsdp 1"),
-])  # fmt: skip
-def test_what_it_has_not_is_refused(
-    flags: list[str], said: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a sentence; under --fsdp 1, the default, the same flags are taken."""
-    monkeypatch.setattr(ranks, "device_count", lambda: 2)  # --cpu-offload needs a GPU
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as end:
-        gpt2_fsdp.parse_args(["--fsdp", "2", *flags])
-    assert end.value.code
-    (error,) = capfd.readouterr().err.splitlines()
-    assert error.startswith("error: ") and said in error
-    assert gpt2_fsdp.parse_args(flags).fsdp == gpt2_fsdp.parse_args([]).fsdp == 1

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -15,8 +14,7 @@ def generate(*args: object, lines: str = "") -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize("kind", ["t5", "gpt2", "llama"])
-def test_each_line_is_a_prompt(kind: str, request: pytest.FixtureRequest) -> None:
-    """A prompt among the arguments is answered as it is among lines."""
+def test_each_line_is_a_prompt(kind, request):
     directory = request.getfixturevalue(f"{kind}_directory")
     lines = generate(directory, "--max-new-tokens", 5, lines="one\ntwo\n")
     assert lines.returncode == 0 and not lines.stderr, lines.stderr
@@ -26,8 +24,7 @@ def test_each_line_is_a_prompt(kind: str, request: pytest.FixtureRequest) -> Non
         assert lines.stdout.startswith(single.stdout)
 
 
-def test_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    """The error suggests a directory."""
+def test_directory_without_a_model_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "nothere"):
         result = generate(path, "one")
         assert result.returncode == 1

@@ -3,17 +3,15 @@
 import gzip
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, check_equal_weights, check_tied_once, launch, losses, metrics, weights
+from conftest import check_equal_weights, check_tied_once, launch, losses, metrics, weights
 
 import gpt2_fsdp
 
-WIKITEXT = ROOT.parent / "shared/data/wikitext-2/valid.txt"
 RELOAD = """
 import json, sys, torch
 import torch.nn.functional as F
@@ -36,7 +34,7 @@ print(json.dumps({"loss": total / (len(ids) - 1), "tied": tied, "class": type(mo
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
+    """Return flags for eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "35", "--num-val-samples", "0", "--max-steps", "8",
             "--log-every", "1", "--eval-every", "3", "--save-every", "2", "--lr", "1e-3",
@@ -44,45 +42,31 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 
 def reloaded(directory: Path, text: Path, size: int) -> dict:
-    """Loss, tie and class of an exported model in a fresh process with plain transformers."""
+    """Return loss, tie and class of an exported model in a fresh process with plain
+    transformers."""
     command = [sys.executable, "-c", RELOAD, directory, text, str(size)]
     return json.loads(subprocess.check_output(command, text=True))
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks under FSDP2, with dropout."""
+    """Return a finished run of two ranks under FSDP2, with dropout."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", output]
     launch(2, "gpt2_fsdp.py", *command, "--profile", 3)
     return output
 
 
-def test_the_last_weights_are_written_once_if_they_are_the_best(uninterrupted: Path) -> None:
-    """Under two names, and the rest twice."""
-    (done,) = metrics(uninterrupted, "done")
-    best, final = uninterrupted / "best", uninterrupted / "final"
-    assert done["best_step"] == done["step"]  # or there would be nothing to see
-    assert (best / "model.safetensors").samefile(final / "model.safetensors")
-    assert not (best / "config.json").samefile(final / "config.json")
-    assert {path.name for path in best.iterdir()} == {path.name for path in final.iterdir()}
-
-
-def test_a_step_is_profiled(uninterrupted: Path) -> None:
-    """With what computes, what communicates and what optimizes, once."""
+def test_profile_contains_compute_and_communication(uninterrupted):
     trace = json.loads(gzip.decompress((uninterrupted / "trace-step-3.json.gz").read_bytes()))
     names = [event["name"] for event in trace["traceEvents"]]
     assert "gloo:all_reduce" in names and "aten::embedding" in names
     assert names.count("Optimizer.step#AdamW.step") == 1
 
 
-def test_killed_and_run_again_is_as_if_nothing_was(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """The same command after SIGKILL in the middle of an epoch: equal to the last bit. Under FSDP2;
-    the other scripts' tests have FSDP1."""
+def test_killed_run_under_fsdp2_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", tmp_path]
-    assert launch(2, "tests/killed.py", "gpt2_fsdp", 1, 8, *command, check=False).returncode
+    assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 1, 8, *command, check=False).returncode
     launch(2, "gpt2_fsdp.py", *command)
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
     assert losses(tmp_path) == losses(uninterrupted)
@@ -90,17 +74,15 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     check_equal_weights(tmp_path / "final", uninterrupted / "final")
 
 
-def test_resumed_by_one_process_under_ddp(
-    gpt2_directory: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """Two ranks by size under SHARD_GRAD_OP, killed; one process goes on. Without dropout."""
+def test_one_ddp_process_resumes_two_shard_grad_op_ranks(gpt2_directory, flags, tmp_path):
+    """Units are wrapped by size. The model has no dropout."""
     flags = [*flags, "--model-name", str(gpt2_directory)]
     whole = [*flags, "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(whole))
     output = ["--output-dir", str(tmp_path / "parts")]
     size = ["--strategy", "shard_grad_op", "--wrap", "size:3000"]
     command = [*flags, *output, *size, "--batch-size", "4"]
-    assert launch(2, "tests/killed.py", "gpt2_fsdp", 0, 7, *command, check=False).returncode
+    assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 0, 7, *command, check=False).returncode
     args = gpt2_fsdp.parse_args([*flags, *output, "--batch-size", "8", "--strategy", "ddp"])
     gpt2_fsdp.fsdp_main(args)
     check_tied_once(tmp_path / "parts")
@@ -109,8 +91,7 @@ def test_resumed_by_one_process_under_ddp(
         assert losses(tmp_path / "parts", event) == pytest.approx(there, abs=1e-5)
 
 
-def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple) -> None:
-    """Plain transformers gives the run's perplexity; peak memory is logged."""
+def test_export_has_the_run_s_perplexity(uninterrupted, flags, texts):
     val = losses(uninterrupted, "val")
     found = reloaded(uninterrupted / "final", texts[1], 32)
     assert math.exp(found["loss"]) == pytest.approx(math.exp(val[8]), rel=1e-5)
@@ -119,46 +100,3 @@ def test_export_and_metrics(uninterrupted: Path, flags: list[str], texts: tuple)
     check_tied_once(uninterrupted)
     assert metrics(uninterrupted, "val")[-1]["perplexity"] == pytest.approx(math.exp(val[8]))
     assert metrics(uninterrupted, "train")[-1]["peak_memory_mb"] > 100
-
-
-def test_evaluation_by_one_process(
-    uninterrupted: Path, flags: list[str], texts: tuple, tmp_path: Path
-) -> None:
-    """final/ with the run's flags, and with nothing but the validation text."""
-    run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
-    final = ["--model-name", str(run / "final"), "--val-dataset", str(texts[1])]
-    final += ["--block-size", "32"]
-    for more, output in (([*flags, *final[:2]], run), (final, tmp_path / "other")):
-        words = [*more, "--evaluate-only", "--strategy", "ddp", "--output-dir", str(output)]
-        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(words))
-        found = json.loads((output / "evaluation.json").read_text())
-        assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
-        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
-        assert found["samples"][str(texts[1])] > 1
-    for name in ("status", "metrics.jsonl"):
-        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not WIKITEXT.is_file(), reason="../shared/data/wikitext-2/valid.txt is absent")
-def test_real_text(tmp_path: Path) -> None:
-    """Nine tenths of WikiText-2's validation file, 200 steps of 2 x 8 x 256 bytes: below 12."""
-    text = WIKITEXT.read_text()
-    cut = text.index("\n", len(text) * 9 // 10) + 1
-    for name, part in (("train", text[:cut]), ("val", text[cut:])):
-        (tmp_path / f"{name}.txt").write_text(part)
-    files = ["--dataset", tmp_path / "train.txt", "--val-dataset", tmp_path / "val.txt"]
-    shape = ["--block-size", "256", "--batch-size", "8", "--max-steps", "200", "--lr", "1e-3",
-             "--lr-schedule", "constant"]  # fmt: skip
-    output = tmp_path / "run"
-    command = ["--model-name", "tiny", *files, *shape, "--num-train-samples", "0",
-               "--num-val-samples", "0", "--save-every", "0", "--output-dir", output]  # fmt: skip
-    result = launch(2, "gpt2_fsdp.py", *command)
-    size = len(
-        text[cut:].rstrip("\n").encode()
-    )  # a token is a byte, and EOS follows: `size` targets
-    nats = losses(output, "val")[200] * size
-    assert math.exp(nats / size) < 12
-    assert f"{math.ceil(size / 256):,} blocks" in result.stdout
-    found = reloaded(output / "final", tmp_path / "val.txt", 256)
-    assert found["loss"] == pytest.approx(losses(output, "val")[200], rel=1e-5)

@@ -36,7 +36,7 @@ four_gpus = pytest.mark.skipif(GPUS < 4, reason="fewer than four GPUs")
 
 
 def run(script: str, directory: Path, output: Path, data: list, *flags: str) -> None:
-    """Forty steps of a small model, with a resume after the first twenty."""
+    """Train a small model for forty steps, with a resume after twenty."""
     command = begun(directory, output, data, *flags)
     launch(RANKS, script, *command, "--max-steps", "20")
     launch(RANKS, script, *command, "--max-steps", "40")
@@ -44,13 +44,14 @@ def run(script: str, directory: Path, output: Path, data: list, *flags: str) -> 
 
 
 def begun(directory: Path, output: Path, data: list, *flags: str) -> list:
-    """The flags of a run that saves at every twentieth step."""
+    """Return the flags of a run that saves at every twentieth step."""
     return ["--model-name", directory, *data, "--output-dir", output, "--lr", "3e-3", "--log-every",
             "1", "--save-every", "20", *flags]  # fmt: skip
 
 
 def check_run(output: Path) -> None:
-    """Forty steps, each once, by which the loss has fallen; weights that are numbers."""
+    """Check that each of forty steps is logged once, that the loss fell, and that weights are
+    finite."""
     found = losses(output)
     assert list(found) == list(range(1, 41))
     assert found[40] < 0.9 * found[1]
@@ -83,21 +84,19 @@ CASES += [
 
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """That of a process group of one."""
+    """Yield the device of a process group of one."""
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
 @pytest.mark.parametrize("flags", CASES)
-def test_t5_resumes(flags: list[str], t5_directory: Path, pairs: Path, tmp_path: Path) -> None:
-    """Mixed precision, scaler, offload, generation and export on CUDA."""
+def test_t5_resumes(flags, t5_directory, pairs, tmp_path):
     data = ["--dataset", pairs, "--num-train-samples", "0", "--rouge-samples", "3"]
     run("T5_training.py", t5_directory, tmp_path, [*data, "--target-length", "16"], *flags)
 
 
 @pytest.mark.parametrize("flags", CASES)
-def test_gpt2_resumes(flags: list[str], gpt2_directory: Path, texts: tuple, tmp_path: Path) -> None:
-    """The same, with model FLOP/s; and MFU on a GPU whose peak is known."""
+def test_gpt2_resumes(flags, gpt2_directory, texts, tmp_path):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     run("gpt2_fsdp.py", gpt2_directory, tmp_path, data, *flags)
     line = metrics(tmp_path, "train")[-1]
@@ -106,23 +105,8 @@ def test_gpt2_resumes(flags: list[str], gpt2_directory: Path, texts: tuple, tmp_
         assert 0 < line["mfu"] < 1
 
 
-def test_auto_is_bf16_where_the_gpu_has_it(
-    gpt2_directory: Path, texts: tuple, tmp_path: Path
-) -> None:
-    """And the run says so."""
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        pytest.skip("this GPU has no bf16")
-    data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
-    command = ["--model-name", gpt2_directory, *data, "--output-dir", tmp_path, "--max-steps", "1"]
-    launch(RANKS, "gpt2_fsdp.py", *command)
-    assert metrics(tmp_path, "start")[0]["arguments"]["precision"] == "bf16"
-
-
 @pytest.mark.parametrize("flags", CASES)
-def test_llama_resumes(
-    flags: list[str], llama_directory: Path, chats: Path, tmp_path: Path
-) -> None:
-    """The same, with whichever attention runs."""
+def test_llama_resumes(flags, llama_directory, chats, tmp_path):
     data = ["--dataset", chats, "--max-seq-length", "128", "--batch-size", "2"]
     run("llama_fsdp.py", llama_directory, tmp_path, data, *flags)
     assert metrics(tmp_path, "train")[-1]["tflops_per_gpu"] > 0
@@ -133,10 +117,7 @@ LLAMA_DATA = ["--max-seq-length", "128", "--batch-size", "2", "--precision", "bf
 
 @pytest.mark.parametrize("merged", [[], ["--merge"]], ids=["adapters", "merged"])
 @pytest.mark.parametrize("in_4bit", [[], ["--load-in-4bit"]], ids=["lora", "qlora"])
-def test_adapters(
-    in_4bit: list[str], merged: list[str], wide_llama: Path, chats: Path, tmp_path: Path
-) -> None:
-    """LoRA and QLoRA, which end with adapters or with a whole model."""
+def test_lora_and_qlora_resumes(in_4bit, merged, wide_llama, chats, tmp_path):
     pytest.importorskip("peft")
     if in_4bit:
         pytest.importorskip("bitsandbytes")
@@ -155,8 +136,7 @@ def test_adapters(
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
-def test_paged_optimizer(strategy: str, llama_directory: Path, chats: Path, tmp_path: Path) -> None:
-    """bitsandbytes' own kernels step, and go on from a checkpoint."""
+def test_paged_optimizer_resumes(strategy, llama_directory, chats, tmp_path):
     pytest.importorskip("bitsandbytes")
     data = ["--dataset", chats, *LLAMA_DATA]
     flags = ["--optimizer", "paged_adamw_32bit", "--strategy", strategy]
@@ -164,14 +144,13 @@ def test_paged_optimizer(strategy: str, llama_directory: Path, chats: Path, tmp_
 
 
 @pytest.mark.parametrize("fsdp", ["1", "2"])
-def test_async_saves_and_a_kill(
-    fsdp: str, gpt2_directory: Path, texts: tuple, tmp_path: Path
-) -> None:
-    """SIGKILL soon after a save has begun: the run goes on from one that is whole."""
+def test_run_killed_during_async_save_continues(fsdp, gpt2_directory, texts, tmp_path):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     flags = ["--async-save", "--save-every", "4", "--fsdp", fsdp, "--precision", "bf16"]
     command = [*begun(gpt2_directory, tmp_path, data, *flags), "--max-steps", "40"]
-    assert launch(RANKS, "tests/killed.py", "gpt2_fsdp", 0, 26, *command, check=False).returncode
+    assert launch(
+        RANKS, "tests/workers/killed.py", "gpt2_fsdp", 0, 26, *command, check=False
+    ).returncode
     launch(RANKS, "gpt2_fsdp.py", *command)
     assert metrics(tmp_path, "start")[-1]["step"] in (16, 20, 24)
     check_run(tmp_path)
@@ -180,11 +159,9 @@ def test_async_saves_and_a_kill(
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", ["1", "2"])
 @pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
-def test_compiled(
-    script: str, fsdp: str, t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple,
-    llama_directory: Path, chats: Path, tmp_path: Path,
-) -> None:  # fmt: skip
-    """Losses are near those of the blocks as they are; T5's batches are of several lengths."""
+def test_compiled_losses_are_near_eager(
+    script, fsdp, t5_directory, pairs, gpt2_directory, texts, llama_directory, chats, tmp_path
+):
     flags = {
         "T5_training.py": ["--model-name", t5_directory, "--dataset", pairs],
         "gpt2_fsdp.py": ["--model-name", gpt2_directory, "--dataset", texts[0],
@@ -204,7 +181,7 @@ PARTS = [[300, 17, 2], [90, 64, 65]]  # tokens of the documents in two packs
 
 
 def packed(device: torch.device) -> dict:
-    """A batch of two packs of random documents."""
+    """Return a batch of two packs of random documents."""
     packs = []
     for lengths in PARTS:
         rows = [torch.randint(3, 300, (length,)).tolist() for length in lengths]
@@ -212,16 +189,13 @@ def packed(device: torch.device) -> dict:
     return to_device(chat_dataset.collate(packs), device)
 
 
-def test_head_gradient_in_bf16_is_within_one_percent() -> None:
-    """Also of the commonest target, whose row many tokens add to."""
+def test_head_gradient_in_bf16_is_within_one_percent():
     assert head_gradient_error("cuda") < 0.01
 
 
 @pytest.mark.parametrize("compiles", ["--no-compile", "--compile"])
 @pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-def test_recomputation_keeps_attention(attention: str, compiles: str, device: torch.device) -> None:
-    """The backward pass calls no kernel of attention's forward, and gradients are those without
-    recomputation."""
+def test_recomputation_keeps_attention(attention, compiles, device):
     torch.manual_seed(0)
     batch = packed(device)
     forward_calls, gradients = [], []
@@ -250,10 +224,8 @@ def test_recomputation_keeps_attention(attention: str, compiles: str, device: to
 
 @pytest.mark.parametrize("flags", [["--fsdp", "1"], ["--fsdp", "2"], ["--strategy", "ddp"]])
 def test_nan_step_leaves_weights_and_moments(
-    flags: list[str], gpt2_directory: Path, texts: tuple, device: torch.device, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """The kernel of fused AdamW skips it, and the run ends when its numbers are on the host."""
+    flags, gpt2_directory, texts, device, tmp_path, monkeypatch
+):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     command = begun(gpt2_directory, tmp_path, data, "--precision", "bf16", *flags)
     driven = Driven(gpt2_fsdp, gpt2_fsdp.parse_args(list(map(str, command))), device)
@@ -278,8 +250,8 @@ def test_nan_step_leaves_weights_and_moments(
 
 @pytest.mark.parametrize("attention", ["flash", "varlen"])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
-    """Logits of packed documents with grouped queries, within the error of bf16 against fp32."""
+def test_kernels_agree_with_sdpa(attention, head_size):
+    """Within the error of bf16 against fp32."""
     try:
         kernel = varlen_kernel(attention, "bf16")
     except ValueError as error:
@@ -309,9 +281,8 @@ def test_kernels_agree_with_sdpa(attention: str, head_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_lora_of_7b_shape(tmp_path: Path) -> None:
-    """Random weights of Llama 2 7B, as a script's user would load them; its loss falls, in bf16.
-    13 GB of disk: a checkpoint and the export contain the adapters alone."""
+def test_lora_of_7b_shape_trains(tmp_path):
+    """Needs 13 GB of disk: checkpoints and the export contain the adapters alone."""
     pytest.importorskip("peft")
     if torch.cuda.get_device_properties(0).total_memory < 38e9:
         pytest.skip("needs a GPU of 40 GB")

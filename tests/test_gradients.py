@@ -1,32 +1,28 @@
 """Gradients as they are clipped under FSDP1, and as they lie in DDP's buckets: on four ranks."""
 
-import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch
-from gradients_worker import BAD, CLIPPED, IN_BUCKETS, OFFLOADED, head_gradient_error
-
-SIMULATOR = ROOT.parent / "shared/simdev"
+from conftest import launch
+from gradients_worker import BAD, CLIPPED, IN_BUCKETS, head_gradient_error
 
 
-def test_head_gradient_in_bf16_is_within_one_percent() -> None:
-    """In test_gpu.py on CUDA, where torch.nn.functional.linear_cross_entropy defaults to less."""
+def test_head_gradient_in_bf16_is_within_one_percent():
+    """test_gpu.py repeats it on CUDA, where linear_cross_entropy is less accurate."""
     assert head_gradient_error("cpu") < 0.01
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path) -> list[dict]:
-    """What gradients_worker.py found, by rank."""
+    """Return the results of gradients_worker.py by rank."""
     path = tmp_path_factory.mktemp("gradients")
-    launch(4, "tests/gradients_worker.py", path / "found.pt", gpt2_directory, path / "run")
+    launch(4, "tests/workers/gradients_worker.py", path / "found.pt", gpt2_directory, path / "run")
     return torch.load(path / "found.pt")
 
 
 def check_clipped(name: str, found: dict) -> None:
-    """By both largest norms: one that clips, and one that does not."""
+    """Compare with FSDP's clipping for a largest norm that clips, and one that does not."""
     for largest in (0.01, 1e3):
         norm, gradients, _ = found["ours", largest]
         expected, theirs, _ = found["FSDP", largest]
@@ -38,9 +34,7 @@ def check_clipped(name: str, found: dict) -> None:
 
 
 @pytest.mark.parametrize("name", CLIPPED)
-def test_clipping_is_that_of_fsdp(name: str, ranks: list[dict]) -> None:
-    """To 1e-6, also of an infinite gradient on one rank; and its operations do not grow with the
-    number of parameters."""
+def test_clipping_equals_fsdp_with_fewer_operations(name, ranks):
     for found in ranks:
         found = found[f"clipped, {name}"]
         check_clipped(name, found)
@@ -49,28 +43,13 @@ def test_clipping_is_that_of_fsdp(name: str, ranks: list[dict]) -> None:
             assert found["FSDP", 0.01][2] > 2 * len(found["FSDP", 0.01][1]) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
-@pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
-def test_clipping_of_offloaded_gradients(gpt2_directory: Path, tmp_path: Path) -> None:
-    """On a simulated device, with the gradients on the host."""
-    worker = ["tests/gradients_worker.py", tmp_path / "found.pt", gpt2_directory, tmp_path / "run"]
-    simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
-    launch(2, *worker, env=os.environ | simulated)
-    for found in torch.load(tmp_path / "found.pt"):
-        for name in OFFLOADED:
-            check_clipped(name, found[f"clipped, {name}"])
-
-
-def test_a_rank_without_gradients(ranks: list[dict]) -> None:
-    """It has the norm of the others."""
+def test_rank_without_gradients_gets_the_same_norm(ranks):
     assert [found["one parameter"]["has"] for found in ranks] == [True, False, False, False]
     assert {found["one parameter"]["norm"].item() for found in ranks} == {1.0}
 
 
 @pytest.mark.parametrize("name", IN_BUCKETS)
-def test_gradients_lie_in_the_buckets(name: str, ranks: list[dict]) -> None:
-    """Of DDP: losses, norms and weights are those of gradients beside them, to the last bit."""
+def test_ddp_gradients_are_views_of_its_buckets(name, ranks):
     for found in ranks:
         found = found[f"in buckets, {name}"]
         for one, other in zip(found["ours"], found["plain"], strict=True):

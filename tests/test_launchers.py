@@ -1,37 +1,23 @@
-"""launch/k8s.yaml and launch/sky.yaml: their schemas, and runs that they restart.
+"""launch/k8s.yaml and launch/sky.yaml: their schemas, and the lock that their restarts meet.
 
 The schemas need `pip install kubernetes-validate==1.37.0 skypilot==0.14.1`.
 """
 
 import copy
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import containers
 import pytest
 import yaml
-from conftest import ROOT, launch, logged, losses, metrics, status
+from conftest import ROOT, logged
 
 K8S, SKY = ROOT / "launch/k8s.yaml", ROOT / "launch/sky.yaml"
-
-# gpt2_fsdp.py, slow enough to be killed in the middle.
-PACED = f"""
-import importlib, os, sys, time
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from killed import before_each_step
-script = importlib.import_module("gpt2_fsdp")
-before_each_step(lambda _: time.sleep(0.2))
-code = script.fsdp_main(script.parse_args(sys.argv[1:]))
-sys.stdout.flush()
-os._exit(code)
-"""
 
 
 def documents() -> list[dict[str, Any]]:
@@ -40,8 +26,7 @@ def documents() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
-def test_kubernetes_schema(version: str) -> None:
-    """Strict: an unknown field is none that is left out."""
+def test_kubernetes_file_is_valid(version):
     validate = pytest.importorskip("kubernetes_validate").validate
     service, job = documents()
     validate(service, version, strict=True)
@@ -52,8 +37,7 @@ def test_kubernetes_schema(version: str) -> None:
         validate(wrong, version, strict=True)
 
 
-def test_skypilot_schema(tmp_path: Path) -> None:
-    """As `sky jobs launch` reads it."""
+def test_skypilot_file_is_valid(tmp_path):
     pytest.importorskip("sky")
     program = """
 import inspect, sys, sky
@@ -73,105 +57,15 @@ sky.Task.from_yaml(sys.argv[2])
     assert "instead of 'nodes'" in result.stderr.lower()
 
 
-def test_what_an_administrator_looks_at() -> None:
-    """And numbers that stand in two places."""
-    service, job = documents()
-    spec = job["spec"]
-    pod = spec["template"]["spec"]
-    (container,) = pod["containers"]
-    command = " ".join(container["command"])
-    assert spec["completions"] == spec["parallelism"] == int(re.search(r"nnodes (\d+)", command)[1])
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert f"{job['metadata']['name']}-0.{pod['subdomain']}:" in command
-    assert re.fullmatch(r"\S+/\S+:\d+\.\d+", container["image"])
-    assert K8S.read_text().count("image:") == 1
-    assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"]
-    assert not container["securityContext"]["allowPrivilegeEscalation"]
-    assert container["resources"]["requests"] == container["resources"]["limits"]
-    env = {x["name"]: x for x in container["env"]}
-    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"]
-    assert (
-        int(env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]["value"]) < pod["terminationGracePeriodSeconds"]
-    )
-    (shm,) = [x for x in pod["volumes"] if x.get("emptyDir", {}).get("medium") == "Memory"]
-    assert {"name": shm["name"], "mountPath": "/dev/shm"} in container["volumeMounts"]
-
-
-@pytest.mark.parametrize("path", [K8S, SKY], ids=lambda path: path.name)
-def test_it_is_read_at_a_glance(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert len(lines) <= 42 and max(map(len, lines)) <= 100
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [containers.Kubernetes, containers.SkyPilot])
-def test_killed_and_started_again(
-    launcher: type[containers.Job], texts: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """On two nodes: one is asked to leave, the first is killed, then the second. What comes out is
-    what comes out of a run that was left alone."""
-    if not containers.possible():
-        pytest.skip("needs unshare, and the right to make name spaces")
-    (tmp_path / "paced.py").write_text(PACED)
-    flags = ["--model-name", "tiny", "--dataset", texts[0], "--val-dataset", texts[1],
-             "--block-size", "32", "--max-steps", "24", "--log-every", "1", "--save-every", "4",
-             "--batch-size", "2"]  # fmt: skip
-    launch(2, "gpt2_fsdp.py", *flags, "--output-dir", tmp_path / "whole")
-    output = tmp_path / "output"
-    job = launcher(tmp_path, [tmp_path / "paced.py", *flags, "--output-dir", output])
-    try:
-        for step, node, number in ((3, 1, "SIGTERM"), (10, 0, "SIGKILL"), (18, 1, "SIGKILL")):
-
-            def is_there(step: int = step) -> bool:
-                return step in [line["step"] for line in logged(output, "train")]
-
-            assert job.run(is_there) == "running", job.log.read_text()
-            job.seconds = 40.0 if step == 18 else 0.0  # the other one notices that this is lost
-            job.nodes[node].send(signal.Signals[number])
-        assert job.run() == "complete", job.log.read_text()
-    finally:
-        job.close()
-    began = [line["step"] for line in metrics(output, "start")]
-    assert len(began) == 4 and began[0] == 0 and sorted(set(began)) == began
-    assert status(output) == "finished"
-    assert losses(output) == losses(tmp_path / "whole")
-    assert losses(output, "val") == losses(tmp_path / "whole", "val")
-
-
-@pytest.mark.slow
-def test_a_mistake_restarts_up_to_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the user: a pod's third failure ends the job."""
-    if not containers.possible():
-        pytest.skip("needs unshare, and the right to make name spaces")
-    load = yaml.safe_load_all
-
-    def with_limit(text: str) -> list[dict[str, Any]]:
-        service, job = load(text)
-        job["spec"]["backoffLimitPerIndex"] = 2
-        return [service, job]
-
-    monkeypatch.setattr(containers.yaml, "safe_load_all", with_limit)
-    words = [ROOT / "gpt2_fsdp.py", "--lr", "-1", "--output-dir", tmp_path / "output"]
-    job = containers.Kubernetes(tmp_path, words)
-    assert job.run() == "failed"
-    assert 3 <= len(job.codes) <= 6 and {code for _, code in job.codes} == {1}
-    assert "is out of range: it must be above 0" in job.log.read_text()
-
-
-@pytest.mark.slow
-def test_lock_of_another_host(texts: tuple[Path, Path], tmp_path: Path) -> None:
-    """A live holder in another container is refused within 40 s, a killed one replaced."""
+def test_lock_of_another_host_is_respected_while_alive(texts, tmp_path):
     if not containers.possible():
         pytest.skip("needs unshare, and the right to make name spaces")
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost a b\n")
-    (tmp_path / "paced.py").write_text(PACED)
-    command = [sys.executable, tmp_path / "paced.py", "--model-name", "tiny", "--dataset",
+    command = [sys.executable, "gpt2_fsdp.py", "--model-name", "tiny", "--dataset",
                texts[0], "--val-dataset", texts[1], "--block-size", "32", "--log-every", "1",
-               "--max-steps", "5000", "--output-dir", tmp_path / "output"]  # fmt: skip
+               "--max-steps", "100000", "--output-dir", tmp_path / "output"]  # fmt: skip
 
     def start(host: str) -> containers.Container:
         return containers.Container(host, hosts, tmp_path / f"{host}.log", [*map(str, command)])
@@ -188,8 +82,8 @@ def test_lock_of_another_host(texts: tuple[Path, Path], tmp_path: Path) -> None:
     other = start("b")
     log = tmp_path / "b.log"
     began = wait(lambda: log.exists() and "Waiting 35 s" in log.read_text())
-    assert wait(lambda: other.exit_code() is not None) - began < 40
-    assert other.exit_code() == 1 and "is in use by process" in log.read_text()
+    assert wait(lambda: other.process.poll() is not None) - began < 40
+    assert other.process.poll() == 1 and "is in use by process" in log.read_text()
     holder.send(signal.SIGKILL)
     holder.process.wait()
     log.unlink()

@@ -17,18 +17,17 @@ def modules_of_runtime() -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """The first names of all modules that a file imports, those of its own folder with a dot."""
+    """Return the first names of all modules that a file imports, those of its own folder with a
+    dot."""
     return set(re.findall(r"^\s*(?:from|import) (\.?\w*)", path.read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", sorted(DATA | {"policies"}))
-def test_a_module_beside_the_scripts_needs_only_runtime(name: str) -> None:
-    """A copier takes it with one script and the folder runtime/."""
+def test_data_modules_import_only_runtime(name):
     assert not imported(ROOT / f"{name}.py") & (SCRIPTS | DATA | {"policies"})
 
 
-def test_runtime_needs_nothing_else() -> None:
-    """It is copied whole. ranks.py imports nothing of ours."""
+def test_runtime_imports_nothing_outside():
     modules = modules_of_runtime()
     assert len(modules) > 5
     for path in modules:
@@ -36,7 +35,7 @@ def test_runtime_needs_nothing_else() -> None:
     assert not any(name.startswith(".") for name in imported(ROOT / "runtime/ranks.py"))
 
 
-def test_cuda_is_named_where_something_is_its_own() -> None:
+def test_only_attention_names_cuda():
     """Everything else goes through torch.accelerator, so that any accelerator can be used."""
     found = set()
     for path in (*ROOT.glob("*.py"), *modules_of_runtime()):
@@ -56,8 +55,7 @@ LIMITS = {"T5_training": 340, "gpt2_fsdp": 420, "llama_fsdp": 460}
 
 
 @pytest.mark.parametrize("script", LIMITS)
-def test_script_shows_the_whole_training_in_short_functions(script: str) -> None:
-    """A reader finds every line of the step in the script."""
+def test_script_shows_the_whole_training_in_short_functions(script):
     text = (ROOT / f"{script}.py").read_text()
     assert len(text.splitlines()) <= LIMITS[script]
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]

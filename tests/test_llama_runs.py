@@ -44,7 +44,8 @@ print(json.dumps({"loss": total / count, "class": type(model).__name__, "dtype":
 
 @pytest.fixture(scope="module")
 def flags(llama_directory: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """Eight steps of a global batch of 4, more than an epoch, on two data sets."""
+    """Return flags for twelve steps of a global batch of 4, more than an epoch, on two data
+    sets."""
     pairs = tmp_path_factory.mktemp("pairs") / "pairs.csv"
     rows = "".join(f"how much is {i}?,it is {'x' * (i % 5)}\n" for i in range(30))
     pairs.write_text("prompt,completion\n" + rows)
@@ -56,14 +57,13 @@ def flags(llama_directory: Path, chats: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks."""
+    """Return a finished run of two ranks."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "llama_fsdp.py", *flags, "--batch-size", "2", "--output-dir", output)
     return output
 
 
-def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
-    """Its loss falls, its validation losses are per data set and add up, its epochs differ."""
+def test_run_validates_each_data_set(uninterrupted, flags):
     train, val = losses(uninterrupted), metrics(uninterrupted, "val")
     assert train[12] < 0.9 * train[1]
     assert metrics(uninterrupted, "train")[-1]["epoch"] > 0
@@ -76,8 +76,7 @@ def test_the_run_itself(uninterrupted: Path, flags: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -> None:
-    """Its embedding and head stay in the root, and one tensor: in the loss, and in final/."""
+def test_tied_model_stays_tied(llama_directory, flags, tmp_path):
     config = LlamaConfig.from_pretrained(llama_directory)
     config.tie_word_embeddings = True
     torch.manual_seed(1)
@@ -101,13 +100,11 @@ def test_a_tied_model(llama_directory: Path, flags: list[str], tmp_path: Path) -
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_killed_and_run_again_is_as_if_nothing_was(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """The same command after SIGKILL, from a checkpoint of one file: equal to the last bit. The
-    other scripts' tests have sharded ones."""
+def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--batch-size", "2", "--output-dir", tmp_path, "--checkpoint-type", "full"]
-    assert launch(2, "tests/killed.py", "llama_fsdp", 1, 8, *command, check=False).returncode
+    assert launch(
+        2, "tests/workers/killed.py", "llama_fsdp", 1, 8, *command, check=False
+    ).returncode
     newest = tmp_path / "checkpoints/step-00000006"
     assert (newest / "full.pt").exists() and not any(newest.glob("*.distcp"))
     launch(2, "llama_fsdp.py", *command)
@@ -118,25 +115,8 @@ def test_killed_and_run_again_is_as_if_nothing_was(
     assert not list(tmp_path.glob("checkpoints/tmp-*"))
 
 
-@pytest.mark.slow
-def test_resumed_by_one_process_under_ddp(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """From one file written by two ranks under SHARD_GRAD_OP; the shards of the last are kept."""
-    output = ["--output-dir", str(tmp_path)]
-    command = [*flags, *output, "--strategy", "shard_grad_op", "--checkpoint-type", "full"]
-    command += ["--batch-size", "2"]
-    assert launch(2, "tests/killed.py", "llama_fsdp", 0, 7, *command, check=False).returncode
-    args = [*flags, *output, "--batch-size", "4", "--strategy", "ddp"]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args(args))
-    for event in ("train", "val"):
-        assert losses(tmp_path, event) == pytest.approx(losses(uninterrupted, event), abs=1e-5)
-
-
-def test_plain_transformers_finds_the_same_loss(
-    uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """In a fresh process, from final/ alone: weights, chat template, settings for generation."""
+def test_export_has_the_same_loss_in_plain_transformers(uninterrupted, flags, tmp_path):
+    """In a fresh process: weights, chat template and generation settings."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
     rows = []
@@ -154,18 +134,7 @@ def test_plain_transformers_finds_the_same_loss(
     assert found["temperature"] == 0.6
 
 
-def test_export_only_in_bf16(flags: list[str], uninterrupted: Path, tmp_path: Path) -> None:
-    """By one process, from two ranks' checkpoint."""
-    shutil.copytree(uninterrupted, tmp_path / "run")
-    args = ["--output-dir", str(tmp_path / "run"), "--export-only", "--export-dtype", "bf16"]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*flags, *args]))
-    before, after = weights(uninterrupted / "final"), weights(tmp_path / "run/final")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], tensor.bfloat16()) for name, tensor in before.items())
-
-
-def test_evaluation_by_one_process(uninterrupted: Path, flags: list[str], tmp_path: Path) -> None:
-    """final/ of two ranks has the run's own loss of each data set."""
+def test_evaluation_gives_the_loss_of_each_data_set(uninterrupted, flags, tmp_path):
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", str(run)]
     llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, "--model-name", str(run / "final")]))

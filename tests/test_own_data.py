@@ -1,7 +1,6 @@
 """Plain lists of samples in place of the data modules' sets: len() and [i] are enough."""
 
 import importlib
-from pathlib import Path
 
 import pytest
 from conftest import losses
@@ -9,10 +8,7 @@ from own_data import samples
 
 
 @pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_a_list_of_samples_is_a_data_set(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It trains, goes on from its checkpoint, and is evaluated."""
+def test_list_of_samples_is_a_data_set(script, tmp_path, monkeypatch):
     module = importlib.import_module(script)
     sets = samples(script, 12), {"mine": samples(script, 3), "validation": samples(script, 2)}
     monkeypatch.setattr(module, "load_data", lambda *_: sets)

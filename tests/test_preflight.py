@@ -8,16 +8,14 @@ import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
-import torch
 from chaos import workers
 from conftest import ROOT, errors_said, launch
 from slurm_cluster import free_ports, wait_until
 
-from tools import memory_estimator, preflight
+from tools import preflight
 from tools.preflight import Place, Probe
 
 HOST = socket.gethostname().split(".")[0]
@@ -55,8 +53,7 @@ def slow_down(process: subprocess.Popen, pid: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes,rank", [(2, 0), (2, 1), (4, 2)])
-def test_slow_rank_is_reported(processes: int, rank: int, tmp_path: Path) -> None:
-    """It alone is named; the exit code is 1, and no file is left."""
+def test_slow_rank_is_reported(processes, rank, tmp_path):
     process = begin(processes, *TINY, tmp_path)
     pid = worker(process, processes, rank, tmp_path)
     threading.Thread(target=slow_down, args=(process, pid), daemon=True).start()
@@ -69,8 +66,7 @@ def test_slow_rank_is_reported(processes: int, rank: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_silent_rank_is_reported(tmp_path: Path) -> None:
-    """A rank that stops in the middle is named within the time-out."""
+def test_silent_rank_is_reported(tmp_path):
     process = begin(2, *TINY, tmp_path, "--timeout-seconds", 5)
     pid = worker(process, 2, 1, tmp_path)
     time.sleep(1)
@@ -84,8 +80,7 @@ def test_silent_rank_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_healthy_nodes_of_a_large_model_pass_in_a_minute(tmp_path: Path) -> None:
-    """The table fits a terminal."""
+def test_healthy_nodes_of_a_large_model_pass_in_a_minute(tmp_path):
     start = time.monotonic()
     lines = launch(2, "tools/preflight.py", "--output-dir", tmp_path).stdout.splitlines()
     assert time.monotonic() - start < 60
@@ -96,8 +91,7 @@ def test_healthy_nodes_of_a_large_model_pass_in_a_minute(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_two_nodes_measure_both_links_and_report_an_unshared_disk(tmp_path: Path) -> None:
-    """Both launches end alike."""
+def test_two_nodes_measure_both_links_and_report_an_unshared_disk(tmp_path):
     (port,) = free_ports(1)
     rendezvous = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "1")
     rendezvous += ("--rdzv-endpoint", f"localhost:{port}")
@@ -112,41 +106,13 @@ def test_two_nodes_measure_both_links_and_report_an_unshared_disk(tmp_path: Path
         assert {node.returncode for node in nodes} == {int(not is_shared)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [0, 2])
-def test_errors_name_the_cause(processes: int, tmp_path: Path) -> None:
-    """Each is printed once: a missing device, an unknown model, an unusable directory."""
-    (tmp_path / "file").touch()
-    for flags, message in (
-        ([*TINY, tmp_path, "--gpus-per-node", "99"], "devices instead of 99"),
-        (["--model-name", tmp_path], "no config of it can be read"),
-        ([*TINY, tmp_path / "file"], f"{tmp_path}/file on {HOST} cannot be written: Not a"),
-    ):
-        result = launch(processes, "tools/preflight.py", *flags, check=False)
-        assert result.returncode == 1 and not result.stdout
-        (error,) = errors_said(result.stderr)
-        assert message in error
-
-
-def test_flags_out_of_range_are_reported_together(capsys: pytest.CaptureFixture) -> None:
-    """In one message."""
-    with pytest.raises(SystemExit) as end:
-        preflight.parse_args(["--timeout-seconds", "0", "--gpus-per-node", "-1"])
-    assert end.value.code == 1
-    (error,) = errors_said(capsys.readouterr().err)
-    assert "--timeout-seconds 0.0" in error and "--gpus-per-node -1" in error
-
-
 def samples(*medians: float, spread: float = 0.0) -> preflight.Seconds:
     """Return seven samples for each rank, with this median and spread."""
     steps = (-3, -2, -1, 0, 1, 2, 3)
     return {(r,): [m * (1 + spread / 2 * s) for s in steps] for r, m in enumerate(medians)}
 
 
-def test_outliers_exceed_the_tolerance_and_their_own_spread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each is compared with the median of the others."""
+def test_outliers_exceed_the_tolerance_and_their_own_spread(monkeypatch):
     monkeypatch.setattr(preflight, "CPU_TOLERANCE", 0.1)
     assert preflight.spread(samples(5.0, spread=0.1)[0,]) == pytest.approx(0.1)
     assert preflight.find_outliers(samples(1.0)) == {}
@@ -157,8 +123,7 @@ def test_outliers_exceed_the_tolerance_and_their_own_spread(
     assert preflight.find_outliers(samples(1.0, 1.0, 1.5, spread=0.17)) == {}
 
 
-def test_only_ranks_that_are_slow_twice_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the doubtful probes are measured again."""
+def test_only_ranks_that_are_slow_twice_are_reported(monkeypatch):
     probes = [Probe(name, "ms", 0, (0,), list) for name in "abc"]
     rounds = [
         {"a": samples(1, 1, 1), "b": samples(1, 2, 2.5), "c": samples(3, 1, 1)},
@@ -179,73 +144,3 @@ def test_only_ranks_that_are_slow_twice_are_reported(monkeypatch: pytest.MonkeyP
         "rank 2 on host1 is slow: b 4.00 times the others' time"
     ]
     assert preflight.name_members((1, 3), PLACES) == "rank 1 of each node"
-
-
-def test_group_is_slow_only_in_all_collectives_of_one_size() -> None:
-    """Probes without a kind are judged alone."""
-    probes = [Probe(name, "ms", 0, (0,), list, "small") for name in "abc"]
-    probes += [Probe("d", "ms", 0, (0,), list, "large")]
-    probes += [Probe(name, "ms", 0, (0,), list) for name in "ef"]
-    slow, healthy = samples(1, 2), samples(1, 1)
-    results = {"a": slow, "b": slow, "c": healthy, "d": healthy, "e": slow, "f": healthy}
-    nobody: dict = dict.fromkeys("abcdf", {})
-    assert preflight.find_slow(probes, results) == nobody | {"e": {(1,): 2.0}}
-    found = preflight.find_slow(probes, results | {"c": slow})
-    assert [name for name in found if found[name]] == list("abce")
-
-
-@pytest.mark.parametrize(
-    "changes,gpus,wrong,notes",
-    [
-        ({}, 0, "", ""),
-        ({"devices": 1}, 0, "node 1 (host1) has 1 devices instead of 2", ""),
-        ({"devices": 4}, 0, "", "node 1 (host1) has 4 devices for 2 processes"),
-        ({"devices": 4}, 4, "node 0 (host0) has 2 devices instead of 4", "has 4 devices"),
-    ],
-)
-def test_missing_devices_and_nodes_are_reported(
-    monkeypatch: pytest.MonkeyPatch, changes: dict, gpus: int, wrong: str, notes: str
-) -> None:
-    """More devices than processes are only worth a note."""
-    for name in ("SLURM_NNODES", "SLURM_GPUS_ON_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    places = PLACES[:2] + [Place(**vars(place) | changes) for place in PLACES[2:]]
-    args = Namespace(gpus_per_node=gpus)
-    found = preflight.count_devices(args, places)
-    assert wrong in "; ".join(found[0]) and bool(wrong) == bool(found[0])
-    assert notes in "; ".join(found[1]) and bool(notes) == bool(found[1])
-    monkeypatch.setenv("SLURM_NNODES", "3")
-    assert "only 2 of the Slurm job's 3 nodes" in preflight.count_devices(args, places)[0][0]
-
-
-def test_bound_is_the_estimators_at_the_measured_speeds() -> None:
-    """Speeds of a DGX A100 give the estimator's row for that machine."""
-    places = [Place(f"host{n}", n, gpu, 8, 8) for n in range(2) for gpu in range(8)]
-    args = preflight.parse_args([])
-    model, machine, unit = preflight.read_model(args, places, "bf16")
-    assert unit == pytest.approx(2 * 202.4e6, rel=1e-3)  # a block of Llama 2 7B
-    speeds = {"matrix products": 312.0}
-    for name in ("all-gather", "reduce-scatter"):
-        speeds |= {f"{name} in node, unit": 300.0, f"{name} across, unit": 25.0}
-    found = preflight.bound(model, machine, speeds)
-    assert (found["intranode_gbps"], found["internode_gbps"]) == pytest.approx((2400, 1600))
-    there = memory_estimator.traffic(model, machine, "full_shard", model.checkpointing)
-    assert {key: found[key] for key in there} == pytest.approx(there)
-    slower = speeds | {"reduce-scatter across, unit": 1.0}
-    assert preflight.bound(model, machine, slower)["bound_by"] == "internode"
-
-
-def test_groups_take_their_slowest_rank(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds become a speed in the probe's unit."""
-    shares = [
-        [((0, 1), [1.0, 4.0])],
-        [((0, 1), [2.0, 3.0])],
-        [((2, 3), [8.0, 8.0])],
-        [((), [9, 9])],
-    ]
-    monkeypatch.setattr(preflight.ranks, "on_every_rank", lambda function: shares)
-    probe = Probe("all-gather", "GB/s", 24.0, (0, 1), list)
-    results = preflight.measure([probe], torch.distributed.default_pg_timeout)
-    assert results["all-gather"] == {(0, 1): [2.0, 4.0], (2, 3): [8.0, 8.0]}
-    assert preflight.slowest_speeds([probe], results) == {"all-gather": 3.0}
-    assert Probe("latency", "ms", 0, (0,), list).value(0.5) == 500

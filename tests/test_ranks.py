@@ -3,16 +3,13 @@
 import subprocess
 import sys
 import time
-from datetime import timedelta
 
 import pytest
 from conftest import ROOT, errors_said, launch
 
-from runtime import ranks
-
 
 def python(code: str, **options: float) -> subprocess.CompletedProcess:
-    """What a program does."""
+    """Run a program."""
     pipes = {"cwd": ROOT, "capture_output": True, "text": True}
     return subprocess.run([sys.executable, "-c", code], **pipes, **options)
 
@@ -20,11 +17,11 @@ def python(code: str, **options: float) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     "processes,fault", [(2, "default group"), pytest.param(4, "mesh", marks=pytest.mark.slow)]
 )
-def test_ranks_that_cannot_reach_each_other(processes: int, fault: str) -> None:
-    """gloo's wait, which would last for the group's time-out, ends with a sentence that says what
-    to set. A rank that comes later than the limit is waited for."""
+def test_unreachable_ranks_are_reported_in_time(processes, fault):
+    """gloo alone would wait for the group's time-out. A rank that joins after the limit is waited
+    for."""
     start = time.monotonic()
-    result = launch(processes, "tests/ranks_worker.py", fault, check=False)
+    result = launch(processes, "tests/workers/ranks_worker.py", fault, check=False)
     assert time.monotonic() - start < 80
     assert result.stdout.count("joined") == 4 * (fault == "mesh")
     (said,) = errors_said(result.stderr)
@@ -33,9 +30,8 @@ def test_ranks_that_cannot_reach_each_other(processes: int, fault: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["init_process_group", "new_group"])
-def test_a_start_of_nccl_that_hangs(where: str) -> None:
-    """A thread speaks: `init_process_group` waits within NCCL, which releases Python's lock. So it
-    does where gloo's group beside nccl waits."""
+def test_hanging_nccl_start_is_reported(where):
+    """A thread reports it, because init_process_group waits inside NCCL."""
     code = f"""
 import functools, time, torch.distributed as dist
 from datetime import timedelta
@@ -53,18 +49,8 @@ with ranks.rendezvous(timedelta(minutes=30)) as place:
     assert "NCCL_SOCKET_IFNAME" in said
 
 
-def test_the_limit_ends_with_the_join() -> None:
-    """What comes after it may take its time; and an error within it is its own."""
-    with ranks.joining(timedelta(seconds=1), limit=0.5):
-        pass
-    joining = ranks.joining(timedelta(seconds=1), limit=0.5)
-    with pytest.raises(RuntimeError, match="no such interface"), joining:
-        raise RuntimeError("no such interface")
-    time.sleep(1)  # the thread would have ended this process
-
-
-def test_an_uncaught_exception_ends_the_process() -> None:
-    """With its traceback and what was printed, although Python's own exit would hang."""
+def test_uncaught_exception_ends_the_process():
+    """Python's own exit would hang."""
     code = """
 import atexit, time
 from runtime.run import launch

@@ -4,10 +4,8 @@ Commands for a CPU are run, here or in the test that is named, as they stand but
 GPUs and the hub are parsed.
 """
 
-import argparse
 import importlib.util
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -28,19 +26,12 @@ from tools import memory_estimator, preflight
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 TEXT = "\n".join(PAGES.values())
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
-BENCHMARKS = ("run_all", "compare_strategies", "plot_runs")
 PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
     f"{module.__name__.replace('.', '/')}.py": module.parse_args
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
 }
 EXTRAS = ("peft", "bitsandbytes", "tensorboard", "wandb", "trackio", "rouge_score")
-FOLDERS = (
-    "runtime",
-    "runtime/rows",
-    "benchmarks",
-    "tools",
-)  # whose files may be named without them
-FLAG = r"--[a-z][\w-]*\w"
+FOLDERS = ("runtime", "benchmarks", "tools")  # their files go by name alone
 
 
 def commands() -> list[str]:
@@ -82,15 +73,8 @@ def without_numbers(line: str) -> str:
     return re.sub(r"\d[\d.,:]*(e-\d+)?", "N", line)
 
 
-def test_the_readme_is_short() -> None:
-    """One sitting."""
-    readme = PAGES[ROOT / "README.md"]
-    assert len(readme.splitlines()) <= 160 and len(readme.split()) <= 1600
-
-
-def test_demo_command(tmp_path: Path) -> None:
-    """`make demo`, of few dates: it evaluates, trains, evaluates, shows examples and a picture, in
-    lines as the README has them; a second one shows the result. The model can be talked to."""
+def test_demo_trains_evaluates_and_draws(tmp_path):
+    """The lines that it prints are those of the README."""
     pytest.importorskip("matplotlib")
     first = run_demo(tmp_path, "--rows", 256, "--epochs", 1)
     printed = run_demo(tmp_path)
@@ -115,8 +99,7 @@ def test_demo_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_demo_persuades(tmp_path: Path) -> None:
-    """It reads no unseen date before, and four of five after; the README's among them."""
+def test_demo_learns_unseen_dates(tmp_path):
     pytest.importorskip("matplotlib")
     before, after = re.search(
         r"dates: (\d+)% correct before training, (\d+)% after", run_demo(tmp_path)
@@ -125,13 +108,8 @@ def test_demo_persuades(tmp_path: Path) -> None:
     assert ask_the_demo(tmp_path) == "1987-03-03\n"
 
 
-@pytest.mark.parametrize("script", [
-    "T5_training.py",
-    pytest.param("gpt2_fsdp.py", marks=pytest.mark.slow),
-    pytest.param("llama_fsdp.py", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None:
-    """The by-hand command, cut to one step, started elsewhere and without torchrun."""
+@pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
+def test_cpu_command_runs_from_another_directory(script, tmp_path):
     start = f"python {script} --model-name tiny"
     line = next(line for line in inline_commands() if line.startswith(start))
     short = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
@@ -140,64 +118,14 @@ def test_cpu_command_from_another_directory(script: str, tmp_path: Path) -> None
     assert (tmp_path / "here/final/config.json").is_file()
 
 
-def own_flags_part(text: str) -> str:
-    """Return a page without what names the flags of other programs: of a table whose last column
-    is "here" it keeps that one alone."""
-    kept, before, is_compared = [], "", False
-    for line in text.splitlines():
-        if line.startswith("|"):
-            *_, last, _ = line.split("|")
-            if not before.startswith("|"):
-                is_compared = last.strip().startswith("here")
-            kept.append(last if is_compared else line)
-        else:
-            kept.append(line)
-        before = line
-    return "\n".join(kept)
-
-
-def test_flags_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every --flag named is one of a program's, or of what it is compared with."""
-    from torch.distributed.run import get_args_parser
-
-    known = {"--help", "--no-build-isolation"}  # pip's
-    known |= {"--nodes", "--ntasks-per-node", "--signal", "--time", "--mem"}  # Slurm's
-    known |= {"--ipc", "--shm-size", "--logdir"}  # docker's, TensorBoard's
-    known |= {"--from-literal", "--prefix"}  # kubectl's
-    known |= set(get_args_parser()._option_string_actions)
-
-    def note(parser: argparse.ArgumentParser, *_: object) -> None:
-        known.update(parser._option_string_actions)
-        raise SystemExit
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", note)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    programs = [*SCRIPTS, "tests/chaos"]
-    programs += [f"tools/{path.stem}" for path in ROOT.glob("tools/*.py")]
-    programs += [f"benchmarks/{name}" for name in BENCHMARKS]
-    for program in programs:
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(ROOT / f"{program}.py"), run_name="__main__")
-    for path, text in PAGES.items():
-        unknown = set(re.findall(FLAG, own_flags_part(text))) - known
-        assert not unknown, f"{path.name}: {unknown}"
-
-
-def test_what_to_set_where_ranks_are_apart() -> None:
-    """The error names the same variables as the troubleshooting."""
-    names = re.findall(r"\w+_SOCKET_IFNAME", ranks.APART)
-    assert len(names) == 2 and all(f"`{name}`" in TEXT for name in names)
-
-
-def test_every_command_is_marked_or_run_by_a_test() -> None:
-    """Those that need GPUs or a hub say so; each other kind has its test."""
+def test_every_command_is_marked_or_run_by_a_test():
     run = (
-        "make demo",  # test_demo_command
+        "make demo",  # test_demo_trains_evaluates_and_draws
         "make test",
-        "python tools/generate.py output/demo/final",  # test_demo_command
+        "python tools/generate.py output/demo/final",  # test_demo_trains_evaluates_and_draws
         ". .venv/bin/activate", "pip install -r",  # make test
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
-        "python tools/memory_estimator.py",  # test_estimates
+        "python tools/memory_estimator.py",  # test_memory_table_equals_the_estimator
         "python tools/copy_script.py",  # test_copies
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
         "python benchmarks/side_by_side.py", "python benchmarks/compare_strategies.py",
@@ -249,10 +177,8 @@ def started() -> list[str]:
 
 
 @pytest.mark.parametrize("line", started())
-def test_commands_parse(
-    line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """As on a machine with the GPUs, the packages and the files that they ask for."""
+def test_commands_parse(line, monkeypatch, tmp_path, capsys):
+    """As on a machine with the GPUs, packages and files that they need."""
     program, flags, nodes, processes = program_and_flags(line)
     monkeypatch.chdir(tmp_path)
     make_what_is_named(flags)
@@ -271,21 +197,6 @@ def test_commands_parse(
         pytest.fail(f"{line}: {capsys.readouterr().err}")
 
 
-@pytest.mark.parametrize("line, said", [
-    ("torchrun --nproc_per_node 8 T5_training.py --batchsize 4", "unrecognized arguments"),
-    ("torchrun --nproc_per_node 8 llama_fsdp.py --lora-rank 8 --fsdp 1", "needs --fsdp 2"),
-    ("python gpt2_fsdp.py --cpu-offload", "needs a GPU"),
-])  # fmt: skip
-def test_wrong_commands_do_not_parse(line: str, said: str, capsys: pytest.CaptureFixture) -> None:
-    """So that the test above would see a wrong flag; and torchrun's are looked at, too."""
-    program, flags, *_ = program_and_flags(line)
-    with pytest.raises(SystemExit):
-        PARSERS[program](flags)
-    assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        program_and_flags("torchrun --nprocs 8 T5_training.py")
-
-
 def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub gives the headings of a page."""
     found: dict[str, int] = {}
@@ -301,8 +212,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_resolve(page: Path) -> None:
-    """Files, pictures and headings that a page links to, unless they are on the web, are there."""
+def test_links_resolve(page):
     plain = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
     plain = re.sub(r"`[^`]*`", "", plain)
     for target in re.findall(r"\]\(([^)\s]+)\)", plain):
@@ -316,8 +226,7 @@ def test_links_resolve(page: Path) -> None:
             assert anchor in anchors(path.read_text()), f"{page.name}: {target}"
 
 
-def test_files_that_are_named_exist() -> None:
-    """The programs and modules of this repository that are named in backquotes."""
+def test_files_in_the_pages_exist():
     pattern = r"(?:(?:runtime|rows|benchmarks|tests|tools|docs)/)?[\w/]+\.(?:py|slurm)"
     own = {"my_script.py"}  # the reader's
     for name in set(re.findall(rf"`({pattern})`", TEXT)) - own:
@@ -325,8 +234,7 @@ def test_files_that_are_named_exist() -> None:
         assert any(place.is_file() for place in places), name
 
 
-def test_estimates() -> None:
-    """The table of GB is what tools/memory_estimator.py says."""
+def test_memory_table_equals_the_estimator():
     rows = set(
         re.findall(r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$", TEXT, re.MULTILINE)
     )
@@ -347,32 +255,7 @@ def test_estimates() -> None:
         assert [cell.strip() for cell in cells.split("|")] == expected
 
 
-def test_estimates_of_adapters() -> None:
-    """The same of the table of LoRA and QLoRA."""
-    pytest.importorskip("peft")
-    pytest.importorskip("bitsandbytes")
-    cells = r"\| (Q?)LoRA, (\d+)B \| (\d) of (\d+) GB \| (.*) \| (.*) \| (.*) \|"
-    rows = set(re.findall(cells, TEXT))
-    assert len(rows) == 5
-    for in_4bit, size, gpus, memory, *figures in rows:
-        flags = ["--model-name", f"llama-2-{size}b", "--lora-rank", "16"]
-        flags += ["--gpus-per-node", gpus, "--gpu-memory-gb", memory]
-        args = memory_estimator.parse_args([*flags, *(["--load-in-4bit"] * bool(in_4bit))])
-        model = memory_estimator.read_model(args)
-        plain, offloaded = (
-            memory_estimator.estimate(model, args, "full_shard", offload, True, "adamw")
-            for offload in (False, True)
-        )
-        sizes = [row["peak_bytes"] for row in (plain, offloaded)]
-        sizes.append(offloaded["cpu_bytes_per_node"])
-        expected = [f"{size / 1e9:,.1f}" for size in sizes]
-        if not plain["fits"]:
-            expected[0] += ": too much"
-        assert offloaded["fits"] and figures == expected
-
-
-def test_estimates_of_flags_for_gpus() -> None:
-    """The same of the table of GPUs and flags, all with activation checkpointing."""
+def test_gpu_table_equals_the_estimator():
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     pattern = r"^\| `([\w.-]+)` \| (\d+) of (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
@@ -388,10 +271,7 @@ def test_estimates_of_flags_for_gpus() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_helps(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """It fits 140 lines of 80 columns, and starts with commands."""
+def test_help_fits_140_lines_of_80_columns(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         importlib.import_module(name).parse_args(["--help"])

@@ -3,12 +3,9 @@
 Ten steps with it are in test_gpt2.py and test_llama.py, its bytes in test_memory_estimator.py.
 """
 
-import functools
-import importlib
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +14,8 @@ import transformers
 from ten_steps import compile_without_compiler, local
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import gpt2_fsdp
 import llama_fsdp
 import policies
-import T5_training
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 IDS = torch.arange(48).reshape(2, 24)
@@ -48,7 +43,8 @@ class Operators(TorchDispatchMode):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    """That of a process group of one; --compile runs each operator as it stands."""
+    """Yield the device of a process group of one, where --compile runs each operator as it
+    stands."""
     monkeypatch.setattr(torch.nn.Module, "compile", torch.nn.Module.compile)
     compile_without_compiler()
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
@@ -57,7 +53,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
 
 
 def backward_pass(device: torch.device, *flags: str) -> tuple[Counter, torch.Tensor]:
-    """The operators of a tiny Llama's backward pass, and the gradient."""
+    """Return the operators of a tiny Llama's backward pass, and the gradient."""
     args = ["--model-name", "tiny", "--attention", "sdpa", "--precision", "fp32", *flags]
     args = llama_fsdp.parse_args(args)
     torch.manual_seed(0)
@@ -73,10 +69,8 @@ def backward_pass(device: torch.device, *flags: str) -> tuple[Counter, torch.Ten
 
 @pytest.mark.parametrize("more", [[], ["--compile"]], ids=["eager", "compile"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_attention_is_not_computed_again(
-    strategy: str, more: list[str], device: torch.device
-) -> None:
-    """The projections of the four blocks are, but for the last, whose result nothing needs."""
+def test_kept_attention_is_not_recomputed(strategy, more, device):
+    """The projections of all blocks are recomputed, except the last, whose result nothing needs."""
     flags = [*STRATEGIES[strategy], *more]
     plain, expected = backward_pass(device, *flags, "--no-activation-checkpointing")
     blocks, of_blocks = backward_pass(device, *flags)  # the script's default
@@ -88,8 +82,8 @@ def test_attention_is_not_computed_again(
 
 
 @pytest.mark.parametrize("more", [[], ["--compile"]], ids=["eager", "compile"])
-def test_adapters_in_4_bits(more: list[str], device: torch.device) -> None:
-    """Also where the attention's weights are frozen, and no gradient needs its result."""
+def test_kept_attention_trains_adapters_in_4_bits(more, device):
+    """The attention's weights are frozen, so no gradient needs its result."""
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     flags = ["--lora-rank", "2", "--lora-targets", "gate_proj", "--load-in-4bit", *more]
@@ -100,9 +94,8 @@ def test_adapters_in_4_bits(more: list[str], device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_inductor_writes_nothing_over_what_is_kept() -> None:
-    """It uses memory again: of an attention whose weights are frozen, no gradient needs the result,
-    so its memory is free but for the recomputation."""
+def test_inductor_does_not_reuse_kept_memory():
+    """The attention's weights are frozen, so only the recomputation still needs its result."""
     config = transformers.LlamaConfig(
         vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1)  # fmt: skip
@@ -122,50 +115,8 @@ def test_inductor_writes_nothing_over_what_is_kept() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def first_pass(model: torch.nn.Module, blocks: policies.Classes, **inputs: torch.Tensor) -> None:
-    """Run a model forward without gradients, as a validation does, and with them."""
-    policies.checkpoint_activations(model, blocks, "attention")
-    for has_gradient in (False, True):
-        with torch.set_grad_enabled(has_gradient):
-            model.train()(input_ids=IDS, use_cache=False, **inputs)
-
-
-def test_attention_without_kernel_or_with_dropout_is_refused(
-    t5_directory: Path, gpt2_directory: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """No kernel of a CPU has dropout."""
-    for script, directory, inputs, dropout in (
-        (gpt2_fsdp, gpt2_directory, {}, {"attn_pdrop": 0.1}),
-        (T5_training, t5_directory, {"decoder_input_ids": IDS}, {"dropout_rate": 0.1}),
-    ):
-        load = functools.partial(script.MODEL.from_pretrained, directory)
-        first_pass(load(), script.BLOCKS, **inputs)
-        with pytest.raises(SystemExit) as end:
-            first_pass(load(**dropout), script.BLOCKS, **inputs)
-        said = capsys.readouterr().err.strip().splitlines()[-1]
-        assert end.value.code == 1 and said.startswith("error: ")
-        assert "needs an attention kernel without dropout: use --activation-checkp" in said
-
-
-@pytest.mark.parametrize("flags, expected", [
-    ([], False),
-    (["--activation-checkpointing"], "blocks"),
-    (["--activation-checkpointing", "--compile"], "blocks"),
-    (["--activation-checkpointing", "blocks"], "blocks"),
-    (ATTENTION, "attention"),
-    ([*ATTENTION, "--no-activation-checkpointing"], False),
-])  # fmt: skip
-def test_the_flag_with_and_without_a_value(flags: list[str], expected: str | bool) -> None:
-    """The last one counts; Llama's default is the bare one."""
-    for script in ("gpt2_fsdp", "llama_fsdp"):
-        module = importlib.import_module(script)
-        args = module.parse_args(["--model-name", "none", "--dataset", "docstrings", *flags])
-        default = "blocks" if script == "llama_fsdp" else False
-        assert args.activation_checkpointing == (expected if flags else default)
-
-
-def test_the_random_numbers_of_dropout_stay(capsys: pytest.CaptureFixture) -> None:
-    """An attention that drew some is not kept: what comes after it would draw them in its place."""
+def test_attention_that_draws_random_numbers_is_refused(capsys):
+    """If it were kept, the recomputation would draw its numbers for the layers after it."""
     library = torch.library.Library("flash_attn_of_a_test", "DEF")
     library.define("forward(Tensor x, float dropout_p) -> Tensor")
     library.impl("forward", lambda x, dropout_p: x * 2, "CompositeExplicitAutograd")
@@ -185,4 +136,4 @@ def test_the_random_numbers_of_dropout_stay(capsys: pytest.CaptureFixture) -> No
             model(torch.ones(2, requires_grad=True))
     with pytest.raises(SystemExit):
         model(torch.ones(2, requires_grad=True))
-    assert "needs an attention kernel without dropout" in capsys.readouterr().err
+    assert "needs attention without dropout" in capsys.readouterr().err

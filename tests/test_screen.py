@@ -7,29 +7,16 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
-import pytest
 import tqdm
 from conftest import ROOT
 
-from runtime import ranks, screen
-from runtime.metrics import shown
+from runtime import screen
 
 TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
 
 
-def test_numbers() -> None:
-    """Those above a thousand are whole, with commas."""
-    assert [shown(x, 4) for x in (0.011843, 2.3456, 12380.4, 1e-5)] == [
-        "0.01184", "2.346", "12,380", "1e-05"
-    ]  # fmt: skip
-
-
-def test_lines_in_a_file(
-    alone: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """After 30 seconds each: the work done, how fast, and the time left. The end prints nothing."""
+def test_progress_in_a_file_is_a_line_every_30_seconds(alone, monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(tqdm.std, "time", lambda: clock[0])
     bar = screen.Progress("validation on x", 4000, done=1000)
@@ -43,8 +30,7 @@ def test_lines_in_a_file(
     assert bar.disable  # it is closed
 
 
-def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
-    """No line of numbers is wider, none shares its line with a bar."""
+def test_lines_fit_a_terminal_of_80_columns(tmp_path):
     main, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "T5_training.py", *TINY.split(), "--max-steps", "4", "--log-every"]
@@ -68,11 +54,3 @@ def test_a_terminal_of_80_columns(tmp_path: Path) -> None:
         if line.startswith(("train ", "val  ", "save ", "done ", "64 samples", "1 x cpu")):
             assert len(line) <= 80, line
     assert "validation on docstrings: " in text.decode()
-
-
-def test_torchrun_repeats_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its report shows what the error file says."""
-    path = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    ranks.say_error("no such thing")
-    assert '"error: no such thing"' in path.read_text()

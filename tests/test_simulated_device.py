@@ -5,7 +5,6 @@ It tells placement and bytes, not speed. The tests are skipped where ../shared/s
 
 import importlib.util
 import os
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, launch, losses, weights
@@ -38,9 +37,7 @@ CHAIN = [
 
 
 @pytest.mark.parametrize("script", list(DATA))
-def test_script_on_a_simulated_device(script: str, tmp_path: Path) -> None:
-    """It trains, saves, resumes under another strategy and exports. Out of memory ends it with an
-    error that says so, and the run goes on from its checkpoint where there is enough."""
+def test_scripts_resume_across_strategies_and_after_out_of_memory(script, tmp_path):
     output = tmp_path / "run"
     flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "64",
              "--num-val-samples", "8", "--log-every", "1", "--output-dir", output]  # fmt: skip
@@ -68,19 +65,8 @@ def test_script_on_a_simulated_device(script: str, tmp_path: Path) -> None:
     run("--export-only", "--cpu-offload")
 
 
-@pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_own_data_on_a_simulated_device(script: str, tmp_path: Path) -> None:
-    """Plain lists of samples, see own_data.py."""
-    environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
-    command = ["-m", "simdev.run", ROOT / "tests/own_data.py", script, "--model-name", "tiny",
-               "--dataset", "docstrings", "--max-steps", "2", "--output-dir", tmp_path]  # fmt: skip
-    launch(2, *command, env=environment)
-    assert (tmp_path / "final/model.safetensors").is_file()
-
-
 @pytest.mark.parametrize("held", ["16 bits", "4 bits"])
-def test_adapters_on_a_simulated_device(held: str, tmp_path: Path) -> None:
-    """They train, and go on from their checkpoint, offloaded too."""
+def test_adapters_resume_with_offload(held, tmp_path):
     pytest.importorskip("peft")
     flags = []
     if held == "4 bits":

@@ -32,15 +32,6 @@ write(f"running")
 time.sleep(300)
 """
 
-# One that does not stop in time.
-BUSY = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status").write_text("running\\n")
-time.sleep(600)
-"""
-
 FAILS = """
 import os, sys, time
 if os.environ["GROUP_RANK"] == "1":
@@ -58,7 +49,7 @@ print(end=what.format(**e) + "\\n")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What Slurm's commands mean in these tests."""
+    """Start a private cluster for Slurm's commands."""
     with slurm_cluster(tmp_path_factory.mktemp("slurm")):
         yield
 
@@ -73,14 +64,14 @@ class Job:
         self.number = slurm(*command, cwd=ROOT, env=env)
 
     def __getitem__(self, field: str) -> str:
-        """JobState, Restarts, ... as `scontrol show job` has them."""
+        """Return a field of `scontrol show job`, such as JobState or Restarts."""
         return re.search(rf"\b{field}=(\S+)", slurm("scontrol", "show", "job", self.number))[1]
 
     def report(self) -> str:
         return f"{self['JobState']}\n{self.log.read_text() if self.log.exists() else ''}"
 
     def wait(self, *states: str) -> None:
-        """Until the job has ended, or is in one of `states`, which it must be then."""
+        """Wait until the job has ended or is in one of `states`; fail if it is in none of them."""
         awaited = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", *states}
         found = ""
 
@@ -93,13 +84,13 @@ class Job:
         assert found in states, self.report()
 
     def wait_for(self, path: Path, text: str) -> None:
-        """Until the file holds the text."""
+        """Wait until the file contains the text."""
         wait_until(lambda: path.exists() and text in path.read_text(), 120, self.report)
 
 
 @pytest.fixture(scope="module")
 def flags() -> list[str]:
-    """One epoch, short enough for two cores."""
+    """Return flags for one epoch, short enough for two cores."""
     return ["--model-name", "tiny", "--dataset", "docstrings", "--source-length", "64",
             "--target-length", "16", "--num-train-samples", "280", "--num-val-samples", "40",
             "--batch-size", "2", "--max-steps", "35", "--log-every", "1", "--rouge-samples",
@@ -111,26 +102,22 @@ TWO_BY_TWO = ["--nodes", "2", "--ntasks-per-node", "2"]
 
 @pytest.fixture(scope="module")
 def finished(cluster: None, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two nodes with two ranks each."""
+    """Return a run of two nodes with two ranks each."""
     output = tmp_path_factory.mktemp("run") / "output"
     Job(output, TWO_BY_TWO, *flags, "--output-dir", output).wait("COMPLETED")
     return output
 
 
-def test_two_nodes_train(finished: Path) -> None:
-    """T5_training.py is what runs if no script is named."""
+def test_two_nodes_train_t5_by_default(finished):
     assert status(finished) == "finished"
     (start,) = metrics(finished, "start")
     assert start["script"] == "T5_training" and start["world_size"] == 4
     assert list(losses(finished)) == list(range(1, 36))
 
 
-def test_stopped_before_the_time_is_up_and_requeued(
-    finished: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """SIGUSR1 reaches the ranks, and what they lose is nothing."""
+def test_job_stopped_by_its_time_limit_is_requeued(finished, flags, tmp_path):
     output = tmp_path / "output"
-    command = ["tests/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
+    command = ["tests/workers/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
     job = Job(output, TWO_BY_TWO, *command)
     wait_until(lambda: logged(output, "train"), 120, job.report)
     # Five minutes are left, when the signal is due; Slurm looks twice a minute.
@@ -147,12 +134,9 @@ def test_stopped_before_the_time_is_up_and_requeued(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["load", "first validation"])
-def test_stopped_before_the_first_step_and_requeued(
-    phase: str, cluster: None, flags: list[str], tmp_path: Path
-) -> None:
-    """With nothing saved: the second start trains."""
+def test_job_stopped_before_its_first_step_is_requeued(phase, cluster, flags, tmp_path):
     output = tmp_path / "output"
-    words = ["tests/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
+    words = ["tests/workers/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
     job = Job(output, [], *words, f"--output-dir={output}")
     wait_until((tmp_path / f"output.{phase}-0").exists, 120, job.report)
     slurm("scancel", "--signal=USR1", job.number)
@@ -161,8 +145,7 @@ def test_stopped_before_the_first_step_and_requeued(
     assert list(losses(output)) == [1, 2, 3]
 
 
-def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) -> None:
-    """scancel --signal=USR1, twice; the second time is one too many."""
+def test_requeues_are_limited(cluster, tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
     output, status = tmp_path, tmp_path / "status"
     job = Job(output, [], tmp_path / "idle.py", f"--output-dir={output}", MAX_REQUEUES="1")
@@ -177,8 +160,7 @@ def test_stopped_by_hand_and_requeued_so_often(cluster: None, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
-    """Two starts in a row that saved no step end the job."""
+def test_two_starts_without_progress_end_the_job(cluster, tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
     status = tmp_path / "status"
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}", 0, 5, 5, 5)
@@ -192,29 +174,7 @@ def test_no_requeue_without_progress(cluster: None, tmp_path: Path) -> None:
     assert "no step was saved in two starts in a row" in job.report()
 
 
-@pytest.mark.slow
-def test_the_time_is_up_before_the_save_is_done(cluster: None, tmp_path: Path) -> None:
-    """It is said, as the job would go on if it had saved."""
-    (tmp_path / "busy.py").write_text(BUSY)
-    job = Job(tmp_path, ["--time", "1"], tmp_path / "busy.py", f"--output-dir={tmp_path}")
-    job.wait("TIMEOUT")
-    assert job["Restarts"] == "0" and "the time is up before the script has saved" in job.report()
-
-
-@pytest.mark.slow
-def test_preflight_of_two_nodes(cluster: None, tmp_path: Path) -> None:
-    """Its table stands in the job's log; what it finds wrong fails the job, which stays so."""
-    words = ["tools/preflight.py", "--model-name", "tiny", "--output-dir", tmp_path / "output"]
-    job = Job(tmp_path / "healthy", TWO_BY_TWO, *words)
-    job.wait("COMPLETED")
-    assert "all-gather across" in job.report() and "a step of tiny" in job.report()
-    job = Job(tmp_path / "wrong", TWO_BY_TWO, *words, "--gpus-per-node", "3")
-    job.wait("FAILED")
-    assert job["Restarts"] == "0" and "has 0 devices, and 3 were asked for" in job.report()
-
-
-def test_cancelled_is_not_requeued(cluster: None, tmp_path: Path) -> None:
-    """Though the script saves and says so."""
+def test_cancelled_job_is_not_requeued(cluster, tmp_path):
     (tmp_path / "idle.py").write_text(IDLE)
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}")
     job.wait_for(tmp_path / "status", "running")
@@ -224,8 +184,7 @@ def test_cancelled_is_not_requeued(cluster: None, tmp_path: Path) -> None:
     assert job["Restarts"] == "0"
 
 
-def test_an_error_is_not_requeued(cluster: None, flags: list[str], tmp_path: Path) -> None:
-    """Nor does an earlier stop count."""
+def test_failed_job_is_not_requeued(cluster, flags, tmp_path):
     output = tmp_path / "output"
     output.mkdir()
     (output / "status").write_text("stopped\n")
@@ -234,34 +193,22 @@ def test_an_error_is_not_requeued(cluster: None, flags: list[str], tmp_path: Pat
     assert job["Restarts"] == "0" and "is out of range: it must be above 0" in job.report()
 
 
-def test_a_node_whose_script_fails_ends_the_others(cluster: None, tmp_path: Path) -> None:
-    """They would wait for it."""
+def test_failing_node_ends_the_others(cluster, tmp_path):
     (tmp_path / "fails.py").write_text(FAILS)
     job = Job(tmp_path / "output", ["--nodes", "2"], tmp_path / "fails.py")
     job.wait("FAILED")
     assert job["Restarts"] == "0" and job["RunTime"] < "00:01:00", job.report()
 
 
-def test_requeued_when_a_node_fails(cluster: None, tmp_path: Path) -> None:
-    """By Slurm, since launch.slurm allows it."""
-    (tmp_path / "idle.py").write_text(IDLE)
-    job = Job(tmp_path, ["--nodes", "2"], tmp_path / "idle.py", f"--output-dir={tmp_path}")
-    job.wait_for(tmp_path / "status", "running")
-    slurm("scontrol", "update", "NodeName=127.0.0.2", "State=DOWN", "Reason=test")
-    job.wait("PENDING")
-    slurm("scancel", job.number)
-
-
-def test_a_process_for_each_gpu(cluster: None, tmp_path: Path) -> None:
-    """Of a node with all its GPUs, without a word about them."""
+def test_each_gpu_gets_a_process(cluster, tmp_path):
     (tmp_path / "shows.py").write_text(SHOWS)
     job = Job(tmp_path / "output", ["--partition", "gpus"], tmp_path / "shows.py")
     job.wait("COMPLETED")
     assert job.log.read_text().splitlines() == ["2 ranks, GPUs 0,1, 2 threads"] * 2
 
 
-def test_what_sbatch_reads() -> None:
-    """A shebang on line 1; options without a space that would make them comments."""
+def test_sbatch_reads_every_option():
+    """sbatch ignores options below the first command, and "# SBATCH" with a space."""
     lines = LAUNCH.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     options = [number for number, line in enumerate(lines) if line.startswith(("#SB", "# SB"))]
@@ -271,7 +218,7 @@ def test_what_sbatch_reads() -> None:
         assert re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[number])
 
 
-def test_shellcheck() -> None:
+def test_shellcheck_finds_nothing():
     program = shutil.which("shellcheck", path=PATH)
     if not program:
         pytest.skip("needs shellcheck")

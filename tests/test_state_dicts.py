@@ -20,7 +20,7 @@ SIMULATOR = ROOT.parent / "shared/simdev"
 
 @pytest.fixture(scope="module")
 def deep_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 of 19 million parameters in many blocks: none is a large part of the whole."""
+    """Return a GPT-2 of 19 million parameters in many blocks: none is a large part of the whole."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     shape = {"n_embd": 256, "n_layer": 24, "n_head": 4, "n_positions": 64}
@@ -32,16 +32,15 @@ def deep_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measured(model: Path, text: Path, directory: Path, *flags: str, **environment: str) -> dict:
-    """What state_dict_worker.py found on two ranks."""
+    """Return the results of state_dict_worker.py on two ranks."""
     result = directory / "result.json"
-    worker = ["tests/state_dict_worker.py", result, model, text, directory / "run", *flags]
+    worker = ["tests/workers/state_dict_worker.py", result, model, text, directory / "run", *flags]
     launch(2, *worker, env=os.environ | environment)
     return json.loads(result.read_text())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_on_the_cpu(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
-    """A save holds one copy of what it writes. A resume holds the weights, then the moments."""
+def test_save_holds_one_copy_and_resume_no_second_one(deep_gpt2, texts, tmp_path):
     # Every tensor gets pages of its own, which go back when it goes.
     malloc = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
     found = measured(deep_gpt2, texts[0], tmp_path, **malloc)
@@ -55,8 +54,7 @@ def test_on_the_cpu(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
     assert found["momentum_saved"] > 0
 
 
-def test_background_save_copies_only_what_training_changes() -> None:
-    """The copies keep their values; tensors that nothing changes are not copied."""
+def test_background_save_copies_only_changing_tensors():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     state = SimpleNamespace(model=model, optimizer=optimizer, others={})
@@ -77,8 +75,7 @@ def test_background_save_copies_only_what_training_changes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_under_fsdp2(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
-    """A save copies nothing. A resume makes the moments, and loads in place."""
+def test_fsdp2_save_copies_nothing(deep_gpt2, texts, tmp_path):
     malloc = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
     found = measured(deep_gpt2, texts[0], tmp_path, "--fsdp", "2", **malloc)
     parameter = found["shard"] / 4
@@ -92,10 +89,7 @@ def test_under_fsdp2(deep_gpt2: Path, texts: tuple, tmp_path: Path) -> None:
 @pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
 @pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
 @pytest.mark.parametrize("flags", [[], ["--cpu-offload"]], ids=" ".join)
-def test_on_a_simulated_device(
-    flags: list[str], deep_gpt2: Path, texts: tuple, tmp_path: Path
-) -> None:
-    """State dicts go to the host as they are made; with offload nothing stays on the device."""
+def test_save_and_resume_use_little_device_memory(flags, deep_gpt2, texts, tmp_path):
     simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
     found = measured(deep_gpt2, texts[0], tmp_path, *flags, **simulated)
     parameter, unit = found["shard"] / 4, found["unit"]
@@ -110,27 +104,3 @@ def test_on_a_simulated_device(
     assert save["device_after"] < 1000
     # The check of the loss had left the root whole.
     assert abs(resume["device_after"] - moments) < unit
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SIMULATOR.is_dir(), reason="../shared/simdev is absent")
-@pytest.mark.skipif(not importlib.util.find_spec("ninja"), reason="needs ninja and g++")
-@pytest.mark.parametrize("flags", [
-    ["--fsdp", "2"], ["--strategy", "ddp"], ["--fsdp", "2", "--cpu-offload"], [],
-], ids=" ".join)  # fmt: skip
-def test_a_save_in_the_background(
-    flags: list[str], deep_gpt2: Path, texts: tuple, tmp_path: Path
-) -> None:
-    """Under FSDP2 and DDP, and with offload, the copies of the first save are kept for the next;
-    FSDP1's state dicts are copied anew. None is written over while a save reads it."""
-    simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
-    found = measured(deep_gpt2, texts[0], tmp_path, *flags, "--async-save", **simulated)
-    parameter = found["shard"] / 4
-    assert found["exact"] == [True] * 3
-    saves = [found[name] for name in ("first", "second", "third")]
-    assert all(save["device"] < parameter for save in saves)
-    # PyTorch's stager pins memory by CUDA's own functions, which the simulated device lacks.
-    assert saves[0]["host"] == pytest.approx(12 * parameter, rel=0.02)
-    for save in saves[1:]:
-        assert save["pinned"] == 0
-        assert save["host"] < parameter  # above the copy before, which goes first

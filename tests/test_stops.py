@@ -22,13 +22,14 @@ PHASES = {
     "validation": SHORT,
     "save": SHORT,
     "generation": LONG,
+    "best export": SHORT,
     "export": LONG,
 }
 IN_MAKE_TEST = {("load", signal.SIGUSR1)}  # test_survival.py has a stop in a step
 
 
 def cases() -> list:
-    """Each phase with each signal; a stop in one of them is what `make test` shows."""
+    """Return each phase with each signal; all but one are slow."""
     found = []
     for phase in PHASES:
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -39,7 +40,8 @@ def cases() -> list:
 
 @pytest.fixture(scope="module")
 def flags(pairs: Path) -> list[str]:
-    """Six steps of `tiny`, which has dropout, validated and saved at every second."""
+    """Return flags for six steps of `tiny`, which has dropout, validated and saved at every second
+    step."""
     return ["--model-name", "tiny", "--dataset", str(pairs), "--source-column", "text",
             "--target-column", "headline", "--source-length", "16", "--target-length", "8",
             "--num-train-samples", "0", "--max-steps", "6", "--batch-size", "2", "--log-every", "1",
@@ -48,23 +50,22 @@ def flags(pairs: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """A finished run of two ranks."""
+    """Return a finished run of two ranks."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "T5_training.py", *flags, "--output-dir", output)
     return output
 
 
 @pytest.mark.parametrize(("phase", "number"), cases())
-def test_stopped(
-    phase: str, number: signal.Signals, uninterrupted: Path, flags: list[str], tmp_path: Path
-) -> None:
-    """By a signal to torchrun, as launch.slurm has it. The same command then goes on as if nothing
-    had been."""
+def test_stop_in_each_phase_saves_and_resumes_bit_for_bit(
+    phase, number, uninterrupted, flags, tmp_path
+):
+    """The signal goes to torchrun, as in launch.slurm."""
     output = tmp_path / "output"
     flags = [*flags, "--output-dir", str(output)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-    worker = ["tests/phases.py", "T5_training", phase, str(PHASES[phase])]
+    worker = ["tests/workers/phases.py", "T5_training", phase, str(PHASES[phase])]
     command = [sys.executable, *torchrun, *handled, *worker, *flags]
     env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}  # or nothing is tokenised
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

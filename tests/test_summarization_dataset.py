@@ -4,11 +4,8 @@ import argparse
 import csv
 import hashlib
 import json
-import os
 import pickle
 import random
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +21,7 @@ from transformers import (
 )
 
 import summarization_dataset as sd
-from runtime import readers, rouge
+from runtime import rouge
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENIZER = ByT5Tokenizer()
@@ -80,13 +77,13 @@ def write_csv(path, header, rows, **options):
 
 
 def wikihow_all(folder, rows):
-    """wikihowAll.csv of (title, headline, text) rows."""
+    """Write wikihowAll.csv of (title, headline, text) rows."""
     rows = [(headline, title, text) for title, headline, text in rows]
     return write_csv(folder / "wikihowAll.csv", ("headline", "title", "text"), rows)
 
 
 def wikihow_sep(folder, rows):
-    """wikihowSep.csv of (title, headline, text) rows."""
+    """Write wikihowSep.csv of (title, headline, text) rows."""
     rows = [("An overview", headline, text, "Steps", title) for title, headline, text in rows]
     header = "overview", "headline", "text", "sectionLabel", "title"
     return write_csv(folder / "wikihowSep.csv", header, rows)
@@ -102,7 +99,7 @@ def placed(**changes):
     return {split: [(row["text"], row["summary"]) for row in rows] for split, rows in parts.items()}
 
 
-def test_wikihow_cleaning_and_report(tmp_path, capsys):
+def test_wikihow_rows_are_cleaned_and_counted(tmp_path, capsys):
     wikihow_all(
         tmp_path,
         [
@@ -134,12 +131,11 @@ def test_wikihow_cleaning_and_report(tmp_path, capsys):
     train, val = load(data_dir=str(tmp_path))
     assert (sorted(train), val) == (sorted(found["train"]), found["validation"])
     out = capsys.readouterr().out
-    assert "8 rows, dropped: " in out and "2 with an empty field" in out
-    assert "1 with a headline not shorter than 0.75 of the text" in out
+    assert "wikihow: 5 of 8 rows used" in out
     assert "train 3, validation 1, test 1" in out
 
 
-def test_paragraphs_of_an_article_stay_on_one_side(tmp_path):
+def test_paragraphs_of_an_article_stay_in_one_split(tmp_path):
     rows = [(title, f"{title}: {part}", LONG) for title, _, _ in articles(300) for part in "abc"]
     random.Random(0).shuffle(rows)
     wikihow_sep(tmp_path, rows)
@@ -154,7 +150,7 @@ def test_paragraphs_of_an_article_stay_on_one_side(tmp_path):
         assert title in titles[split]
 
 
-def test_title_lists(tmp_path, capsys):
+def test_title_lists_define_the_splits(tmp_path, capsys):
     eyes = [(f"{t} Cat's  Eyes, Quickly{i}", h, x) for i, (t, h, x) in enumerate(articles(9))]
     wikihow_all(tmp_path, eyes)
     keys = [f"Howto{i}CatsEyesQuickly{i}" for i in range(9)]  # as the real lists have them
@@ -165,37 +161,28 @@ def test_title_lists(tmp_path, capsys):
     assert [summary for _, summary in train] == ["Do 0.", "Do 1.", "Do 2."]
     assert [summary for _, summary in val] == ["Do 3.", "Do 4.", "Do 5."]  # 3 is in both lists
     out = capsys.readouterr().out
-    assert "2 with a title in none of the lists" in out
+    assert "wikihow: 7 of 9 rows used" in out
     assert "train 3, validation 3, test 1" in out
 
 
-@pytest.mark.parametrize(("titles", "sizes"), [(2, (1, 1, 0)), (3, (1, 1, 1)), (5, (3, 1, 1))])
-def test_every_split_gets_a_row(tmp_path, titles, sizes):
-    wikihow_all(tmp_path, [row for row in articles(titles) for _ in range(2)])
-    found = placed(data_dir=str(tmp_path))
-    assert tuple(len(found.get(s, [])) // 2 for s in ("train", "validation", "test")) == sizes
-    assert found == placed(data_dir=str(tmp_path))
-
-
-def test_wikihow_errors(tmp_path):
+def test_wikihow_mistakes_are_one_message(tmp_path):
     flags = {"data_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="mahnazkoupaee/WikiHow-Dataset, or pass --dataset docst"):
         load(**flags)
     wikihow_all(tmp_path, articles(1) * 3)
-    with pytest.raises(ValueError, match="no two rows differ"):
+    with pytest.raises(ValueError, match="too few different rows: train 3, validation 0"):
         load(**flags)
     wikihow_all(tmp_path, articles(4))
     (tmp_path / "all_train.txt").write_text("Howto0\n")
     (tmp_path / "all_val.txt").write_text("Howto77\n")
-    with pytest.raises(ValueError, match="1 training and 0 validation rows"):
+    with pytest.raises(ValueError, match="too few different rows: train 1, validation 0"):
         load(**flags)
     write_csv(tmp_path / "wikihowAll.csv", ("headline", "text"), [("a", "b")])
     with pytest.raises(ValueError, match="has columns headline, text, but not all of .*'title'"):
         load(**flags)
 
 
-def test_splits_of_wikihow(tmp_path):
-    """Its test split is a validation set, a slice of its training split a training set."""
+def test_wikihow_splits_and_slices_can_be_selected(tmp_path):
     wikihow_all(tmp_path, articles(300))
     found = placed(data_dir=str(tmp_path))
     flags = {"data_dir": str(tmp_path), "val_dataset": ["wikihow:test"]}
@@ -234,7 +221,6 @@ def write_rows(path, rows):
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
 def test_files_of_each_kind_give_the_same_pairs(tmp_path, suffix):
-    """5% of the texts are held out, by a hash that does not change; line breaks stay."""
     train, val = load(dataset=str(write_rows(tmp_path / f"x{suffix}", ROWS)), **COLUMNS)
     expected = [], []
     for row in ROWS:
@@ -243,28 +229,20 @@ def test_files_of_each_kind_give_the_same_pairs(tmp_path, suffix):
     assert (train, val) == expected
 
 
-def test_several_data_sets(tmp_path, capfd):
+def test_several_data_sets_are_validated_separately(tmp_path):
     """A glob is one data set, two words are two; each is validated on by itself."""
     parts = [ROWS[:100], ROWS[100:], ROWS[:50]]
     paths = [str(write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate(parts)]
     glob = str(tmp_path / "[01].jsonl")
     train, val = sd.load(arguments(dataset=[glob, paths[2]], **COLUMNS), TOKENIZER)
     assert list(val) == [glob, paths[2]] and len(train) + sum(map(len, val.values())) == 250
-    assert "WARNING: validation may mislead" in capfd.readouterr().out
-    (tmp_path / "1.jsonl").write_text('{"document": "a", "summary": "b"}\n{"document": ""}\n')
-    with pytest.raises(ValueError, match="1.jsonl, row 2: its text or its summary is empty"):
+    (tmp_path / "1.jsonl").write_text(
+        '{"document": "a", "summary": "b"}\n{"document": "", "summary": ""}\n'
+    )
+    with pytest.raises(ValueError, match=r"01\].jsonl, row 102: its text or its summary is empty"):
         load(dataset=glob, **COLUMNS)
     with pytest.raises(ValueError, match="has columns document, id, summary, but not all of"):
         load(dataset=paths[0])
-
-
-def test_subset_is_fixed_and_drawn_from_everywhere(tmp_path):
-    path = str(write_rows(tmp_path / "x.jsonl", ROWS))
-    everything, val = load(dataset=path, **COLUMNS)
-    some, one = load(dataset=path, num_train_samples=10, num_val_samples=1, **COLUMNS)
-    assert len(some) == 10 and set(some) < set(everything) and set(one) < set(val)
-    assert some not in (everything[:10], everything[-10:])
-    assert load(dataset=path, num_train_samples=10, **COLUMNS)[0] == some
 
 
 def words_tokenizer(template=True, vocabulary="abcdefgh", eos_token="</s>"):
@@ -276,7 +254,7 @@ def words_tokenizer(template=True, vocabulary="abcdefgh", eos_token="</s>"):
         special = [("</s>", 1)]
         backend.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=special)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=eos_token, pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
 
 
@@ -290,12 +268,9 @@ def test_encoding_ends_in_eos(tmp_path, template):
     found = sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
     assert found == [([4, 3, 5, 6, 7, 1], [12, 11, 1]), ([4, 3, 6, 1], [5, 1])]
     assert all(row["length"] == len(row["input_ids"]) for row in rows)
-    with pytest.raises(ValueError, match="no EOS"):
-        sd.load(args, words_tokenizer(eos_token=None))
 
 
-def test_collate(monkeypatch):
-    """On a GPU to a multiple of 8, on a CPU no further than the longest."""
+def test_collate_pads_to_a_multiple_of_8_on_a_gpu(monkeypatch):
     examples = [{"input_ids": [5] * 9, "labels": [6, 1]}, {"input_ids": [7, 1], "labels": [8] * 8}]
     assert sd.collate(examples, 0, 2)["input_ids"].tolist() == [[5] * 9, [7, 1] + [0] * 7]
     monkeypatch.setattr(sd.ranks, "accelerator", lambda: "cuda")
@@ -317,7 +292,7 @@ def test_collate(monkeypatch):
     assert batch["decoder_attention_mask"].tolist() == [[1, 1] + [0] * 6, [1] * 8]
 
 
-def test_collate_suits_t5():
+def test_collate_gives_t5_its_own_decoder_inputs():
     config = T5Config(
         vocab_size=32,
         d_model=8,
@@ -347,29 +322,6 @@ def test_collate_suits_t5():
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def written(cache):
-    return {path: path.stat().st_mtime_ns for path in cache.rglob("*.arrow")}
-
-
-def test_a_second_process_reuses_the_cache(tmp_path, cache):
-    args = {"dataset": str(write_rows(tmp_path / "x.jsonl", ROWS)), **COLUMNS}
-    train, _ = sd.load(arguments(**args), words_tokenizer())
-    files = written(cache)
-    program = (
-        "from test_summarization_dataset import *\n"
-        f"train, val = sd.load(arguments(**{args!r}), words_tokenizer())\n"
-        "print(train.with_format(None)[:])"
-    )
-    search = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    environment = {**os.environ, "PYTHONPATH": search, "PYTHONHASHSEED": "7"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(train.with_format(None)[:])
-    assert written(cache) == files
-
-
 def test_flags_and_tokenizers_do_not_share_a_cache(tmp_path):
     rows = [{"text": t * 2, "headline": t} for t in ("a b", "c")]
     path = str(write_rows(tmp_path / "x.jsonl", rows))
@@ -387,29 +339,7 @@ def test_flags_and_tokenizers_do_not_share_a_cache(tmp_path):
     assert encoded(words_tokenizer()) != base
 
 
-def test_large_files_are_mapped_by_several_processes(tmp_path, monkeypatch, cache):
-    path = str(write_rows(tmp_path / "x.jsonl", ROWS))
-    alone = load(dataset=path, **COLUMNS)
-    monkeypatch.setattr(readers, "LARGE", 100)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "other")
-    assert load(dataset=path, **COLUMNS) == alone
-    assert list((tmp_path / "other").rglob("*00001_of_00002.arrow"))
-
-
-def test_rouge_samples_where_they_are_not_given():
-    """32 in a training, all in an evaluation; a check by itself changes nothing."""
-    training, evaluation = arguments(), arguments(evaluate_only=True)
-    for args in training, evaluation:
-        assert rouge.check_arguments(args) == [] and args.rouge_samples is None
-    assert rouge.resolve_arguments(training) == {"rouge_samples": 32}
-    assert rouge.resolve_arguments(evaluation) == {}
-    assert rouge.resolve_arguments(arguments(rouge_samples=5)) == {}
-    assert "--num-beams 0 is out" in rouge.check_arguments(arguments(num_beams=0))[0]
-
-
-def test_texts_and_their_scores():
-    """Padding and rows without targets are left out; the score is in percent."""
+def test_rouge_ignores_padding_and_empty_rows():
     ids = {text: TOKENIZER(text)["input_ids"] for text in ("ab", "a c", "ab d")}
     batch = sd.collate(
         [{"input_ids": ids["ab"], "labels": ids["a c"]}, {"input_ids": ids["ab"], "labels": []}],

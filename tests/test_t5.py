@@ -7,7 +7,6 @@ import torch
 from conftest import launch
 from ten_steps import CORE_VARIANTS, check_nothing_waits
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 import T5_training
 from runtime import batches, optimization
@@ -15,19 +14,19 @@ from runtime import batches, optimization
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs: Path) -> dict:
-    """What two ranks computed, see t5_worker.py."""
+    """Return the results of two ranks, see t5_worker.py."""
     directory = tmp_path_factory.mktemp("results")
     path, shallow = directory / "results.pt", directory / "shallow"
     config = T5Config.from_pretrained(t5_directory, num_layers=1, num_decoder_layers=1)
     T5ForConditionalGeneration(config).save_pretrained(shallow)
     ByT5Tokenizer().save_pretrained(shallow)
-    launch(2, "tests/t5_worker.py", path, t5_directory, shallow, pairs)
+    launch(2, "tests/workers/t5_worker.py", path, t5_directory, shallow, pairs)
     return torch.load(path, weights_only=False)
 
 
 @pytest.fixture(scope="module")
 def reference(results: dict, t5_directory: Path) -> dict:
-    """The same ten global batches, each as one batch of a plain training loop."""
+    """Return the same ten global batches, each as one batch of a plain training loop."""
     tokenizer = ByT5Tokenizer()
     model = T5ForConditionalGeneration.from_pretrained(t5_directory, dtype=torch.float32)
     model.train()
@@ -56,8 +55,8 @@ def reference(results: dict, t5_directory: Path) -> dict:
 
 
 @pytest.mark.parametrize("variant", CORE_VARIANTS)
-def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: dict) -> None:
-    """Losses to 1e-5, the first gradient to 1e-5 of its norm; targets are of uneven lengths."""
+def test_ten_steps_equal_plain_pytorch(variant, results, reference):
+    """Losses to 1e-5 and the first gradient to 1e-5 of its norm."""
     result = results[variant]
     assert len(result["losses"]) == 10
     assert result["losses"] == pytest.approx(reference["losses"], abs=1e-5)
@@ -68,13 +67,11 @@ def test_ten_steps_equal_plain_pytorch(variant: str, results: dict, reference: d
     assert (ours - whole).norm() <= 1e-5 * whole.norm()
 
 
-def test_nothing_waits_for_the_device(results: dict) -> None:
-    """Not in ours, in FSDP or in the optimizer."""
+def test_step_never_waits_for_the_device(results):
     check_nothing_waits(results, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
-def test_compiled_blocks_train_alike(results: dict) -> None:
-    """In whole graphs, for several lengths; under FSDP, recomputed in the backward pass."""
+def test_compiled_blocks_train_alike(results):
     eager, compiled = results["--no-compile"], results["--compile"]
     assert compiled["graphs"] >= 4 and not compiled["graph_breaks"] and not eager["graphs"]
     assert len({length for _, length in compiled["shapes"]}) > 2
@@ -85,8 +82,7 @@ def test_compiled_blocks_train_alike(results: dict) -> None:
         torch.testing.assert_close(compiled["gradient"][name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_every_sample_once_an_epoch(results: dict) -> None:
-    """In a new order each epoch, the short last step included."""
+def test_every_sample_occurs_once_an_epoch(results):
     by_epoch: dict[int, list[list[int]]] = {}
     for epoch, samples in results["full_shard"]["samples"]:
         by_epoch.setdefault(epoch, []).append(samples)
@@ -97,24 +93,19 @@ def test_every_sample_once_an_epoch(results: dict) -> None:
 
 
 @pytest.mark.parametrize("variant", ["bf16", "fsdp2_bf16"])
-def test_bf16_is_near(variant: str, results: dict, reference: dict) -> None:
-    """And not equal: the policy is in force."""
+def test_bf16_losses_are_near_fp32(variant, results, reference):
     losses = results[variant]["losses"]
     assert losses == pytest.approx(reference["losses"], abs=0.05)
     assert losses != pytest.approx(reference["losses"], abs=1e-5)
 
 
-def test_a_batch_can_be_overfitted(results: dict) -> None:
-    """The loss of one batch falls below 0.1."""
+def test_one_batch_can_be_overfitted(results):
     assert results["overfitted"] < 0.1
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp", "fsdp2"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_generation_gives_back_what_was_learnt(
-    precision: str, strategy: str, results: dict
-) -> None:
-    """Of seven overfitted examples at least six, each once and in order, on ranks out of step."""
+def test_generation_reproduces_overfitted_examples(precision, strategy, results):
     triples = results[f"generated {precision} {strategy}"]
     plain = results["generated fp32 ddp"]
     assert [triple[:2] for triple in triples] == [triple[:2] for triple in plain]
@@ -122,9 +113,9 @@ def test_generation_gives_back_what_was_learnt(
     assert sum(reference == generated for _, reference, generated in triples) >= 6
 
 
-def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None dropped or repeated, the same steps at every world size and after a resume, the longest
-    step first, the rest in no order, and little padding."""
+def test_length_groups_lose_no_sample_at_any_world_size(monkeypatch):
+    """Also after a resume. The longest step comes first, so that too little memory shows at
+    once."""
     lengths = torch.randint(8, 512, (1003,)).tolist()
 
     def sampler(world_size: int, rank: int = 0) -> batches.GlobalBatchSampler:
@@ -150,30 +141,7 @@ def test_batches_grouped_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(same) <= 1  # the epochs mix
 
 
-@pytest.mark.parametrize("rows", [355, 1420, 5680])
-def test_less_padding_than_transformers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two ranks with micro-batches of 4 it pads fewer positions than Transformers' sampler by
-    length, and has the ranks wait less for the one whose micro-batch is longer."""
-    torch.manual_seed(0)
-    lengths = torch.randn(rows).mul(100).add(250).clamp(10, 512).int().tolist()
-    monkeypatch.setattr(batches.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(batches.dist, "get_rank", lambda: 0)
-    sampler = batches.GlobalBatchSampler(rows, 4, 1, 7, lengths)
-    ours, theirs = [], []
-    for sampler.epoch in range(10):
-        ours += [(step[::2], step[1::2]) for step in sampler.steps()]
-        order = get_length_grouped_indices(lengths, 4)
-        theirs += [(order[i : i + 4], order[i + 4 : i + 8]) for i in range(0, rows, 8)]
-    padded, longest = {}, {}
-    for name, steps in (("ours", ours), ("theirs", theirs)):
-        sizes = [[max(lengths[i] for i in x) * len(x) for x in step if x] for step in steps]
-        padded[name] = sum(map(sum, sizes)) / sum(lengths)
-        longest[name] = 2 * sum(map(max, sizes)) / sum(lengths)
-    assert padded["ours"] <= padded["theirs"] and longest["ours"] < longest["theirs"]
-
-
-def test_schedules() -> None:
-    """`step` is constant within an epoch; the others warm up, from a rate that is not 0."""
+def test_schedules_follow_their_formulas():
     rates = {}
     for name in ("linear", "cosine", "constant", "step"):
         flags = ["--lr-schedule", name, "--warmup-ratio", "0.2", "--gamma", "0.5", "--lr", "1"]

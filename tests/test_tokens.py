@@ -27,12 +27,12 @@ def run(script: ModuleType, output: Path, *flags: object) -> None:
     common = [
         "--model-name",
         "tiny",
-        "--output-dir",
-        output,
         "--max-steps",
         "2",
         "--log-every",
         "1",
+        "--output-dir",
+        output,
     ]
     if script is T5_training:
         common += ["--rouge-samples", "0"]
@@ -41,10 +41,7 @@ def run(script: ModuleType, output: Path, *flags: object) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_prepared_rows_train_like_raw_rows(
-    name: str, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """To the last bit. Other lengths, or another script, are refused."""
+def test_prepared_rows_train_like_raw_rows(name, tmp_path, capfd):
     script, lengths = SCRIPTS[name]
     some = ["--dataset", "docstrings", "--num-train-samples", "16", "--num-val-samples", "4"]
     run(script, tmp_path / "raw", *lengths, *some)
@@ -63,7 +60,7 @@ def test_prepared_rows_train_like_raw_rows(
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_rows_of_tokens_from_elsewhere(name: str, suffix: str, tmp_path: Path) -> None:
+def test_foreign_tokens_are_read(name, suffix, tmp_path):
     script, lengths = SCRIPTS[name]
     rows = [{"input_ids": [5 + i, 6, 1], "labels": [-100, 6, 1]} for i in range(60)]
     if name == "T5":
@@ -92,7 +89,7 @@ def test_rows_of_tokens_from_elsewhere(name: str, suffix: str, tmp_path: Path) -
         ({"labels": [-100] * 3}, "labels are not one for each token"),
     ],
 )
-def test_rows_of_wrong_tokens(row: dict, message: str, tmp_path: Path) -> None:
+def test_invalid_tokens_are_refused(row, message, tmp_path):
     good = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(x) + "\n" for x in (good, good, good | row)))
@@ -101,14 +98,15 @@ def test_rows_of_wrong_tokens(row: dict, message: str, tmp_path: Path) -> None:
         llama_fsdp.data.load(args, ByT5Tokenizer())
 
 
-def test_prepared_with_another_tokenizer(tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_are_refused(tmp_path):
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
     rows = Dataset.from_list([{"input_ids": [5, 1], "labels": [6, 1]}] * 3)
-    tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), args)
+    sets, origin = {"train": rows, "validation": rows}, tokens.describe(args, ByT5Tokenizer())
+    tokens.save(tmp_path / "made", sets, origin)
     assert list(load_from_disk(str(tmp_path / "made"))) == ["train", "validation"]
     tokens.check_origin(str(tmp_path / "made"), args, ByT5Tokenizer())
     args.dataset = [str(tmp_path / "made")]
     with pytest.raises(ValueError, match="was prepared with tokenizer "):
         summarization_dataset.load(args, ByT5Tokenizer(extra_ids=3))
     with pytest.raises(ValueError, match="made exists. Delete it"):
-        tokens.save(tmp_path / "made", rows, rows, ByT5Tokenizer(), args)
+        tokens.save(tmp_path / "made", sets, origin)

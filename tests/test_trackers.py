@@ -1,9 +1,7 @@
 """--track: trackers are sent what metrics.jsonl has, go on with a run, and never end one."""
 
 import importlib.util
-import struct
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -11,25 +9,24 @@ import pytest
 from conftest import losses, metrics, status
 
 import gpt2_fsdp
-from runtime.arguments import TRACKERS
 
 
 @pytest.fixture
 def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
-    """A short run on one process."""
+    """Return a short run on one process."""
     return ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
             str(texts[1]), "--block-size", "32", "--num-train-samples", "35", "--log-every", "1",
             "--save-every", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
 
 
 def run_twice(flags: list[str]) -> None:
-    """Three steps, and two more by the same command."""
+    """Train three steps, and two more by the same command."""
     for steps in ("3", "5"):
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--max-steps", steps]))
 
 
 def numbers(output: Path) -> dict[tuple[str, int], float]:
-    """What metrics.jsonl has, by event/name and step."""
+    """Return the numbers of metrics.jsonl by event/name and step."""
     found = {}
     for event in ("train", "val", "save", "done"):
         for line in metrics(output, event):
@@ -41,8 +38,7 @@ def numbers(output: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> None:
-    """Read back from its files, in fp32; each step stands once, though the run went on."""
+def test_tensorboard_has_the_same_numbers(flags, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -61,10 +57,7 @@ def test_tensorboard_has_the_same_numbers(flags: list[str], tmp_path: Path) -> N
         assert found[key] == pytest.approx(value, rel=1e-6), key
 
 
-def test_trackio_has_the_same_losses(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In one run of its local store."""
+def test_trackio_has_the_same_losses(flags, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
@@ -76,56 +69,25 @@ def test_trackio_has_the_same_losses(
     assert found == losses(tmp_path / "run")
 
 
-def wandb_history(path: Path) -> list[dict[str, float]]:
-    """The numbers of each step in a store of wandb: records in LevelDB's log format."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, position, record, rows = path.read_bytes(), 7, b"", []
-    while position + 7 <= len(data):
-        if 2**15 - position % 2**15 < 7:  # the end of a block
-            position += 2**15 - position % 2**15
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        record += data[position + 7 : position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            items = Record.FromString(record).history.item
-            rows.append({i.key or "/".join(i.nested_key): float(i.value_json) for i in items})
-            record = b""
-    return [row for row in rows if row]
-
-
-def test_wandb_has_the_same_numbers(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Read back from what it keeps without a network, of one run though there were two starts."""
+def test_wandb_continues_one_run(flags, tmp_path, monkeypatch):
+    """Two starts are stored under one run id."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run_twice([*flags, "--track", "wandb"])
     stores = sorted((tmp_path / "run/track/wandb").glob("offline-run-*/*.wandb"))
     assert len(stores) == 2 and len({path.name for path in stores}) == 1
-    expected, found = numbers(tmp_path / "run"), {}
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not expected.items() <= found.items():
-        for path in stores:  # which wandb's own process may still write
-            for row in wandb_history(path):
-                found |= {(key, row["_step"]): value for key, value in row.items() if key[0] != "_"}
-    assert expected.items() <= found.items()
 
 
 class Broken(ModuleType):
     """A tracker without a network."""
 
     def init(self, **_: object) -> None:
-        """As such fail."""
+        """Fail as without a network."""
         raise ConnectionError("no route to host")
 
 
-def test_a_tracker_that_fails_ends_nothing(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    """It is told of once; the others go on."""
+def test_failing_tracker_does_not_end_the_run(flags, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "wandb", Broken("wandb"))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -136,14 +98,3 @@ def test_a_tracker_that_fails_ends_nothing(
     assert (said.out + said.err).count("--track wandb failed") == 1
     assert "no route to host" in said.out + said.err
     assert status(tmp_path / "run") == "finished"
-
-
-@pytest.mark.parametrize("name", TRACKERS)
-def test_one_that_is_not_installed(
-    name: str, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sentence before anything is started."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit):
-        gpt2_fsdp.parse_args(["--track", name])
-    assert f"error: --track {name} requires {name}: pip install" in capfd.readouterr().err

@@ -31,25 +31,17 @@ class Hostile:
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Path:
-    """What hostile code would leave."""
+    """Return the directory that hostile code would make."""
     return tmp_path / "was-here"
 
 
 @pytest.fixture
 def code(mark: Path) -> str:
-    """Hostile Python."""
+    """Return hostile Python."""
     return f"import os\nos.mkdir({str(mark)!r})\n"
 
 
-def test_the_code_is_hostile(mark: Path, tmp_path: Path) -> None:
-    """Or what follows would show nothing."""
-    torch.save(Hostile(mark), tmp_path / "file.pt")
-    torch.load(tmp_path / "file.pt", weights_only=False)
-    assert mark.exists()
-
-
-def test_weights_in_a_bin(alone: None, llama_directory: Path, mark: Path, tmp_path: Path) -> None:
-    """They are pickled: refused."""
+def test_pickled_weights_are_refused(alone, llama_directory, mark, tmp_path):
     directory = tmp_path / "model"
     directory.mkdir()
     shutil.copy(llama_directory / "config.json", directory)
@@ -61,8 +53,7 @@ def test_weights_in_a_bin(alone: None, llama_directory: Path, mark: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["data.pt", "data.pkl", "data"])
-def test_data(name: str, mark: Path, code: str, tmp_path: Path) -> None:
-    """Pickled files, and a data set that is a script: refused."""
+def test_pickles_and_scripts_as_data_are_refused(name, mark, code, tmp_path):
     place = tmp_path / name
     if place.suffix:
         torch.save(Hostile(mark), place)
@@ -75,10 +66,7 @@ def test_data(name: str, mark: Path, code: str, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_code_of_a_model(
-    alone: None, llama_directory: Path, mark: Path, code: str, tmp_path: Path
-) -> None:
-    """A type that Transformers does not know brings its own: refused, without a question."""
+def test_code_of_a_model_is_refused(alone, llama_directory, mark, code, tmp_path):
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     config = json.loads((directory / "config.json").read_text())
@@ -89,8 +77,7 @@ def test_code_of_a_model(
     assert not mark.exists()
 
 
-def test_code_of_a_tokenizer(llama_directory: Path, mark: Path, code: str, tmp_path: Path) -> None:
-    """The same."""
+def test_code_of_a_tokenizer_is_refused(llama_directory, mark, code, tmp_path):
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
@@ -102,14 +89,14 @@ def test_code_of_a_tokenizer(llama_directory: Path, mark: Path, code: str, tmp_p
 
 @pytest.fixture
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """A `tiny` of dropout, saved at every second step."""
+    """Return a `tiny` of dropout, saved at every second step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "4"]  # fmt: skip
 
 
 def run(flags: list[str], output: Path, *more: str) -> None:
-    """In this process."""
+    """Run the script in this process."""
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(output), *more]))
 
 
@@ -129,7 +116,7 @@ def hostile_metadata(path: Path, mark: Path) -> None:
 
 
 def hostile_class(path: Path, mark: Path) -> None:
-    """Hide the code in metadata that are otherwise right."""
+    """Hide the code in metadata that are otherwise valid."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     metadata.planner_data["more"] = Hostile(mark)
     put(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(metadata)))
@@ -162,15 +149,8 @@ def hostile_full(path: Path, mark: Path) -> None:
     (hostile_entry, "which is not a tensor"),
     (hostile_full, "is not a file of tensors"),
 ])  # fmt: skip
-def test_hostile_checkpoint_runs_no_code(
-    attack: Callable[[Path, Path], None],
-    message: str,
-    flags: list[str],
-    mark: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-) -> None:
-    """A resume and an export end with a message, although the checksums match."""
+def test_hostile_checkpoint_runs_no_code(attack, message, flags, mark, tmp_path, capfd):
+    """Although its checksums match."""
     output = tmp_path / "run"
     kind = "full" if "full" in attack.__name__ else "sharded"
     run(flags, output, "--max-steps", "2", "--checkpoint-type", kind)

@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5115, 36808),
-    "gpt2_fsdp.py": (4957, 34915),
-    "llama_fsdp.py": (5998, 42927),
-    "runtime/": (4826, 34062),
+    "T5_training.py": (4749, 33773),
+    "gpt2_fsdp.py": (4594, 32161),
+    "llama_fsdp.py": (5600, 39879),
+    "runtime/": (4487, 31203),
 }
 
 
@@ -28,8 +28,7 @@ def count_nodes(path: Path) -> int:
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_copy_stays_within_its_weight(name: str) -> None:
-    """A new feature takes the place of something of the same size."""
+def test_copy_stays_within_its_weight(name):
     path = ROOT / name
     files = set(path.rglob("*.py")) if path.is_dir() else needed_files(path)
     lines = sum(len(path.read_text().splitlines()) for path in files)

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -34,25 +33,7 @@ def start(script: ModuleType, *flags: object) -> int:
         return end.code
 
 
-@pytest.fixture
-def model_with(llama_directory: Path, tmp_path: Path) -> Callable:
-    """Copies of a model whose tokenizer has other attributes."""
-
-    def make(name: str, **changes: object) -> Path:
-        path = Path(shutil.copytree(llama_directory, tmp_path / name))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        for attribute, value in changes.items():
-            setattr(tokenizer, attribute, value)
-        tokenizer.save_pretrained(path)
-        return path
-
-    return make
-
-
-def test_chat_template_is_part_of_the_run(
-    llama_directory: Path, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """Another one is refused by a resume, and with prepared tokens; final/ has the one used."""
+def test_resume_rejects_changed_chat_template(llama_directory, chats, tmp_path, capfd):
     flags = ["--max-seq-length", 96, "--model-name", llama_directory, "--dataset", chats]
     flags += ["--output-dir", tmp_path / "run"]
     chatml, file = ["--chat-template", "chatml"], tmp_path / "own.jinja"
@@ -72,10 +53,7 @@ def test_chat_template_is_part_of_the_run(
     assert start(llama_fsdp, *again, "--chat-template", file) == 0
 
 
-def test_nodes_with_other_data_do_not_train_together(
-    texts: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two torchruns with their own caches and files; in the second's another word, or fewer."""
+def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -100,10 +78,7 @@ def test_nodes_with_other_data_do_not_train_together(
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_another_model_of_the_same_shapes(
-    gpt2_directory: Path, texts: tuple, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """Other heads compute something else; another name changes nothing."""
+def test_resume_rejects_another_model_of_the_same_shapes(gpt2_directory, texts, tmp_path, capfd):
     other = {}
     for name, heads in ("copy", 4), ("heads", 2):
         other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
@@ -118,8 +93,7 @@ def test_another_model_of_the_same_shapes(
     assert start(gpt2_fsdp, *flags, other["copy"], "--max-steps", 4) == 0
 
 
-def test_other_flags_on_another_node(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by name; places of files may differ."""
+def test_nodes_with_different_flags_are_refused(alone, monkeypatch):
     args = Namespace(lr=1e-3, dataset="a", seed=0)
     there = identity.of_flags(args) | {}
     monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), ("node 1 (b)", there)])
@@ -128,30 +102,3 @@ def test_other_flags_on_another_node(alone: None, monkeypatch: pytest.MonkeyPatc
     there["--lr"] = "0.0001"
     with pytest.raises(ValueError, match=r"--lr is 0.001 on node 0 .*; 0.0001 on node 1 \(b\)"):
         identity.compare_ranks(identity.of_flags(args))
-
-
-def test_validation_data_of_an_evaluation_is_compared(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its length and up to 256 samples."""
-    loader = Namespace(dataset=[{"input_ids": [i]} for i in range(600)])
-    args = Namespace(dataset="x", seed=0)
-    (mine, _) = identity.of_data(args, None, {"mine": loader}).values()
-    assert mine == identity.fingerprint(loader.dataset) and mine.startswith("600 samples, crc ")
-    there = "node 1 (b)", {"validation data 1": "450 samples, crc 0"}
-    monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), there])
-    with pytest.raises(ValueError, match=r"450 samples, crc 0 on node 1 \(b\). Give all nodes"):
-        identity.of_data(args, None, {"mine": loader})
-
-
-def test_the_date_in_a_template_is_always_the_same(
-    model_with: Callable, chats: Path, tmp_path: Path, capfd: pytest.CaptureFixture
-) -> None:
-    """A log line names it; the exported tokenizer keeps its own template."""
-    model = model_with("dated", chat_template=DATED)
-    flags = ["--max-seq-length", 64, "--dataset", chats, "--model-name", model, "--output-dir"]
-    assert start(llama_fsdp, *flags, tmp_path / "run") == 0
-    said = capfd.readouterr().out
-    assert "The chat template writes a date: it is always 2024-07-26." in said
-    assert "26 Jul 2024" in said  # in the example
-    assert "strftime_now" in AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template

@@ -1,7 +1,7 @@
 """Generate text with a trained model, or with adapters on their base model.
 
 python tools/generate.py OUTPUT_DIR/final "Return the number of"
-python tools/generate.py OUTPUT_DIR/final < prompts.txt                # a prompt a line
+python tools/generate.py OUTPUT_DIR/final < prompts.txt                # one prompt per line
 """
 
 import sys
@@ -27,7 +27,7 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
 
 
 def main() -> None:
-    """Print the model's answer to each prompt; chat models get it in their chat template."""
+    """Print the model's answer to each prompt, which a chat template turns into a user turn."""
     parser = arguments.Parser(__doc__)
     parser.add_argument("directory", type=Path, help="a final/ or best/ of a run")
     parser.add_argument("prompt", nargs="?", help="text to continue (default: each line of stdin)")

@@ -48,7 +48,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import policies
-from runtime import adapters, arguments, chunked_loss, model_checks, ranks, weights
+from runtime import adapters, arguments, chunked_loss, lora, model_checks, ranks, weights
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
@@ -141,7 +141,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--script", help="training script, such as a copy of one of ours (default: ours)")
     add("--batch-size", type=int, default=1, help="sequences per GPU and micro-batch")
     add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
-    arguments.add_global_batch(add)
+    add("--global-batch-size", type=int, default=0, help="sequences per step on all GPUs")
     add("--seq-length", type=int, default=0, help="tokens, T5: of the source (0: script's)")
     add("--target-length", type=int, default=150, help="tokens of T5's target")
     add("--precision", choices=list(policies.PRECISIONS), default="bf16", help="compute dtype")
@@ -161,10 +161,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--internode-gbps", type=float, default=1600.0, help="Gbit/s a node sends to others")
     add("--peak-tflops", type=float, default=312.0, help="TFLOP/s of a GPU at this precision")
     parser.add_argument("--json", **arguments.OFF, help="print JSON instead, in bytes and seconds")
-    parser.set_defaults(**adapters.DEFAULTS)
+    parser.set_defaults(**lora.DEFAULTS)
     args = parser.parse_args(argv)
     gpus = max(1, args.nodes * args.gpus_per_node)
-    args, problems = arguments.resolve(args, adapters, processes=gpus)
+    args, problems = arguments.resolve(args, lora, processes=gpus)
     limits = dict.fromkeys(("seq_length", "reserve_gb", "global_batch_size"), 0)
     limits |= dict.fromkeys(("batch_size", "gradient_accumulation_steps", "target_length"), 1)
     limits |= dict.fromkeys(("nodes", "gpus_per_node"), 1)
@@ -245,7 +245,7 @@ def script_flags(script: ModuleType) -> dict[str, Any]:
     """Return the names and the defaults of a script's flags."""
     parser = argparse.ArgumentParser()
     arguments.add_model(parser)
-    for name in ("data", "adapters", "paged"):  # modules with flags, as the scripts import them
+    for name in ("data", "lora", "paged"):  # modules with flags, as the scripts import them
         if hasattr(getattr(script, name, None), "add_arguments"):
             vars(script)[name].add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
@@ -422,7 +422,7 @@ def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: t
     """Add adapters of --lora-rank to a model on meta. Weights stay in `dtype`; `Weight.in_4bit`
     marks those that --load-in-4bit quantizes."""
     without_4bit = Namespace(**vars(args) | {"load_in_4bit": False})
-    adapters.add(without_4bit, model, {}, script.BLOCKS, dtype, torch.device("meta"))
+    adapters.add(without_4bit, model, {}, script.BLOCKS, dtype)
 
 
 def storages(weights: set[int], *tensors: Any) -> dict[int, torch.UntypedStorage]:

@@ -13,7 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch.distributed as dist
 from ten_steps import local
@@ -35,13 +36,13 @@ LENGTHS = {
 
 
 def without_weights(directory: Path, place: Path) -> Path:
-    """A copy of all but the weights."""
+    """Return a copy of all but the weights."""
     ignore = shutil.ignore_patterns("*.safetensors*")
     return Path(shutil.copytree(directory, place, ignore=ignore, dirs_exist_ok=True))
 
 
 def main() -> None:
-    """All loads in one process group."""
+    """Load all models in one process group."""
     result, output, directories = sys.argv[1:]
     rank, found, device = int(os.environ["RANK"]), {}, None
     for name, directory in json.loads(directories).items():

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import policies
 from runtime import checkpoints, readers, run
@@ -34,7 +35,8 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
         "validation": (script, "validation", later),
         "save": (checkpoints._Writer, "write_data", None),
         "generation": (policies, "generation", None),
-        "export": (run.Run, "_export", None),
+        "best export": (run.Run, "_export", None),
+        "export": (run.Run, "export", None),
     }
 
 
@@ -59,7 +61,7 @@ def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
 
 
 def leave(code: int) -> None:
-    """Keep the exit code."""
+    """Write the exit code."""
     output.with_name(f"{output.name}.exit-{RANK}").write_text(str(code))
     exit_now(code)
 

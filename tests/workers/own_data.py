@@ -5,13 +5,14 @@ import random
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 from runtime.run import launch
 
 
 def samples(script: str, count: int) -> list:
-    """What the script's `collate` takes, of random tokens."""
+    """Return samples for the script's `collate`, of random tokens."""
     drawn = random.Random(count)
     rows = [[drawn.randrange(3, 259) for _ in range(drawn.randrange(9, 30))] for _ in range(count)]
     if script == "gpt2_fsdp":

@@ -1,7 +1,6 @@
 """Ranks of which the last cannot be reached: ranks_worker.py FAULT, where 3 seconds are enough.
 
-default group: it comes five seconds late, and never joins. mesh: it joins late, but not the groups
-of a device mesh.
+default group: it never joins. mesh: it joins, but not the groups of a device mesh.
 """
 
 import functools
@@ -12,7 +11,8 @@ from argparse import Namespace
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,8 @@ from runtime import ranks
 if __name__ == "__main__":
     ranks.joining = functools.partial(ranks.joining, limit=3.0)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        time.sleep(5)  # slow imports
         if sys.argv[1] == "mesh":
-            policies.init_device_mesh = lambda *_, **options: time.sleep(100)
+            dist.new_subgroups_by_enumeration = lambda *_, **options: time.sleep(100)
         else:
             dist.init_process_group = lambda *_, **options: time.sleep(100)
     args = Namespace(

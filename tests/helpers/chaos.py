@@ -1,14 +1,13 @@
 """Do harm to a script in each of its phases, and compare what comes out with an untouched run.
 
-    python tests/chaos.py T5_training.py                        # every phase, every fault
-    python tests/chaos.py gpt2_fsdp.py --fsdp 2 --faults "SIGKILL rank 0" --rounds 5
-    python tests/chaos.py llama_fsdp.py --restarts --faults "SIGKILL rank 1"  # by torchrun
+    python tests/helpers/chaos.py T5_training.py                        # every phase, every fault
+    python tests/helpers/chaos.py gpt2_fsdp.py --fsdp 2 --faults "SIGKILL rank 0" --rounds 5
+    python tests/helpers/chaos.py llama_fsdp.py --restarts --faults "SIGKILL rank 1"  # by torchrun
 
 Two CPU ranks, or as many as --ranks says, save at every step. For each fault there is a run that
 meets it in each phase, within a second of its beginning, is started again each time, and at last
 ends in peace. Then every logged loss must equal that of the untouched run, with each step logged
-once, and so must final/: to the last bit, or with --alternate, under which FSDP1 and FSDP2 take
-turns, to 1e-5.
+once, and so must final/, to the last bit.
 
 What asks the run to stop must leave the word `stopped`, exit code 75, and each step saved. Whatever
 it is, the run must be over soon. Other flags go to the script, such as --fsdp 2.
@@ -31,10 +30,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import pytest
-from conftest import ROOT, check_equal_weights, errors_said, logged, losses, status, weights
+from conftest import ROOT, check_equal_weights, errors_said, logged, losses, status
 
 TINY = {
     "T5_training.py": ["--rouge-samples", "2", "--target-length", "16", "--source-length", "64"],
@@ -72,7 +70,7 @@ class Launch(NamedTuple):
 
 
 def faulty_files(directory: Path) -> str:
-    """The library that makes files slow, or fail, compiled there once."""
+    """Return the library that makes files slow, or fail, compiled there once."""
     library = directory / "faulty_files.so"
     if not library.exists():
         source = Path(__file__).with_name("faulty_files.c")
@@ -81,13 +79,13 @@ def faulty_files(directory: Path) -> str:
 
 
 def start(launch: Launch, phase: str, output: Path, harmful: bool = False) -> subprocess.Popen:
-    """The script on its ranks, which stay in the phase for a moment; if `harmful`, `harm_files` can
-    be called."""
+    """Return the script on its ranks, which stay in the phase for a moment; if `harmful`,
+    `harm_files` can be called."""
     script = launch.script
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(launch.ranks), "--max-restarts", str(int(launch.restarts))]
     torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-    worker = [str(ROOT / "tests/phases.py"), script.removesuffix(".py"), phase, str(STAYS)]
+    worker = [str(ROOT / "tests/workers/phases.py"), script.removesuffix(".py"), phase, str(STAYS)]
     command = [*torchrun, *worker, *SHARED, *TINY[script], *launch.flags]
     command += ["--output-dir", str(output)]
     log = output.with_suffix(".log").open("a")
@@ -100,7 +98,7 @@ def start(launch: Launch, phase: str, output: Path, harmful: bool = False) -> su
 
 
 def workers(torchrun: int) -> list[int]:
-    """Process ids of torchrun's children."""
+    """Return the process ids of torchrun's children."""
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text()
         return [int(pid) for pid in children.split()]
@@ -108,7 +106,7 @@ def workers(torchrun: int) -> list[int]:
 
 
 def is_over(pid: int) -> bool:
-    """Whether a process that is no child of this one has ended."""
+    """Return whether a process that is no child of this one has ended."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -122,7 +120,7 @@ def steps_saved(output: Path) -> int:
 
 
 def steps_logged(output: Path) -> int:
-    """The last step that was logged."""
+    """Return the last step that was logged."""
     return max((line["step"] for line in logged(output, "train")), default=0)
 
 
@@ -144,7 +142,7 @@ def harm_files(fault: str, output: Path) -> None:
 
 
 def end_in_peace(process: subprocess.Popen, output: Path) -> None:
-    """If the run goes on, let it save, and ask it to stop."""
+    """Let a run that continues save once, then ask it to stop."""
     before = steps_saved(output)
     deadline = time.monotonic() + 15
     while process.poll() is None and steps_saved(output) == before and time.monotonic() < deadline:
@@ -190,7 +188,7 @@ def attempt(
     return {
         "phase": phase,
         "fault": fault,
-        "restarts": int(launch.restarts),
+        "restarts": launch.restarts,
         "status": word_of(output),
         "exit codes": [path.read_text() if path.exists() else "killed" for path in exits],
         "lost steps": max(0, steps_logged(output) - steps_saved(output)),
@@ -200,13 +198,13 @@ def attempt(
 
 
 def word_of(output: Path) -> str:
-    """The word in the file status; none before the training begins, or on a full disk."""
+    """Return the word in the file status; none before the training begins, or on a full disk."""
     path = output / "status"
     return status(output) if path.is_file() and path.read_text() else "none"
 
 
 def check(found: dict) -> None:
-    """A request to stop loses nothing; and however a run ends, it does so soon."""
+    """Check that a request to stop loses nothing, and that every run ends soon."""
     if found["restarts"]:
         assert (found["status"], set(found["exit codes"])) == ("finished", {"0"}), found
         return
@@ -218,27 +216,11 @@ def check(found: dict) -> None:
         assert set(found["exit codes"]) == {"75"}, found
 
 
-def compare(torn: Path, whole: Path, near: bool) -> None:
-    """Losses and weights of two runs: to the last bit, or near, to 1e-5 and 1e-4."""
-    for event in ("train", "val"):
-        if near:
-            assert losses(torn, event) == pytest.approx(losses(whole, event), abs=1e-5)
-        else:
-            assert losses(torn, event) == losses(whole, event)
-    if not near:
-        for name in ("final", "best"):
-            check_equal_weights(torn / name, whole / name)
-        return
-    there = weights(whole / "final")
-    for name, tensor in weights(torn / "final").items():
-        assert tensor.sub(there[name]).abs().max() < 1e-4, name
-
-
 def chaos(
-    launch: Launch, directory: Path, faults: list[str], phases: list[str], seed: int = 0,
-    alternate: bool = False,
-) -> list[dict]:  # fmt: skip
-    """What came of each fault in each phase; AssertionError if a run differs from another."""
+    launch: Launch, directory: Path, faults: list[str], phases: list[str], seed: int = 0
+) -> list[dict]:
+    """Return the outcome of each fault in each phase. Raise AssertionError if a run's numbers
+    differ."""
     if launch.script == "llama_fsdp.py":  # it generates nothing
         phases = [phase for phase in phases if phase != "generation"]
     chance = random.Random(seed)
@@ -252,17 +234,18 @@ def chaos(
         runs += [(fault, [phase]) for phase in phases] if alone else [(fault, phases)]
     for fault, phases_of_run in runs:
         torn = directory / "torn"
-        for number, phase in enumerate(phases_of_run):
-            turn = ["--fsdp", str(1 + number % 2)] if alternate else []
-            this = launch._replace(flags=[*launch.flags, *turn])
-            found = attempt(this, phase, fault, torn, chance)
+        for phase in phases_of_run:
+            found = attempt(launch, phase, fault, torn, chance)
             if found:
                 print(json.dumps({"script": launch.script} | found), flush=True)
                 check(found)
                 outcomes.append(found)
         last = start(launch, "none", torn).wait(timeout=600)
         assert last == 0, torn.with_suffix(".log").read_text()[-3000:]
-        compare(torn, whole, near=alternate)
+        for event in ("train", "val"):
+            assert losses(torn, event) == losses(whole, event)
+        for name in ("final", "best"):
+            check_equal_weights(torn / name, whole / name)
         assert not [*torn.rglob("tmp-*"), *torn.glob("lock*")]
         shutil.rmtree(torn)
         torn.with_suffix(".log").unlink()
@@ -279,7 +262,6 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--rounds", type=int, default=1, help="with other moments each")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--alternate", action="store_true", help="--fsdp 1 and 2 in turn")
     parser.add_argument("--ranks", type=int, default=2, help="processes")
     parser.add_argument("--restarts", action="store_true", help="by torchrun, once; for SIGKILL")
     args, flags = parser.parse_known_args()
@@ -288,7 +270,7 @@ def main() -> None:
     for seed in range(args.seed, args.seed + args.rounds):
         with tempfile.TemporaryDirectory() as directory:
             where = Path(directory)
-            found = chaos(launch, where, args.faults, args.phases, seed, args.alternate)
+            found = chaos(launch, where, args.faults, args.phases, seed)
             count += len(found)
     print(f"{args.script}: {count} faults, and every run is as if there had been none")
 

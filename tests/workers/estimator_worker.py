@@ -11,7 +11,8 @@ from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ def count(name: str, times: int, position: int) -> None:
 def step(script: ModuleType, args: Namespace, device: torch.device) -> dict[str, float]:
     """Return the bytes held after the backward pass and after the step, and the bytes sent."""
     model, _, init = script.load_model(args, device)
+    model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model = script.wrap_model(args, device, model, init)
     optimizer = torch.optim.AdamW(optimization.parameter_groups(model, 0.1))
     ids = torch.arange(16).reshape(2, 8)

@@ -90,11 +90,6 @@ QWEN_3 = (
     "<think>\n{{ thought }}\n</think>\n\n{% endif %}"
     "{{ said }}" + QWEN_CALLS + "<|im_end|>\n" + QWEN_TURN
 )
-# Shows what the assistant thought in the last turn alone.
-REWRITING = (
-    "{% for m in messages %}{{ '<' + m.role + '>' }}"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% endfor %}"
-)
 # Asks for thoughts, and then leaves them out.
 ASKS_FOR_THOUGHTS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"

@@ -46,7 +46,7 @@ GPUS = "".join(f"NodeName=127.0.0.3 Name=gpu File={file}\n" for file in ("/dev/n
 
 
 def slurm(*command: object, **options: object) -> str:
-    """What one of Slurm's commands prints."""
+    """Return the output of one of Slurm's commands."""
     return subprocess.check_output(list(map(str, command)), text=True, **options).strip()
 
 
@@ -59,7 +59,7 @@ def wait_until(condition: Callable[[], object], seconds: float, what: Callable[[
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Return ports on which nobody listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

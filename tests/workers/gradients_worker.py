@@ -2,11 +2,8 @@
 
     gradients_worker.py RESULT.pt MODEL_DIRECTORY OUTPUT_DIR
 
-Writes what `clipped` and `in_buckets` returned, of all ranks. With SIMULATED=1 on the simulated
-device, with the variants of OFFLOADED alone.
+Writes what `clipped` and `in_buckets` returned, of all ranks.
 """
-
-# ruff: noqa: E402 (what is imported is translated for the simulated device)
 
 import copy
 import os
@@ -15,13 +12,8 @@ from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-SIMULATED = "SIMULATED" in os.environ
-if SIMULATED:
-    from simdev.run import install
-
-    install(str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
@@ -52,12 +44,6 @@ CLIPPED = {
 }
 IN_BUCKETS = {name: CLIPPED[name] for name in ("full_shard", *CLIPPED) if "accumulated" in name}
 IN_BUCKETS |= {"one micro-batch": []}
-OFFLOADED = {
-    "full_shard": [],
-    "offload": ["--cpu-offload"],
-    "offload, fp16": ["--cpu-offload", "--precision", "fp16"],
-    "infinite": ["--cpu-offload", "--strategy", "shard_grad_op"],
-}
 BAD = {"infinite": torch.inf, "not a number": torch.nan}
 
 
@@ -121,8 +107,8 @@ def backward(args: Namespace, model: nn.Module, step: int) -> float:
 
 
 def clipped(name: str, args: Namespace, model: nn.Module, norms: list[float]) -> dict:
-    """By the largest norm: the norm before, the gradients after, and the operations that it took,
-    as FSDP clips and as policies does."""
+    """Return norm, gradients and operations for each largest norm, by FSDP's clipping and by
+    ours."""
     if name == "frozen":
         for block in model.transformer.h[:2]:
             block.requires_grad_(False)
@@ -141,19 +127,18 @@ def clipped(name: str, args: Namespace, model: nn.Module, norms: list[float]) ->
             with Operations() as operations:
                 norm = clip(model, largest)
             after = [gradient.clone() for gradient in gradients]
-            after = [gradient.cpu() for gradient in after]
-            found[who, largest] = norm.cpu(), after, operations.count
+            found[who, largest] = norm, after, operations.count
     return found
 
 
 def in_buckets(args: Namespace, model: nn.Module) -> dict:
-    """Three steps under DDP as the script wraps, and with gradients of their own: losses, norms and
-    weights of both; and the storages behind the gradients."""
+    """Return losses, norms and weights of three DDP steps as the script wraps, and with separate
+    gradients; and the storages of the gradients."""
     policies.fuse_gelu(model)  # as the script does
     plain = DDP(copy.deepcopy(model))
     found = {}
     for who, wrapped in (
-        ("ours", gpt2_fsdp.wrap_model(args, ranks.local_device(), model, None)),
+        ("ours", gpt2_fsdp.wrap_model(args, ranks.local_device(), model, lambda _: None)),
         ("plain", plain),
     ):
         optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2, fused=True)
@@ -171,7 +156,7 @@ def in_buckets(args: Namespace, model: nn.Module) -> dict:
 
 
 def one_parameter() -> dict:
-    """Of which only rank 0 has a part: its norm, and whether each rank has a gradient."""
+    """Return the norm of a gradient that only rank 0 has, and whether this rank has one."""
     torch.manual_seed(0)
     cpu = torch.device("cpu")
     model = FSDP(nn.Linear(1, 1, bias=False), use_orig_params=True, device_id=cpu)
@@ -183,20 +168,19 @@ def one_parameter() -> dict:
 
 
 def main() -> None:
-    """Every variant in one process group."""
+    """Try every variant in one process group."""
     result, directory, output = sys.argv[1:]
     common = ["--model-name", directory, "--output-dir", output, "--precision", "fp32"]
     gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
     made = gpt2_fsdp.MODEL.from_pretrained(directory, dtype=torch.float32)
     found: dict = {}
-    for name, flags in (OFFLOADED if SIMULATED else CLIPPED).items():
+    for name, flags in CLIPPED.items():
         args = gpt2_fsdp.parse_args([*common, *flags])
         found[f"clipped, {name}"] = clipped(name, args, copy.deepcopy(made), [0.01, 1e3])
-    if not SIMULATED:
-        found["one parameter"] = one_parameter()
-        for name, flags in IN_BUCKETS.items():
-            args = gpt2_fsdp.parse_args([*common, *flags, "--strategy", "ddp"])
-            found[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(made))
+    found["one parameter"] = one_parameter()
+    for name, flags in IN_BUCKETS.items():
+        args = gpt2_fsdp.parse_args([*common, *flags, "--strategy", "ddp"])
+        found[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(made))
     everyone = ranks.on_every_rank(lambda: found)
     if dist.get_rank() == 0:
         torch.save(everyone, result)

@@ -13,7 +13,8 @@ import types
 from argparse import Namespace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ SCALE = 2.0**12  # the default, 2**16, overflows once in the first step of the L
 
 
 def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tuple[dict, Driven]:
-    """Losses of all the steps, and the loss scale after them; then the training."""
+    """Return the losses of all steps and the loss scale after them, and the training."""
     driven = Driven(script, args, device)
     scaler = driven.state.scaler
     if scaler.is_enabled():
@@ -45,13 +46,13 @@ def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tu
 
 
 def shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Copies of what this rank has of the parameters."""
+    """Return copies of this rank's parts of the parameters."""
     return [local(parameter.detach()).clone() for parameter in model.parameters()]
 
 
 def overflow(driven: Driven, batch: dict, place: str) -> dict:
-    """One step whose gradients overflow on rank 1: in its `loss`, so before they are reduced, or in
-    its `shard`, after that. What moved, on any rank."""
+    """Return the changes on any rank of a step whose gradients overflow on rank 1: in its `loss`,
+    before they are reduced, or in its `shard`, after that."""
     script, state = driven.module, driven.state
     summed_loss, unscale = script.summed_loss, state.scaler.unscale_
     before = shards(state.model)
@@ -112,7 +113,7 @@ def try_strategy(
 
 
 def main() -> None:
-    """All scripts in one process group."""
+    """Train all scripts in one process group."""
     result, output, scripts = sys.argv[1:]
     ranks.GRACE_SECONDS = 0
     device, found = None, {}

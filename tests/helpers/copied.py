@@ -6,7 +6,7 @@ from conftest import ROOT
 
 
 def copied(script: str, replacements: dict[str, str]) -> ModuleType:
-    """A module like `script`, whose text has each key replaced by its value."""
+    """Return a module like `script`, whose text has each key replaced by its value."""
     source = (ROOT / f"{script}.py").read_text()
     for old, new in replacements.items():
         assert old in source, old
@@ -18,10 +18,9 @@ def copied(script: str, replacements: dict[str, str]) -> ModuleType:
 
 
 def llama_changes(name: str, folder: str = "", **config: object) -> dict[str, str]:
-    """What makes llama_fsdp.py that of the architecture `name`, with `config` besides in TINY.
-
-    `folder` is where Transformers has it, if that is not its name in small letters.
-    """
+    """Return the changes that turn llama_fsdp.py into a script for the architecture `name`, with
+    `config` added to TINY. `folder` is its folder in Transformers, unless that is its name in small
+    letters."""
     folder = folder or name.lower()
     shape = '"num_key_value_heads": 2,'  # the last entry
     more = "".join(f' "{key}": {value!r},' for key, value in config.items())
@@ -33,5 +32,5 @@ def llama_changes(name: str, folder: str = "", **config: object) -> dict[str, st
 
 
 def llama_as(name: str, folder: str = "", **config: object) -> ModuleType:
-    """llama_fsdp.py for another architecture, see `llama_changes`."""
+    """Return llama_fsdp.py changed for another architecture, see `llama_changes`."""
     return copied("llama_fsdp", llama_changes(name, folder, **config))

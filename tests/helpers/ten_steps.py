@@ -73,28 +73,28 @@ def compile_without_compiler() -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor, or the tensor itself."""
+    """Return all of a DTensor, or the tensor itself."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, or the tensor itself."""
+    """Return this rank's shard of a DTensor, or the tensor itself."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
 
 
 def strategy_flags(name: str) -> list[str]:
-    """Those of a --strategy, or of FSDP2 with its default one."""
+    """Return the flags for a --strategy, or for FSDP2 with its default strategy."""
     if name == "fsdp2":
         return ["--fsdp", "2"]
     return ["--strategy", name]
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The whole gradient of each parameter, by the name it had before wrapping."""
+    """Return the whole gradient of each parameter, by the name it had before wrapping."""
     sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
     if sharded:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
@@ -108,7 +108,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def held(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of the storages behind these tensors, each counted once."""
+    """Return the bytes of the storages behind these tensors, each counted once."""
     shards = [local(tensor) for tensor in tensors if tensor is not None]
     storages = [shard.untyped_storage() for shard in shards if shard.numel()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
@@ -134,13 +134,15 @@ class Watch(TorchDispatchMode):
 
 
 def check_recomputation(results: dict, **pairs: str) -> None:
-    """Of variants that recompute, and those that do not: the same losses, to the last bit."""
+    """Check that variants that recompute have the same losses as those that do not, to the last
+    bit."""
     for name, plain in pairs.items():
         assert results[name]["losses"] == results[plain]["losses"], name
 
 
 def check_nothing_waits(results: dict, variants: Iterable[str]) -> None:
-    """In a step and the fetch of its micro-batches, but where Transformers looks at its masks."""
+    """Check that a step and the fetch of its micro-batches read no number of a tensor, except where
+    Transformers checks its masks."""
     for name in variants:
         assert results[name]["waits"].keys() <= {"masking_utils.py"}, (name, results[name]["waits"])
 
@@ -148,8 +150,8 @@ def check_nothing_waits(results: dict, variants: Iterable[str]) -> None:
 def go_on(
     script: types.ModuleType, args: argparse.Namespace, device: torch.device
 ) -> dict[str, tuple[list[float], list[torch.Tensor]]]:
-    """Losses of steps 4 to 6 and the weights after them: of a run, of its continuation from a
-    checkpoint after step 3, and of one with the other optimizer."""
+    """Return losses of steps 4 to 6 and the weights after them: of a run, of its resume from step
+    3, and of a resume with the other optimizer."""
 
     def three_steps(driven: Driven) -> list[float]:
         losses = []
@@ -173,7 +175,7 @@ def go_on(
 
 
 def check_going_on(result: dict) -> None:
-    """To the last bit with the same optimizer, and as near as two of them are with the other."""
+    """Check that a resume is exact with the same optimizer, and near with the other."""
     losses, parameters = result["uninterrupted"]
     again, their_parameters = result["paged_adamw_32bit"]
     assert losses == again and len(losses) == 3
@@ -185,8 +187,8 @@ def check_going_on(result: dict) -> None:
 def ten_steps(
     script: types.ModuleType, args: argparse.Namespace, device: torch.device
 ) -> tuple[dict, Driven]:
-    """Losses and rows of ten steps, the first gradient before clipping, and bytes held; and the
-    training after them."""
+    """Return losses and rows of ten steps, the first gradient before clipping, and bytes held; and
+    the training."""
     driven = Driven(script, args, device)
     result: dict = {"losses": [], "rows": [], "samples": [], "norms": [], "shapes": set()}
     clip = policies.clip_gradients

@@ -11,7 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,9 @@ from runtime import ranks, weights
 
 
 def bad_steps(driven: Driven) -> dict[str, tuple]:
-    """A step with an infinite loss on rank 1, and one without targets. Of each: the ranks on which
-    it changed a weight, a moment or the count of steps, and what rank 0 says when it is checked."""
+    """Return a step with an infinite loss on rank 1, and one without targets. Of each: the ranks on
+    which it changed a weight, a moment or the count of steps, and what rank 0 says when it is
+    checked."""
 
     state, batch = driven.state, driven.batch()
 
@@ -58,8 +60,8 @@ def bad_steps(driven: Driven) -> dict[str, tuple]:
 
 
 def other_optimizers(flags: list[str], device: torch.device) -> dict[str, dict]:
-    """Of optimizers that are not fused, one from another file: what a bad step changes and says,
-    and losses and weights of a run and of its continuation from a checkpoint."""
+    """Return, for optimizers that are not fused: the message and changes of a bad step; losses and
+    weights of a run and of its resume."""
     found = {}
     for name, optimizer in (
         ("Lion", "Lion(groups, lr=args.lr)"),
@@ -90,8 +92,8 @@ def other_optimizers(flags: list[str], device: torch.device) -> dict[str, dict]:
 
 
 def with_ema(flags: list[str], device: torch.device) -> dict[str, dict]:
-    """A run that trains an average of the weights besides, and its continuation from a checkpoint:
-    of both what the average is, by FSDP's version."""
+    """Return a run that trains an average of the weights besides, and its continuation from a
+    checkpoint: of both what the average is, by FSDP's version."""
     found = {}
     script = copied("gpt2_fsdp", EMA)
     for fsdp in ("1", "2"):
@@ -111,7 +113,7 @@ def with_ema(flags: list[str], device: torch.device) -> dict[str, dict]:
 
 
 def continued(driven: Driven) -> list[tuple[str, str]]:
-    """Prompts and how the model goes on."""
+    """Return prompts and their continuations."""
     said: list[str] = []
     ranks.say, say = said.append, ranks.say
     gpt2_fsdp.continue_prompts(
@@ -144,10 +146,6 @@ def main() -> None:
             inner.lm_head.weight is inner.transformer.wte.weight
             for inner in (weights.unwrapped(trained.model), weights.unwrapped(resumed.model))
         )
-        results[name]["texts"] = continued(resumed)
-        groups = dist.distributed_c10d._world.pg_map
-        limits = {group._get_backend(device).options._timeout for group in groups}
-        results[name]["limits"] = {limit.total_seconds() for limit in limits}
         if name in ("full_shard", "fsdp2", "ddp"):
             results[name]["bad"] = bad_steps(trained)
     if dist.get_world_size() == 2:

@@ -2,8 +2,7 @@
 
 raise: an error of NCCL's class. nan: the parameters become NaN. hang: the rank sleeps
 in its forward pass. full: no file can grow beyond 100 kB, as if the disk were full, until the step
-after; full for good: until the end. slow: saves take ten seconds. once: SIGKILL, but not after a
-restart by torchrun.
+after; full for good: until the end. once: SIGKILL, but not after a restart by torchrun.
 """
 
 import importlib
@@ -14,18 +13,19 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
 from killed import before_each_step
 
-from runtime import checkpoints, run
+from runtime import run
 from runtime.state import TrainState
 
 
 def limit(size: int) -> None:
-    """Largest file that this process may write, in bytes."""
+    """Set the largest file that this process may write, in bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
@@ -53,13 +53,4 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
 
     before_each_step(harm)
-    write = checkpoints._Writer.write_data
-
-    def slow_write(*args):
-        """The real one, after a while."""
-        time.sleep(10)
-        return write(*args)
-
-    if fault == "slow":
-        checkpoints._Writer.write_data = slow_write
     run.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))

@@ -5,22 +5,19 @@
 Rank 0 writes, in bytes: `shard`, a rank's parameters in fp32; `unit`, the largest FSDP unit in
 fp32; and the peak and the rest of a save and of a resume above what lived before, on the host and,
 with SIMULATED=1 on the simulated device, on the device and in pinned memory. And the momentum,
-saved and resumed. With --async-save it is what `in_background` returns.
+saved and resumed.
 """
-
-# ruff: noqa: E402 (what is imported is translated for the simulated device)
 
 import gc
 import json
 import os
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 SIMULATED = "SIMULATED" in os.environ
 if SIMULATED:
     from simdev.run import install
@@ -39,13 +36,14 @@ from runtime.state import TrainState
 
 
 def resident(key: str) -> int:
-    """Bytes of this process in memory: VmRSS now, VmHWM at most since the last reset."""
+    """Return this process's memory in bytes: VmRSS now, or VmHWM, its peak since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
 
 def peaks(function: Callable[[], object]) -> dict[str, int]:
-    """Bytes at most while `function` runs, and after it, above those before it."""
+    """Return the peak bytes while `function` runs, and the bytes after it, above those before
+    it."""
     gc.collect()
     if SIMULATED:
         sim = torch.sim
@@ -74,7 +72,7 @@ def train(driven: Driven) -> None:
 
 
 def prepared(args: Namespace, device: torch.device, steps: int) -> Driven:
-    """A training after so many steps."""
+    """Return a training after so many steps."""
     driven = Driven(gpt2_fsdp, args, device)
     for _ in range(steps):
         train(driven)
@@ -82,37 +80,9 @@ def prepared(args: Namespace, device: torch.device, steps: int) -> Driven:
 
 
 def momentum(state: TrainState) -> float:
-    """The sum of the first moments' sizes."""
+    """Return the sum of the first moments' sizes."""
     moments = [local(values["exp_avg"]) for values in state.optimizer.state.values()]
     return sum(tensor.double().abs().sum().item() for tensor in moments)
-
-
-def in_background(args: Namespace, device: torch.device) -> dict:
-    """Three saves that go on while the state is trained: what each takes before it goes on; and of
-    the checkpoints whether they are of the weights as they were when their saves were asked for."""
-    driven = prepared(args, device, 2)
-    state, saver = driven.state, driven._new_saver()
-    write, asked = checkpoints._Writer.write_data, []
-
-    def slowly(*arguments: object) -> object:
-        time.sleep(2)  # the next save is asked for in the meantime
-        return write(*arguments)
-
-    checkpoints._Writer.write_data = slowly
-    saver.saved_step, saver.keep = 0, 3
-    found = {"shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters())}
-    for name in ("first", "second", "third"):
-        found[name] = peaks(saver.save)
-        asked.append([local(p).detach().cpu().clone() for p in state.model.parameters()])
-        train(driven)
-    saver.finish()
-    found["exact"] = []
-    for step, expected in zip((2, 3, 4), asked, strict=True):
-        path = Path(args.output_dir) / f"checkpoints/step-{step:08d}"
-        checkpoints.load_weights(path, state.model)
-        there = [local(p).detach().cpu() for p in state.model.parameters()]
-        found["exact"].append(all(map(torch.equal, there, expected)))
-    return found
 
 
 def main() -> None:
@@ -122,8 +92,7 @@ def main() -> None:
               "--batch-size", "1", "--output-dir", output]  # fmt: skip
     args = gpt2_fsdp.parse_args([*common, *flags])
     device = gpt2_fsdp.setup(args)
-    measure = in_background if args.async_save else saved_and_resumed
-    found = measure(args, device)
+    found = saved_and_resumed(args, device)
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
     gpt2_fsdp.cleanup()

@@ -1,6 +1,6 @@
 """Compare the estimator's peaks with figures that others measured on GPUs.
 
-    python tests/published.py  # prints a markdown table; a minute on a CPU
+    python benchmarks/published.py  # prints a markdown table; a minute on a CPU
 
 A run has a row if its model, batch, flags and program are known, and if its figure is the allocated
 or active memory at the peak, or what expandable segments reserved. No row has float8, offloaded
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import LlamaConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import memory_estimator
 
