@@ -160,7 +160,7 @@ def wrap_model(
             param_init_fn=init,
         )
     if args.activation_checkpointing:  # after FSDP, which then stays outside
-        policies.checkpoint_activations(model, BLOCKS, args.activation_checkpointing)
+        policies.checkpoint_activations(model, BLOCKS)
     return model
 
 

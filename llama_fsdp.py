@@ -75,7 +75,7 @@ DEFAULTS = {  # of flags, where they differ from the other scripts: the Llama-2-
     "eval_every": 100,
     "save_every": 250,
     "timeout_minutes": 90.0,
-    "activation_checkpointing": "blocks",
+    "activation_checkpointing": True,
     "export_dtype": "bf16",
 }
 SCRIPT = Path(__file__).stem
@@ -247,7 +247,7 @@ def wrap_model(
             param_init_fn=init,
         )
     if args.activation_checkpointing:  # after FSDP, which then stays outside
-        policies.checkpoint_activations(model, BLOCKS, args.activation_checkpointing)
+        policies.checkpoint_activations(model, BLOCKS)
     return model
 
 

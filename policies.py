@@ -31,11 +31,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.optim import Optimizer
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from transformers.activations import NewGELUActivation
 
 from runtime import ranks, weights
@@ -64,8 +59,6 @@ STRATEGIES = {
     "no_shard": ShardingStrategy.NO_SHARD,
     "ddp": None,  # DistributedDataParallel, the baseline
 }
-# Operators that compute a whole attention: PyTorch's and flash-attn's.
-ATTENTION = re.compile(r"^aten\._scaled_dot_product_|^torch_attn\._varlen_attn|^flash_attn")
 Classes = tuple[type[nn.Module], ...]  # of a model's blocks, such as an encoder's and a decoder's
 
 
@@ -205,39 +198,9 @@ def plan_gathers(model: nn.Module) -> None:
             unit.set_unshard_in_backward(False)
 
 
-def checkpoint_activations(model: nn.Module, blocks: Classes, how: str = "blocks") -> None:
-    """Recompute each block in the backward pass; call it after FSDP, which then stays outside.
-
-    If `how` is "attention", keep the output of each attention kernel and recompute the rest.
-    """
-    if how == "blocks":
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
-        return
-    contexts = functools.partial(create_selective_checkpoint_contexts, _attention_policy)
-    for module in model.modules():
-        if isinstance(module, blocks):
-            module.forward = _recomputed(module.forward, contexts)
-
-
-def _attention_policy(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    if not ATTENTION.match(str(operator)):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    names = [argument.name for argument in operator._schema.arguments]
-    options |= dict(zip(names, args, strict=False))
-    if options.get("dropout_p"):  # what follows would draw its random numbers
-        flag = "--activation-checkpointing"
-        ranks.exit_with(f"{flag} attention needs attention without dropout. Use {flag} blocks.")
-    return CheckpointPolicy.MUST_SAVE
-
-
-def _recomputed(forward: Callable, contexts: Callable) -> Callable:
-    # Replaces the block's forward: outside of a compiled block, torch.compile would overwrite kept
-    # tensors. It skips a functools.partial of `checkpoint`.
-    @functools.wraps(forward)
-    def keeps_attention(*args: Any, **options: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
-
-    return keeps_attention
+def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
+    """Recompute each block in the backward pass; call it after FSDP, which then stays outside."""
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
 
 
 def fuse_gelu(model: nn.Module) -> None:

@@ -149,17 +149,8 @@ def add_common(
     add("--cpu-offload", **OFF, help="keep parameters, gradients and optimizer state on the CPU")
     add("--precision", choices=["auto", *precisions], default="auto", help="of the computation; "
         "auto: bf16 where the GPU has it, else fp32")  # fmt: skip
-    add_recomputation(add)
+    add("--activation-checkpointing", **OFF, help="recompute each block in the backward pass")
     add("--compile", **OFF, help="torch.compile each block")
-
-
-def add_recomputation(add: Callable, default: str | bool | None = False) -> None:
-    """Declare --activation-checkpointing, alone or with a value, and its --no- form."""
-    add("--activation-checkpointing", nargs="?", choices=["blocks", "attention"], const="blocks",
-        default=default, help="recompute blocks in the backward pass; attention: everything but "
-        "attention")  # fmt: skip
-    add("--no-activation-checkpointing", action="store_false", dest="activation_checkpointing",
-        default=default, help="recompute nothing")  # fmt: skip
 
 
 def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMITS) -> list[str]:

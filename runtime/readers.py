@@ -80,10 +80,7 @@ def read_file(path: Path) -> Dataset:
     if kind == ".parquet":
         return datasets.load_dataset("parquet", **options)
     if kind in (".csv", ".tsv"):
-        separator = "\t" if kind == ".tsv" else ","
-        features = Features(dict.fromkeys(csv_header(path, separator), Value("string")))
-        options |= {"sep": separator, "features": features, "keep_default_na": False}
-        return datasets.load_dataset("csv", **options)
+        return from_generator(csv_rows, None, path)
     if kind not in (".jsonl", ".ndjson", ".json"):
         return from_generator(text_lines, {"text": Value("string")}, path)
     with path.open(encoding="utf-8-sig") as file:
@@ -93,21 +90,19 @@ def read_file(path: Path) -> Dataset:
     return rows.rename_column("text", LINE)
 
 
-def csv_header(path: Path, separator: str) -> list[str]:
-    """Return a CSV file's columns; ValueError names the first row that pandas would misread."""
+def csv_rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV or TSV file; ValueError names the line of one that is malformed."""
     csv.field_size_limit(2**31 - 1)
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=separator, strict=True)
+        reader = csv.DictReader(file, delimiter=separator, strict=True)
         try:
-            header = next(reader)
-            if not all(header) or len({*header}) < len(header) or ";" in "".join(header):
-                raise csv.Error(f"the header {header} needs distinct names between commas")
             for row in reader:
-                if len(row) > len(header):
-                    raise csv.Error(f"{len(row)} fields for {len(header)} columns")
+                if None in row:
+                    raise csv.Error(f"more fields than the {len(row) - 1} columns")
+                yield row
         except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
-    return header
+            raise ValueError(f"{path}, line {reader.reader.line_num}: {error}") from None
 
 
 def list_rows(path: Path) -> Iterator[dict[str, str]]:
@@ -118,14 +113,14 @@ def list_rows(path: Path) -> Iterator[dict[str, str]]:
 
 def text_lines(path: Path) -> Iterator[dict[str, str]]:
     """Yield a text file's lines with their ends; the last one has none, so that EOS follows it."""
-    held: list[str] = []  # the last line with text, and the blank ones after it
+    held = ""  # the last line with text, and the blank ones after it
     with path.open(encoding="utf-8-sig") as file:
         for line in file:
-            if line != "\n":
-                yield from ({"text": text} for text in held)
-                held = []
-            held.append(line)
-    yield {"text": held[0].rstrip("\n")}
+            if held and line != "\n":
+                yield {"text": held}
+                held = ""
+            held += line
+    yield {"text": held.rstrip("\n")}
 
 
 def docstring_rows() -> Dataset:
@@ -158,11 +153,11 @@ def docstrings(path: Path) -> Iterator[dict[str, str]]:
                 yield {"text": body, "headline": headline, "module": module}
 
 
-def from_generator(generate: Callable, features: dict, path: Path) -> Dataset:
+def from_generator(generate: Callable, features: dict | None, path: Path) -> Dataset:
     """Return the cached rows that `generate(path)` yields; path, date and our code are the key."""
     key = fingerprint(generate, str(path.resolve()), path.stat().st_mtime_ns)
-    options = {"gen_kwargs": {"path": path}, "fingerprint": key}
-    return Dataset.from_generator(generate, Features(features), **options)
+    columns = Features(features) if features else None  # those of a CSV file are in its header
+    return Dataset.from_generator(generate, columns, gen_kwargs={"path": path}, fingerprint=key)
 
 
 def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, Dataset]:

@@ -112,10 +112,8 @@ def test_recomputation_changes_no_loss(two_ranks):
     check_recomputation(
         two_ranks,
         activation_checkpointing="full_shard",
-        attention_kept="full_shard",
         ddp_activation_checkpointing="ddp",
         fsdp2_activation_checkpointing="fsdp2",
-        fsdp2_attention_kept="fsdp2",
     )
 
 

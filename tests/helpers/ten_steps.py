@@ -40,8 +40,6 @@ SHARED_VARIANTS = {
     "fsdp2_accumulate_no_sync": ["--fsdp", "2", "--batch-size", "2",
                                  "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
     "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing"],
-    "attention_kept": ["--activation-checkpointing", "attention"],
-    "fsdp2_attention_kept": ["--fsdp", "2", "--activation-checkpointing", "attention"],
 }  # fmt: skip
 # All of them run with GPT-2. Wrapping and the loop are one text in the scripts, which test_gpt2.py
 # checks, so the others run those in which a model's own forward takes part.
@@ -52,7 +50,6 @@ CORE_VARIANTS = {
         "ddp",
         "accumulate",
         "activation_checkpointing",
-        "attention_kept",
         "fsdp2",
         "fsdp2_accumulate_no_sync",
     )
