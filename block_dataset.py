@@ -20,7 +20,7 @@ from runtime import arguments, readers, tokens
 from runtime.ranks import say
 
 FEATURES = {"input_ids": List(Value("int32"))}
-BUILT_IN = {"docstrings": (2000, 500)}  # blocks by default
+BUILT_IN = ("docstrings",)
 WIKITEXT = "Salesforce/wikitext"
 
 
@@ -37,9 +37,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
     add("--block-size", **arguments.COUNT, default=1024, help="tokens in a sample")
     add("--bad-rows", **arguments.BAD_ROWS)
-    blocks = "blocks of each {} set (0: all; default: all, except {} of docstrings)"
-    add("--num-train-samples", **arguments.COUNT, help=blocks.format("training", 2000))
-    add("--num-val-samples", **arguments.COUNT, help=blocks.format("validation", 500))
+    add("--num-train-samples", **arguments.COUNT, default=0, help="of each training set (0: all)")
+    add("--num-val-samples", **arguments.COUNT, default=0, help="of each validation set (0: all)")
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[list[dict]]:
@@ -86,7 +85,7 @@ def read_parts(name: str, args: Namespace) -> dict[str, Dataset]:
 
 def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
     """Return the blocks of a word of --dataset by split; ValueError if there are none."""
-    name, split = readers.split_word(word, list(BUILT_IN))
+    name, split = readers.split_word(word, BUILT_IN)
     if Path(name).expanduser().is_dir() and any(Path(name).expanduser().glob("*.txt")):
         name = f"{name}/*.txt"
     parts = readers.pick(name, read_parts(name, args), split)
@@ -134,9 +133,8 @@ def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
 
 def draw_blocks(word: str, split: str, rows: Dataset, args: Namespace) -> Dataset:
     """Return the random, but always same, --num-train-samples or --num-val-samples of blocks."""
-    flag = args.num_train_samples if split == "train" else args.num_val_samples
-    default = BUILT_IN.get(word, (0, 0))[split != "train"]
-    number = min((default if flag is None else flag) or len(rows), len(rows))
+    limit = args.num_train_samples if split == "train" else args.num_val_samples
+    number = min(limit or len(rows), len(rows))
     say(f"{word}, {split}: {number:,} of {len(rows):,} blocks used")
     return rows.select(sorted(random.Random(0).sample(range(len(rows)), number)))
 
