@@ -122,6 +122,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """See what is called, and call it."""
+        if DTensor in types:
+            return NotImplemented  # then what it calls is seen
         reduces = torch.ops._c10d_functional.all_reduce.default  # DTensor's
         self.collectives += function.namespace == "c10d" or function is reduces
         if function is torch.ops.aten._local_scalar_dense.default:
