@@ -1,6 +1,6 @@
-"""The order of samples, cut into global batches, and what brings a batch to the device.
+"""The order of samples, its division into global batches, and the copy to the device.
 
-Sample order is a function of the seed, the epoch and the global batch, and of the lengths where
+Sample order is a function of the seed, the epoch and the global batch, and of the lengths if
 batches are grouped by length. It does not depend on the number of ranks.
 """
 
@@ -22,16 +22,16 @@ Batch = dict[str, Tensor | int]  # as a script's `collate` makes it
 class GlobalBatchSampler:
     """The batch sampler of a DataLoader: this rank's micro-batches of each global batch.
 
-    The epoch's permutation is cut into global batches, one per optimizer step. Each is dealt out to
-    the ranks in turn, then cut into micro-batches. No sample is dropped or repeated: some
+    The epoch's permutation is cut into global batches, one per optimizer step. Each is dealt to the
+    ranks in turn, then cut into micro-batches. No sample is dropped or repeated: some
     micro-batches of the last step may be short or empty. With a `seed` of None the order is that of
     the data set.
 
-    Given `lengths`, one of each sample, a global batch has samples of about one length, so that
-    little is padding and no rank waits for another. The global batches come in random order. Only
-    the longest comes first: if it does not fit in memory, that is seen at once.
+    Given `lengths`, one per sample, a global batch has samples of similar length, so that there is
+    little padding and no rank waits for another. The global batches come in random order, except
+    that the longest comes first: if it does not fit in memory, the run fails at once.
 
-    Set `epoch` and `consumed` (samples, of all ranks) to continue anywhere; nothing is loaded then.
+    Set `epoch` and `consumed` (samples of all ranks) to continue anywhere without loading samples.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GlobalBatchSampler:
         self.consumed = 0
 
     def steps(self) -> Iterator[list[int]]:
-        """Yield the samples, of all ranks, of each remaining step of the epoch."""
+        """Yield the indices of the samples, of all ranks, of each remaining step of the epoch."""
         if self.seed is None:
             order = torch.arange(self.num_samples, dtype=torch.int32)
         else:
@@ -95,14 +95,14 @@ class GlobalBatchSampler:
 def train_sampler(
     args: Namespace, dataset: Any, lengths: list[int] | None = None
 ) -> GlobalBatchSampler:
-    """Return the order in which `dataset`, which has len(), is trained on; `lengths` group it.
+    """Return the sampler of the training set `dataset`, grouped by `lengths` if they are given.
 
-    Raises ValueError if it has fewer samples than there are processes.
+    Raise ValueError if there are fewer samples than processes.
     """
     if len(dataset) < dist.get_world_size():
         raise ValueError(
-            f"there are {len(dataset)} training samples, fewer than the {dist.get_world_size()} "
-            "processes: use fewer processes, or more data"
+            f"{len(dataset)} training samples are fewer than the {dist.get_world_size()} "
+            "processes. Start fewer processes, or pass more data."
         )
     return GlobalBatchSampler(
         len(dataset), args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
@@ -112,7 +112,7 @@ def train_sampler(
 def val_loaders(
     args: Namespace, val_sets: dict[str, Any], collate: Callable
 ) -> dict[str, DataLoader]:
-    """Return loaders of this rank's batches of each validation set, in its order, by name."""
+    """Return by name a loader of this rank's batches of each validation set, in order."""
     loaders = {}
     for name, samples in val_sets.items():
         sampler = GlobalBatchSampler(len(samples), args.batch_size, 1, seed=None)
@@ -121,8 +121,8 @@ def val_loaders(
 
 
 def first(loader: DataLoader, samples: int | None) -> DataLoader:
-    """Return a loader of this rank's batches that hold the first `samples` (None: all) of all
-    ranks."""
+    """Return a loader of this rank's share of the first `samples` samples (None: all) of
+    `loader`."""
     sampler = loader.batch_sampler
     if samples is None:
         return loader
@@ -136,7 +136,7 @@ def _ordered_loader(samples: Any, sampler: Any, collate: Callable) -> DataLoader
         batch_sampler=sampler,
         collate_fn=collate,
         pin_memory=accelerator() is not None,
-        generator=torch.Generator(),  # or each pass would draw from dropout's
+        generator=torch.Generator(),  # or each pass would use random numbers of dropout
     )
 
 

@@ -1,4 +1,4 @@
-"""Data sets of tokens: written by --prepare-only, or made by other tools as rows of `input_ids`."""
+"""Data sets of tokens, written by --prepare-only or by other tools as rows of `input_ids`."""
 
 import json
 from argparse import Namespace
@@ -17,7 +17,7 @@ FLAGS = "source_length target_length source_prefix block_size max_seq_length tra
 
 
 def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what decides the tokens of a row: version, tokenizer, chat template and flags."""
+    """Return what determines the tokens of a row: version, tokenizer, chat template and flags."""
     origin = {"version": 1, "tokenizer": readers.tokenizer_fingerprint(tokenizer)}
     if hasattr(args, "chat_template"):
         origin["--chat-template"] = readers.digest(tokenizer.chat_template)
@@ -39,7 +39,7 @@ def write_prepared(
     path = Path(args.output_dir) / PREPARED
     sets = {"train": train_set, "validation": next(iter(val_sets.values()))}
     ranks.on_rank_zero(save, path, sets, describe(args, tokenizer))
-    ranks.say(f"The tokens are in {path}. Pass --dataset {path}")
+    ranks.say(f"Pass --dataset {path} to train on these tokens.")
 
 
 def save(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def save(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
 
 
 def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if --prepare-only made data set `name` with another tokenizer or flags."""
+    """Raise ValueError if data set `name` was prepared with another tokenizer or flags."""
     file = Path(name).expanduser() / FILE
     here = describe(args, tokenizer)
     there = json.loads(file.read_text()) if file.is_file() else here
@@ -65,9 +65,9 @@ def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase)
 
 
 def check_ids(ids: Any, flag: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    """Return `ids` if they are 1 to `limit` token ids of a tokenizer; else raise ValueError."""
+    """Return `ids`; raise ValueError unless they are 1 to `limit` token ids of the tokenizer."""
     if not ids or not isinstance(ids, list) or not all(isinstance(x, int) for x in ids):
-        raise ValueError("tokens are not a list of integers, or empty")
+        raise ValueError("tokens are empty or not a list of integers")
     if len(ids) > limit:
         raise ValueError(f"{len(ids):,} tokens, but {flag} allows {limit:,}")
     for wrong in [x for x in (min(ids), max(ids)) if not 0 <= x < len(tokenizer)]:

@@ -1,4 +1,4 @@
-"""Experiment trackers, which also get the numbers of metrics.jsonl; rank 0 only."""
+"""Experiment trackers, which receive the numbers of metrics.jsonl too; rank 0 only."""
 
 import contextlib
 import importlib
@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 
 class Trackers:
-    """The trackers of --track. A run that resumes at `step` continues in them. One that fails is
-    named once, and not used after that."""
+    """The trackers of --track. A run that resumes at `step` continues its records. A tracker that
+    fails is reported once and not used again."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, step: int) -> None:
         self.open: dict[str, Any] = {}
@@ -22,7 +22,7 @@ class Trackers:
                 self.open[name] = _start(name, args, directory, script, step)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
-        """Send an event's numbers, as event/name; those of `losses` as event/losses/name."""
+        """Send an event's numbers as event/name, and those of `losses` as event/losses/name."""
         numbers = {f"{event}/{name}": number for name, number in values.items()}
         for name, loss in numbers.pop(f"{event}/losses", {}).items():
             numbers[f"{event}/losses/{name}"] = loss
@@ -47,7 +47,7 @@ class Trackers:
             yield
         except Exception as error:  # of any type: the training does not depend on a tracker
             self.open.pop(name, None)
-            tqdm.write(f"--track {name} failed and is not used any more: {error!r}")
+            tqdm.write(f"--track {name} failed and is no longer used: {error!r}")
 
 
 def _start(name: str, args: Namespace, directory: Path, script: str, step: int) -> Any:

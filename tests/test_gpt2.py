@@ -375,8 +375,8 @@ ACCUMULATE = ["--gradient-accumulation-steps", "2"]
 @pytest.mark.parametrize("processes, flags, refused", [
     # FSDP overwrites an offloaded gradient, unless no_sync keeps it on the GPU until the end; one
     # process never enters no_sync.
-    ("1", [*ACCUMULATE, "--accumulate-no-sync"], "--cpu-offload accumulates"),
-    ("2", ACCUMULATE, "--cpu-offload accumulates"),
+    ("1", [*ACCUMULATE, "--accumulate-no-sync"], "--cpu-offload with accumulation"),
+    ("2", ACCUMULATE, "--cpu-offload with accumulation"),
     ("2", [*ACCUMULATE, "--accumulate-no-sync"], ""),
     # FSDP1 offloads wrongly what it does not shard.
     ("1", [], "--cpu-offload needs --fsdp 2"),

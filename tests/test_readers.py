@@ -144,7 +144,7 @@ MISTAKES = {  # name: (content, flags, message)
     "field.csv": (
         "text,headline\na,b\nc,\n",
         "",
-        "field.csv, row 2: its text or its summary is em",
+        "field.csv, row 2: the text or the summary is em",
     ),
     "one.csv": ("text,headline\na,b\n", "", "too few different rows"),
     "bad.parquet": ("no parquet", "", "bad.parquet cannot be read: Parquet magic bytes"),
@@ -161,7 +161,7 @@ MISTAKES = {  # name: (content, flags, message)
     "all.jsonl": (
         lines([{"headline": 1}] * 6),
         "--bad-rows skip --source-column headline",
-        "no usable rows, of 6",
+        "no usable rows among 6",
     ),
 }
 
