@@ -292,11 +292,12 @@ def without_training(
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(args, val_sets, data.collator(model))
-    run.load_evaluated(model, val_loaders)
+    run.load_evaluated(model)
     check_loss(args, device, model)
     results = validation(args, model, val_loaders, run)
     triples = summarize(args, device, model, tokenizer, val_loaders)
-    run.write_evaluation(val_loaders, results | rouge.score(triples), triples)
+    run.write_evaluation(results | rouge.score(triples))
+    ranks.on_rank_zero(rouge.write, run.directory / "predictions.jsonl", triples)
 
 
 @torch.no_grad()

@@ -37,8 +37,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
     add("--block-size", **arguments.COUNT, default=1024, help="tokens in a sample")
     add("--bad-rows", **arguments.BAD_ROWS)
-    add("--num-train-samples", **arguments.COUNT, default=0, help="blocks per training set (0: all)")
-    add("--num-val-samples", **arguments.COUNT, default=0, help="blocks per validation set (0: all)")
+    for kind, flag in ("training", "--num-train-samples"), ("validation", "--num-val-samples"):
+        add(flag, **arguments.COUNT, default=0, help=f"blocks per {kind} set (0: all)")
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[list[dict]]:
@@ -132,8 +132,10 @@ def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
 
 
 def draw_blocks(word: str, split: str, rows: Dataset, args: Namespace) -> Dataset:
-    add("--num-train-samples", **arguments.COUNT, default=0, help="blocks per training set (0: all)")
-    add("--num-val-samples", **arguments.COUNT, default=0, help="blocks per validation set (0: all)")
+    """Return a random choice of blocks, the same in every run: --num-train-samples, or
+    --num-val-samples, of them."""
+    limit = args.num_train_samples if split == "train" else args.num_val_samples
+    number = min(limit or len(rows), len(rows))
     say(f"{word}, {split}: {number:,} of {len(rows):,} blocks used")
     return rows.select(sorted(random.Random(0).sample(range(len(rows)), number)))
 

@@ -370,9 +370,9 @@ def without_training(
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(args, val_sets, data.collate)
-    run.load_evaluated(model, val_loaders)
+    run.load_evaluated(model)
     check_loss(args, device, model)
-    run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
+    run.write_evaluation(validation(args, model, val_loaders, run))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Generated texts and their ROUGE scores."""
 
 import importlib.util
+import json
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -54,6 +56,13 @@ def shown(triples: list[tuple[str, str, str]]) -> str:
         lines.append(f"reference: {reference}")
         lines.append(f"generated: {generated}")
     return "\n".join(lines)
+
+
+def write(path: Path, triples: list[tuple[str, str, str]]) -> None:
+    """Write source, reference and generated text of each example as a line of JSON."""
+    keys = ("source", "reference", "generated")
+    lines = [json.dumps(dict(zip(keys, triple, strict=True))) + "\n" for triple in triples]
+    path.write_text("".join(lines))
 
 
 def score(triples: list[tuple[str, str, str]]) -> dict[str, float]:
