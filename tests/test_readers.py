@@ -136,11 +136,15 @@ MISTAKES = {  # name: (content, flags, message)
     "semicolon.csv": ("text;headline\na;b\n", "", "has columns text;headline, but not all"),
     "quote.csv": ('text,headline\na,"b\nc,d\n', "", "quote.csv, line 3: unexpected end of data"),
     "inner.csv": ('text,headline\na,b\n"he "hi" to",c\n', "", "inner.csv, line 3: ',' expected"),
-    "wide.csv": ("text,headline\na,b,c\nd,e\n", "", "wide.csv, line 2: more fields than the 2 columns"),
+    "wide.csv": (
+        "text,headline\na,b,c\nd,e\n",
+        "",
+        "wide.csv, line 2: more fields than the 2 columns",
+    ),
     "field.csv": (
         "text,headline\na,b\nc,\n",
         "",
-        "field.csv, row 2: its text or its summary is em",
+        "field.csv, row 2: the text or the summary is em",
     ),
     "one.csv": ("text,headline\na,b\n", "", "too few different rows"),
     "bad.parquet": ("no parquet", "", "bad.parquet cannot be read: Parquet magic bytes"),
@@ -157,7 +161,7 @@ MISTAKES = {  # name: (content, flags, message)
     "all.jsonl": (
         lines([{"headline": 1}] * 6),
         "--bad-rows skip --source-column headline",
-        "no usable rows, of 6",
+        "no usable rows among 6",
     ),
 }
 

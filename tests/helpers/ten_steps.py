@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import policies
 from benchmarks.driven import Driven
-from runtime import identity
 
 SHARED_VARIANTS = {
     "full_shard": [],
@@ -122,7 +122,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """See what is called, and call it."""
-        self.collectives += function.namespace == "c10d"
+        if DTensor in types:
+            return NotImplemented  # then what it calls is seen
+        reduces = torch.ops._c10d_functional.all_reduce.default  # DTensor's
+        self.collectives += function.namespace == "c10d" or function is reduces
         if function is torch.ops.aten._local_scalar_dense.default:
             frames = traceback.extract_stack()[:-1]
             callers = [f.filename for f in frames if "/torch/_" not in f.filename]
@@ -215,7 +218,8 @@ def ten_steps(
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())
         result["samples"].append((driven.state.epoch, samples))
-        result["rows"].append(identity.as_lists([driven.loader.dataset[i] for i in samples]))
+        rows = [driven.loader.dataset[i] for i in samples]
+        result["rows"].append(tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, rows))
     moments = [
         v for s in driven.state.optimizer.state.values() for k, v in s.items() if k != "step"
     ]
