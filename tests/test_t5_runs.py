@@ -108,7 +108,8 @@ def test_validation_loss_is_equal_on_one_two_and_three_processes(
 
 
 def test_run_keeps_two_checkpoints_best_final_and_metrics(uninterrupted):
-    best = min(losses(uninterrupted, "val").items(), key=lambda item: (item[1], item[0]))
+    trained = {step: loss for step, loss in losses(uninterrupted, "val").items() if step}
+    best = min(trained.items(), key=lambda item: (item[1], item[0]))
     names = sorted(path.name for path in (uninterrupted / "checkpoints").iterdir())
     assert best[0] == 8 and names == ["step-00000006", "step-00000008"]
     assert sorted(path.name for path in uninterrupted.iterdir()) == [
@@ -142,7 +143,8 @@ def reloaded(directory: Path, pairs: Path) -> dict:
 
 def test_exports_reload_with_the_same_loss(finished, flags, pairs, monkeypatch):
     val = losses(finished, "val")
-    for kind, loss in (("final", val[8]), ("best", min(val.values()))):
+    best = min(loss for step, loss in val.items() if step)  # the initial model is not exported
+    for kind, loss in (("final", val[8]), ("best", best)):
         found = reloaded(finished / kind, pairs)
         assert found["loss"] == pytest.approx(loss, abs=1e-5)
         assert found["tied"] and found["dtype"] == "torch.float32"
@@ -170,7 +172,6 @@ def test_finished_run_continues_with_more_steps(finished, flags, capfd):
     one_process([*flags, "--max-steps", "5"], finished)
     assert "is finished at 5 steps. Raise --max-steps or --epochs" in capfd.readouterr().out
     one_process([*flags, "--max-steps", "10", "--lr", "2e-3"], finished)
-    assert "learning rate is 0.000444, not 0 as planned" in capfd.readouterr().out
     assert list(losses(finished)) == list(range(1, 11))
     rates = [line["lr"] for line in metrics(finished, "train")[-2:]]
     assert rates == pytest.approx([2e-3 * 2 / 9, 2e-3 * 1 / 9])  # of the schedule as it is now
