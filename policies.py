@@ -90,7 +90,7 @@ def check_arguments(args: Namespace) -> list[str]:
     no_sync = args.accumulate_no_sync
     accumulates = fsdp1 and args.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
     whole = fsdp1 and (processes == 1 or strategy == "no_shard")
-    offloads = args.cpu_offload and ranks.device_count() > 0 and strategy != "ddp"
+    offloads = args.cpu_offload and torch.accelerator.device_count() > 0 and strategy != "ddp"
     with_sync = "accumulates gradients only with --fsdp 2, or with --accumulate-no-sync on two"
     rules = {
         f"--wrap {wrap} is neither block nor size:NUMBER, such as size:1000000": (

@@ -25,7 +25,6 @@ PEAK_TFLOPS = {
     "NVIDIA H200": 989, "NVIDIA B200": 2250, "NVIDIA L40S": 362,
 }  # fmt: skip
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
-HIDDEN = {"tflops_per_gpu", "peak_memory_mb"}  # in metrics.jsonl only
 
 
 def truncate(path: Path, step: int) -> None:
@@ -36,9 +35,7 @@ def truncate(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError):  # torn by a power failure
             if step and json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    temporary = path.with_name("tmp-metrics.jsonl")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    path.write_text("".join(kept))
 
 
 def peak_memory(device: torch.device) -> float:
@@ -145,7 +142,7 @@ class Metrics:
         self._write(event, values)
         words = [f"{event:5} {self.state.step}/{self.state.total_steps}"]
         for key, value in values.items():
-            if type(value) is float and key not in HIDDEN:
+            if type(value) is float and key != "peak_memory_mb":
                 shown = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
                 words.append(f"{SHORT.get(key, key)} {shown}")
         ranks.say("  ".join(words))
@@ -166,19 +163,15 @@ class Metrics:
         self._progress.update()
 
     def speed(self) -> dict[str, float]:
-        """Return tokens so far, tokens per second since the last call, and peak memory.
-
-        Where the model's FLOPs are known, on GPUs: TFLOP/s of one, and the share of its peak (MFU).
-        """
+        """Return tokens so far, tokens per second since the last call, peak memory and, where it is
+        known, the share of the GPU's peak FLOP/s (MFU)."""
         state = self.state
         per_second = (state.tokens - self._tokens) / self._seconds
         self._tokens, self._seconds = state.tokens, 0.0
         values = {"tokens": state.tokens, "tokens_per_second": per_second}
         values["peak_memory_mb"] = peak_memory(state.device)
-        if self.flops_per_token:
-            tflops = per_second / dist.get_world_size() * self.flops_per_token / 1e12
-            values["tflops_per_gpu"] = tflops
-            name = ranks.device_name(state.device)
-            if name in PEAK_TFLOPS:
-                values["mfu"] = tflops / PEAK_TFLOPS[name]
+        name = ranks.device_name(state.device)
+        if self.flops_per_token and name in PEAK_TFLOPS:
+            flops = per_second / dist.get_world_size() * self.flops_per_token
+            values["mfu"] = flops / (PEAK_TFLOPS[name] * 1e12)
         return values

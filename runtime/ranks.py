@@ -35,11 +35,6 @@ def accelerator() -> str | None:
     return None if device is None else device.type
 
 
-def device_count() -> int:
-    """Return the number of accelerators that this process sees; 0 on a CPU."""
-    return 0 if accelerator() is None else torch.accelerator.device_count()
-
-
 def local_device() -> torch.device:
     """Return this process's accelerator, which becomes the current one, or the CPU."""
     if accelerator() is None:
@@ -70,9 +65,8 @@ def set_seed(seed: int) -> None:
 
 def use_all_cores() -> None:
     """Divide the cores among a node's processes; torchrun gives each of them one thread."""
-    if os.environ.get("OMP_NUM_THREADS") == "1":
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 @contextlib.contextmanager

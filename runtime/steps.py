@@ -1,14 +1,5 @@
 """The optimizer steps of a run: their micro-batches, and all that must happen around each.
 
-A script's loop reads
-
-    for step in run.steps(loader):
-        with step:
-            for batch, is_last in step.micro_batches():
-                ...  # loss / step.targets, backward
-            step.guard(optimizer, loss, grad_norm)
-            ...  # the optimizer's step
-
 Entering a step fetches its micro-batches, and counts targets and requests to stop of all ranks.
 Leaving it counts the step, and checks the one before: the host reads a step's numbers when the
 device has begun the next one, so nothing waits for the device.
@@ -18,7 +9,6 @@ import contextlib
 import itertools
 import math
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,9 +26,6 @@ from .batches import Batch, to_device
 from .metrics import Metrics
 from .state import TrainState
 from .stops import Stopped, StopRequest
-
-# Where fp16's scaler skips the very first step, the schedule steps before the optimizer.
-warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
 NOT_ENTERED = "The step was not entered, so nothing counts it. Put `with step:` around it."
 NOT_GUARDED = "A NaN would be trained on. Call step.guard(optimizer, loss, grad_norm) first."

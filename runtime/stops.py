@@ -31,7 +31,6 @@ class StopRequest:
     def __init__(self, end: Callable[[str], None]) -> None:
         self.end = end
         self.is_asked = False
-        self.name = ""  # of the request, such as SIGTERM
         self.nothing_to_lose = True
         self._lock = threading.Lock()  # guards both
 
@@ -67,14 +66,13 @@ class StopRequest:
             if not self.is_asked:
                 ranks.say(f"{name}: stopping after this step or the next")
             self.is_asked = True
-            self.name = name
 
     def set_nothing_to_lose(self, value: bool) -> None:
         """Set whether a request should end this process at once; one that has come does so now."""
         with self._lock:
             self.nothing_to_lose = value
             if self.is_asked and value:
-                self.end(self.name)
+                self.end("a request to stop")
 
 
 def _ignore(*_: object) -> None:

@@ -400,7 +400,7 @@ ACCUMULATE = ["--gradient-accumulation-steps", "2"]
     ("2", [], ""),
 ])  # fmt: skip
 def test_offload_is_refused_where_it_trains_incorrectly(processes, flags, refused, monkeypatch):
-    monkeypatch.setattr(policies.ranks, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", processes)
     parser = argparse.ArgumentParser()
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
