@@ -16,10 +16,8 @@ WAIT_SECONDS = 35.0  # longer than the 30 s after which a lease without a heartb
 
 
 class Lock:
-    """OUTPUT_DIR/lock, which rank 0 holds for all ranks while this is entered.
-
-    Entering raises ValueError if another run holds it, OSError if the directory is not writable.
-    """
+    """OUTPUT_DIR/lock, which rank 0 holds for all ranks while this is entered. Entering raises
+    ValueError if another run holds it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -49,10 +47,8 @@ class Lock:
             raise ValueError(text) from None
 
     def check(self) -> None:
-        """End this process if another run has taken the lock over; call it before writing.
-
-        That may be so if this process was suspended, or cut off from its files.
-        """
+        """End this process if another run has taken over, as it was suspended or cut off from its
+        files; call it before writing."""
         if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked on rank 0 alone
             time.sleep(1)  # reading may fail now and then on a network file system
             if not self.lease.is_lock_held_by_us:

@@ -77,10 +77,7 @@ def attention_of(model: nn.Module) -> str:
 
 
 class Metrics:
-    """The events of a run: rank 0 writes them, all ranks call.
-
-    Floats are written unrounded. An event is {"event", "step", "epoch", and its values}.
-    """
+    """The events of a run, {"event", "step", "epoch", and values}: rank 0 writes, all call."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, state: TrainState) -> None:
         self.args = args
@@ -168,9 +165,8 @@ class Metrics:
         state = self.state
         per_second = (state.tokens - self._tokens) / self._seconds
         self._tokens, self._seconds = state.tokens, 0.0
-        values = {"tokens": state.tokens, "tokens_per_second": per_second}
-        values["peak_memory_mb"] = peak_memory(state.device)
-        name = ranks.device_name(state.device)
+        peak, name = peak_memory(state.device), ranks.device_name(state.device)
+        values = {"tokens": state.tokens, "tokens_per_second": per_second, "peak_memory_mb": peak}
         if self.flops_per_token and name in PEAK_TFLOPS:
             flops = per_second / dist.get_world_size() * self.flops_per_token
             values["mfu"] = flops / (PEAK_TFLOPS[name] * 1e12)

@@ -84,9 +84,8 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
         yield {"store": store, "rank": rank, "world_size": world_size}
         # The default group has the backend of the device alone: with cpu:gloo,cuda:nccl FSDP1 keeps
         # the optimizer's shards on the GPU when a state dict should go to the host.
-        _cpu_group = None
-        if dist.get_backend() != "gloo":
-            _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+        is_cpu = dist.get_backend() == "gloo"
+        _cpu_group = None if is_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
 
 @contextlib.contextmanager
@@ -137,11 +136,8 @@ def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on one process per node, then on the others, which find its files cached, and
-    return its result. An OSError or ValueError on any rank is raised on all of them.
-
-    Only the first process asks the hub, which limits the requests per address.
-    """
+    """Run `function` on one process per node, then on the others, which find its files cached: the
+    hub limits requests per address. Errors are raised on all ranks, as by `on_every_rank`."""
     results = []
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     on_every_rank(lambda: results.append(function(*args)) if is_first else None)

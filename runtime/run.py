@@ -73,8 +73,8 @@ class Run:
         except (OSError, ValueError) as error:
             self._stack.close()
             ranks.exit_with(error)
-        stacks = self.directory / f"stacks-rank-{dist.get_rank()}.txt"
-        watchdog.start(stacks, args.timeout_minutes * 60 / 3)
+        name = f"stacks-rank-{dist.get_rank()}.txt"
+        watchdog.start(self.directory / name, args.timeout_minutes * 20)  # a third of it
         self._stack.callback(watchdog.stop)
         return self
 
@@ -118,8 +118,7 @@ class Run:
                 self.stop.set_nothing_to_lose(True)
             time.sleep(PEER_SECONDS)
         ranks.report_failure()
-        is_users = self.saver is None and isinstance(error, ValueError)
-        if is_users or isinstance(error, OSError):
+        if isinstance(error, OSError) or (self.saver is None and isinstance(error, ValueError)):
             ranks.exit_with(error)
 
     def _end_at_once(self, request: str) -> NoReturn:
@@ -218,10 +217,8 @@ class Run:
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
 
     def progress(self, loader: DataLoader, text: str) -> Iterator[Batch]:
-        """Yield the batches of a validation, as many on all ranks, with a progress bar.
-
-        Raises Stopped, on all ranks, if one was asked to stop. A resumed run repeats it.
-        """
+        """Yield the batches of a validation, as many on all ranks, with a progress bar. Raises
+        Stopped, on all ranks, if one was asked to stop; a resumed run repeats the validation."""
         for batch in screen.progress(loader, text):
             self._stop_if_asked()
             yield batch
@@ -238,10 +235,8 @@ class Run:
         self.metrics.log("train", **values, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
-        """Log a validation, and export best/ if its `loss` is the lowest of a trained model.
-
-        Raises Stopped, on all ranks, if one was asked to stop before the export is complete.
-        """
+        """Log a validation, after exporting best/ if its `loss` is the lowest of a trained model.
+        Raises Stopped, on all ranks, if one was asked to stop before the export is complete."""
         self.lock.check()
         state = self.state
         if state.step > 0 and results["loss"] < state.best_loss:
@@ -305,10 +300,8 @@ class Run:
 
 
 def prepare_directory(directory: Path) -> bool:
-    """Delete unfinished exports; return if the directory's run is finished; rank 0 only.
-
-    Raises ValueError if the directory holds exports, but nothing else of a run.
-    """
+    """Delete unfinished exports; return if the directory's run is finished; rank 0 only. Raises
+    ValueError if there are exports, but no run."""
     status = directory / "status"
     if not status.exists() and any((directory / name).exists() for name in ("final", "best")):
         raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else.")

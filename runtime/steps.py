@@ -27,9 +27,6 @@ from .metrics import Metrics
 from .state import TrainState
 from .stops import Stopped, StopRequest
 
-NOT_ENTERED = "The step was not entered, so nothing counts it. Put `with step:` around it."
-NOT_GUARDED = "A NaN would be trained on. Call step.guard(optimizer, loss, grad_norm) first."
-
 
 class AsyncReadback:
     """Numbers of the device, on their way to the host."""
@@ -81,17 +78,16 @@ class Step:
     def micro_batches(self) -> Iterator[tuple[Batch, bool]]:
         """Yield this rank's micro-batches, on the device, each with whether it is the last one."""
         if self._batches is None:
-            raise RuntimeError(NOT_ENTERED)
+            raise RuntimeError("The step was not entered. Put `with step:` around its work.")
         for number, batch in enumerate(self._batches, start=1):
             yield to_device(batch, self.steps.state.device), number == len(self._batches)
 
     def guard(self, optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        """Keep the optimizer's next step from changing anything if the gradients are not finite;
-        the run then ends. Call it before that step, in every step.
+        """Call this before the optimizer's step, which then changes nothing, and the run ends, if
+        the gradients are not finite. `loss` is this rank's share, or its parts.
 
-        `loss` is this rank's share, or its parts, `grad_norm` that of all ranks. A fused optimizer
-        skips the step on the device. For any other the host waits for the norm. In fp16 the scaler
-        decides.
+        A fused optimizer skips the step on the device. For any other the host waits for the norm.
+        In fp16 the scaler decides.
         """
         share = loss.sum()
         self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
@@ -106,10 +102,8 @@ class Step:
         self.steps.check()
 
     def check(self) -> None:
-        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
-
-        An overflow in fp16 has halved the scale; the run ends if it is below 1.
-        """
+        """End the run, on all ranks, if the step had no targets, or no finite gradient norm; in
+        fp16, where that halves the scale, only if it is below 1."""
         step, samples, scaler = self.number, self.samples, self.steps.state.scaler
         if self._counts.read()[0] == 0:
             ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
@@ -129,7 +123,7 @@ class Step:
         if kind is not None:
             return
         if self._numbers is None:
-            raise RuntimeError(NOT_GUARDED)
+            raise RuntimeError("Call step.guard(optimizer, loss, grad_norm) before the optimizer.")
         steps, state = self.steps, self.steps.state
         state.step += 1
         state.consumed += len(self.samples)

@@ -39,7 +39,7 @@ class StopRequest:
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, _ignore)
+            signal.signal(number, lambda *_: None)  # the thread sees it
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
         return self
 
@@ -73,10 +73,6 @@ class StopRequest:
             self.nothing_to_lose = value
             if self.is_asked and value:
                 self.end("a request to stop")
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing: the thread sees the signal."""
 
 
 def _restore() -> None:
