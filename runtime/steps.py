@@ -83,8 +83,8 @@ class Step:
             yield to_device(batch, self.steps.state.device), number == len(self._batches)
 
     def guard(self, optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        """Call this before the optimizer's step, which then changes nothing, and the run ends, if
-        the gradients are not finite. `loss` is this rank's share, or its parts.
+        """Keep the optimizer's next step from changing anything if the gradients are not finite;
+        the run then ends. Call it before that step. `loss` is this rank's share, or its parts.
 
         A fused optimizer skips the step on the device. For any other the host waits for the norm.
         In fp16 the scaler decides.
@@ -124,13 +124,14 @@ class Step:
             return
         if self._numbers is None:
             raise RuntimeError("Call step.guard(optimizer, loss, grad_norm) before the optimizer.")
-        steps, state = self.steps, self.steps.state
+        steps, state, args = self.steps, self.steps.state, self.steps.args
         state.step += 1
         state.consumed += len(self.samples)
         _, tokens, asked = self._counts.read()  # available since the device began the step
         state.tokens += tokens
         steps.is_stopping = asked > 0
-        steps.check(waiting=0 if state.scaler.is_enabled() else 1)
+        is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
+        steps.check(waiting=0 if is_due or state.scaler.is_enabled() else 1)
         steps.metrics.count_step(time.perf_counter() - self._start)
         if steps.stop.nothing_to_lose:  # in the first step
             dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
@@ -138,14 +139,11 @@ class Step:
 
     def due(self, every: int) -> bool:
         """Return whether an action of every so many steps (0: never) is due after this one. All are
-        due at the end of an epoch, and of the run. No action follows a bad step: the run ends."""
+        due at the end of an epoch, and of the run."""
         state = self.steps.state
-        is_epoch_end = state.consumed == len(self.steps.loader.dataset)
-        is_end = is_epoch_end or state.step == state.total_steps
-        is_due = is_end or (every > 0 and state.step % every == 0)
-        if is_due:
-            self.steps.check()
-        return is_due
+        if state.step == state.total_steps or state.consumed == len(self.steps.loader.dataset):
+            return True
+        return every > 0 and state.step % every == 0
 
 
 @dataclass
