@@ -16,12 +16,11 @@ The run: each object has one owner of its state
     arguments     the flags that mean the same in every script
     batches       the order of samples, cut into global batches
     optimization  parameter groups, the learning rate by step
-The model
+Model and data
     weights       Hugging Face files in; names and shapes, whatever wraps the model
     export        Hugging Face files out
     model_checks  checks that the loss is the model's own
     chunked_loss  the loss of a causal model, in chunks of logits
-The data
     readers       rows of files and data sets, mapped to samples
 Optional: a copy that has no use for them leaves them out
     lora, adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)

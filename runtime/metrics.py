@@ -71,11 +71,6 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     return passes * model.product_weights + attention
 
 
-def attention_of(model: nn.Module) -> str:
-    """Return the name of the attention that an unwrapped model computes, with its kernel's."""
-    return getattr(model, "attention_kernel", None) or model.config._attn_implementation
-
-
 class Metrics:
     """The events of a run, {"event", "step", "epoch", and values}: rank 0 writes, all call."""
 
@@ -111,12 +106,13 @@ class Metrics:
             from .trackers import Trackers  # a copy may leave it out
 
             self.trackers = Trackers(args, self.path.with_name("track"), self.script, state.step)
+        attention = getattr(model, "attention_kernel", None) or model.config._attn_implementation
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"  # "" without git
         settings = {
             "script": self.script,
             "world_size": dist.get_world_size(),
             "device": ranks.device_name(state.device),
-            "attention": attention_of(model),
+            "attention": attention,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "git": subprocess.getoutput(git),
@@ -126,7 +122,7 @@ class Metrics:
         self._write("start", settings)
         ranks.say(
             f"{settings['world_size']} x {settings['device']}, {args.strategy}, {args.precision}, "
-            f"attention {settings['attention']}\n"
+            f"attention {attention}\n"
             f"{len(loader.dataset):,} samples, global batch {state.identity['global batch']:,}: "
             f"{loader.batch_sampler.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"
         )

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 GRACE_SECONDS = 20  # in which another rank can report the error
-JOIN_SECONDS = 600.0  # for ranks to start and connect
 
 _cpu_group: dist.ProcessGroup | None = None
 _store: dist.Store | None = None  # a connection of our own: the process groups' may be blocked
@@ -89,7 +88,7 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def joining(limit: float = JOIN_SECONDS) -> Iterator[None]:
+def joining(limit: float = 600.0) -> Iterator[None]:
     """End the process if the process groups made inside are not joined in `limit` seconds: gloo and
     NCCL wait silently for a rank that they cannot reach."""
     timer = threading.Timer(limit, _end_apart, [limit])

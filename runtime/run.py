@@ -30,7 +30,6 @@ from .steps import Step, Steps
 from .stops import STOPPED, Stopped, StopRequest, kill_forked
 
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
-PEER_SECONDS = 5.0  # for torchrun to end this rank after another one
 
 
 class Run:
@@ -112,11 +111,11 @@ class Run:
             self._write_status("failed")
         if isinstance(error, RuntimeError):
             # Another rank may have gone, by an error of its own or a request to stop: then torchrun
-            # asks this one to stop, too, and its traceback would hide that one's.
+            # soon asks this one to stop, too. Its traceback would hide that one's.
             if not self.stop.nothing_to_lose:
                 ranks.report_failure()
                 self.stop.set_nothing_to_lose(True)
-            time.sleep(PEER_SECONDS)
+            time.sleep(5)
         ranks.report_failure()
         if isinstance(error, OSError) or (self.saver is None and isinstance(error, ValueError)):
             ranks.exit_with(error)

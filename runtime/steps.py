@@ -48,8 +48,6 @@ class AsyncReadback:
 class Step:
     """One optimizer step; all ranks enter it. `samples` are those of all ranks."""
 
-    targets: Tensor  # int64 [], on the device: of all ranks and micro-batches
-
     def __init__(self, steps: "Steps", fetch: Iterator[Batch], samples: list[int]) -> None:
         self.steps = steps
         self.samples = samples
@@ -58,7 +56,7 @@ class Step:
         self._batches: list[Batch] | None = None  # since the step is entered
         self._numbers: AsyncReadback | None = None  # since `guard`
 
-    def __enter__(self) -> "Step":
+    def __enter__(self) -> None:
         steps, state = self.steps, self.steps.state
         self._start = time.perf_counter()
         self._batches = list(self._fetch)
@@ -72,8 +70,7 @@ class Step:
         sums = on_host.to(state.device, non_blocking=True)
         dist.all_reduce(sums)
         self._counts = AsyncReadback(sums)  # the last: how many ranks were asked to stop
-        self.targets = sums[0]
-        return self
+        self.targets: Tensor = sums[0]  # int64 [], on the device: of all ranks and micro-batches
 
     def micro_batches(self) -> Iterator[tuple[Batch, bool]]:
         """Yield this rank's micro-batches, on the device, each with whether it is the last one."""

@@ -22,9 +22,8 @@ class Stopped(Exception):
 class StopRequest:
     """A watch for requests to stop, while entered: SIGTERM, SIGINT, SIGUSR1, or torchrun's end.
 
-    If nothing would be lost, as in the load and the export, or a rank has failed, a request calls
-    `end` with its name, which ends the process. Otherwise the ranks stop at the next step or batch
-    of a validation. A thread reads the signals from the wakeup descriptor, as Python runs no
+    If nothing would be lost, or a rank has failed, a request calls `end` with its name, which ends
+    the process. Otherwise the ranks stop together. A thread reads the signals, as Python runs no
     handler while the main thread loads, compiles or waits in a collective.
     """
 
@@ -34,14 +33,13 @@ class StopRequest:
         self.nothing_to_lose = True
         self._lock = threading.Lock()  # guards both
 
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> None:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)  # the thread sees it
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         _restore()
