@@ -81,15 +81,11 @@ def check_arguments(args: Namespace) -> list[str]:
     no_sync = args.accumulate_no_sync
     accumulates = fsdp1 and args.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
     whole = fsdp1 and (processes == 1 or strategy == "no_shard")
-    offloads = args.cpu_offload and ranks.device_count() > 0 and strategy != "ddp"
+    offloads = args.cpu_offload and torch.accelerator.device_count() > 0 and strategy != "ddp"
     with_sync = "with accumulation needs --fsdp 2, or --accumulate-no-sync on two or more"
     rules = {
         "--wrap size:NUMBER needs --fsdp 1.": fsdp2 and getattr(args, "wrap", 0),
         "--cpu-offload needs a GPU, and not --strategy ddp.": args.cpu_offload and not offloads,
-        # The scaler would ask the other ranks about gradients that are on the CPU.
-        "--cpu-offload with --precision fp16 needs --fsdp 1.": (
-            offloads and fsdp2 and args.precision == "fp16"
-        ),
         # CUDA trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
         "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards.": (
             offloads and whole and not (args.export_only or args.evaluate_only)

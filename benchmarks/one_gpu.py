@@ -29,7 +29,7 @@ from transformers import ByT5Tokenizer
 
 import llama_fsdp
 from runtime import ranks, weights
-from runtime.metrics import PEAK_TFLOPS, attention_of, flops_per_token
+from runtime.metrics import PEAK_TFLOPS, flops_per_token
 from tools import memory_estimator
 
 
@@ -65,7 +65,7 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     without_files()
     driven = Driven(llama_fsdp, args, device, sets=NO_DATA)
     model = weights.unwrapped(driven.model)
-    kernel, flops = attention_of(model), flops_per_token(model, options.length)
+    kernel, flops = model.attention_kernel, flops_per_token(model, options.length)
     for _ in range(options.steps + 2):
         start = time.perf_counter()
         batch = random_batch(llama_fsdp, args)  # the Trainer's loader counts too

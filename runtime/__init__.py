@@ -16,12 +16,11 @@ The run: each object has one owner of its state
     arguments     the flags that all scripts share
     batches       the order of samples, cut into global batches
     optimization  parameter groups and learning-rate schedules
-The model
+Model and data
     weights       reads Hugging Face files; names and shapes of wrapped models
     export        writes Hugging Face files
     model_checks  checks that the loss is the model's own
     chunked_loss  the loss of a causal model, in chunks of logits
-The data
     readers       reads files and data sets as rows, and maps rows to samples
 Optional: leave them out of a copy that does not use them
     lora, adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)

@@ -12,23 +12,18 @@ from filelock import SoftFileLease, Timeout
 from . import ranks
 from .stops import STOPPED, kill_forked
 
-WAIT_SECONDS = 35.0  # longer than the 30 s after which a lease without a heartbeat expires
-
 
 class Lock:
-    """OUTPUT_DIR/lock, which rank 0 holds for all ranks while this is entered.
-
-    Entering raises ValueError if another run holds it, OSError if the directory is not writable.
-    """
+    """OUTPUT_DIR/lock, which rank 0 holds for all ranks while this is entered. Entering raises
+    ValueError if another run holds it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         path = directory / "lock"
         self.lease = SoftFileLease(path, on_compromise=self._end, thread_local=False)
 
-    def __enter__(self) -> "Lock":
+    def __enter__(self) -> None:
         ranks.on_rank_zero(self._acquire)
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.lease.release()
@@ -40,7 +35,7 @@ class Lock:
         # In a container filelock appends the process namespace to the host's name.
         host, namespace = socket.gethostname(), Path("/proc/self/ns/pid").stat().st_ino
         if owner and owner.hostname not in (host, f"{host}?pidns-{namespace:x}"):
-            seconds = WAIT_SECONDS
+            seconds = 35.0  # a lease without a heartbeat expires after 30
             ranks.say(f"{self.directory} is in use by {who}. Waiting 35 s in case it was killed.")
         try:
             self.lease.acquire(timeout=seconds)  # at once if a dead process of this host held it
@@ -49,10 +44,8 @@ class Lock:
             raise ValueError(text) from None
 
     def check(self) -> None:
-        """End this process if another run has taken the lock over; call it before writing.
-
-        That may be so if this process was suspended, or cut off from its files.
-        """
+        """End this process if another run has taken over, as it was suspended or cut off from its
+        files; call it before writing."""
         if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked on rank 0 alone
             time.sleep(1)  # reading may fail now and then on a network file system
             if not self.lease.is_lock_held_by_us:

@@ -25,7 +25,6 @@ PEAK_TFLOPS = {
     "NVIDIA H200": 989, "NVIDIA B200": 2250, "NVIDIA L40S": 362,
 }  # fmt: skip
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
-HIDDEN = {"tflops_per_gpu", "peak_memory_mb"}  # in metrics.jsonl only
 
 
 def truncate(path: Path, step: int) -> None:
@@ -36,9 +35,7 @@ def truncate(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError):  # torn by a power failure
             if step and json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    temporary = path.with_name("tmp-metrics.jsonl")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    path.write_text("".join(kept))
 
 
 def peak_memory(device: torch.device) -> float:
@@ -74,16 +71,8 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     return passes * model.product_weights + attention
 
 
-def attention_of(model: nn.Module) -> str:
-    """Return the name of the attention that an unwrapped model computes, with its kernel's."""
-    return getattr(model, "attention_kernel", None) or model.config._attn_implementation
-
-
 class Metrics:
-    """The events of a run: rank 0 writes them, all ranks call.
-
-    Floats are written unrounded. An event is {"event", "step", "epoch", and its values}.
-    """
+    """The events of a run, {"event", "step", "epoch", and values}: rank 0 writes, all call."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, state: TrainState) -> None:
         self.args = args
@@ -117,12 +106,13 @@ class Metrics:
             from .trackers import Trackers  # a copy may leave it out
 
             self.trackers = Trackers(args, self.path.with_name("track"), self.script, state.step)
+        attention = getattr(model, "attention_kernel", None) or model.config._attn_implementation
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"  # "" without git
         settings = {
             "script": self.script,
             "world_size": dist.get_world_size(),
             "device": ranks.device_name(state.device),
-            "attention": attention_of(model),
+            "attention": attention,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "git": subprocess.getoutput(git),
@@ -132,7 +122,7 @@ class Metrics:
         self._write("start", settings)
         ranks.say(
             f"{settings['world_size']} x {settings['device']}, {args.strategy}, {args.precision}, "
-            f"attention {settings['attention']}\n"
+            f"attention {attention}\n"
             f"{len(loader.dataset):,} samples, global batch {state.identity['global batch']:,}: "
             f"{loader.batch_sampler.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"
         )
@@ -145,7 +135,7 @@ class Metrics:
         self._write(event, values)
         words = [f"{event:5} {self.state.step}/{self.state.total_steps}"]
         for key, value in values.items():
-            if type(value) is float and key not in HIDDEN:
+            if type(value) is float and key != "peak_memory_mb":
                 shown = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
                 words.append(f"{SHORT.get(key, key)} {shown}")
         ranks.say("  ".join(words))
@@ -166,19 +156,14 @@ class Metrics:
         self._progress.update()
 
     def speed(self) -> dict[str, float]:
-        """Return tokens so far, tokens per second since the last call, and peak memory.
-
-        Where the model's FLOPs are known, on GPUs: TFLOP/s of one, and the share of its peak (MFU).
-        """
+        """Return tokens so far, tokens per second since the last call, peak memory and, where it is
+        known, the share of the GPU's peak FLOP/s (MFU)."""
         state = self.state
         per_second = (state.tokens - self._tokens) / self._seconds
         self._tokens, self._seconds = state.tokens, 0.0
-        values = {"tokens": state.tokens, "tokens_per_second": per_second}
-        values["peak_memory_mb"] = peak_memory(state.device)
-        if self.flops_per_token:
-            tflops = per_second / dist.get_world_size() * self.flops_per_token / 1e12
-            values["tflops_per_gpu"] = tflops
-            name = ranks.device_name(state.device)
-            if name in PEAK_TFLOPS:
-                values["mfu"] = tflops / PEAK_TFLOPS[name]
+        peak, name = peak_memory(state.device), ranks.device_name(state.device)
+        values = {"tokens": state.tokens, "tokens_per_second": per_second, "peak_memory_mb": peak}
+        if self.flops_per_token and name in PEAK_TFLOPS:
+            flops = per_second / dist.get_world_size() * self.flops_per_token
+            values["mfu"] = flops / (PEAK_TFLOPS[name] * 1e12)
         return values

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 GRACE_SECONDS = 20  # in which another rank can report the error
-JOIN_SECONDS = 600.0  # for ranks to start and connect
 
 _cpu_group: dist.ProcessGroup | None = None
 _store: dist.Store | None = None  # a connection of our own: the process groups' may be blocked
@@ -33,11 +32,6 @@ def accelerator() -> str | None:
     """Return the type of this machine's accelerator, such as cuda; None on a CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
     return None if device is None else device.type
-
-
-def device_count() -> int:
-    """Return the number of accelerators that this process sees; 0 on a CPU."""
-    return 0 if accelerator() is None else torch.accelerator.device_count()
 
 
 def local_device() -> torch.device:
@@ -70,9 +64,8 @@ def set_seed(seed: int) -> None:
 
 def use_all_cores() -> None:
     """Divide the cores among a node's processes; torchrun gives each of them one thread."""
-    if os.environ.get("OMP_NUM_THREADS") == "1":
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 @contextlib.contextmanager
@@ -90,13 +83,12 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
         yield {"store": store, "rank": rank, "world_size": world_size}
         # The default group has the backend of the device alone: with cpu:gloo,cuda:nccl FSDP1 keeps
         # the optimizer's shards on the GPU when a state dict should go to the host.
-        _cpu_group = None
-        if dist.get_backend() != "gloo":
-            _cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+        is_cpu = dist.get_backend() == "gloo"
+        _cpu_group = None if is_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
 
 @contextlib.contextmanager
-def joining(limit: float = JOIN_SECONDS) -> Iterator[None]:
+def joining(limit: float = 600.0) -> Iterator[None]:
     """End the process if the process groups made inside are not joined in `limit` seconds: gloo and
     NCCL wait silently for a rank that they cannot reach."""
     timer = threading.Timer(limit, _end_apart, [limit])
@@ -143,11 +135,8 @@ def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on one process per node, then on the others, which find its files cached, and
-    return its result. An OSError or ValueError on any rank is raised on all of them.
-
-    Only the first process asks the hub, which limits the requests per address.
-    """
+    """Run `function` on one process per node, then on the others, which find its files cached: the
+    hub limits requests per address. Errors are raised on all ranks, as by `on_every_rank`."""
     results = []
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     on_every_rank(lambda: results.append(function(*args)) if is_first else None)

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from . import checkpoints, export, identity, ranks, screen, watchdog, weights
 from .batches import Batch
-from .checkpoints import SaveError, Saver
+from .checkpoints import Saver
 from .lock import Lock
 from .metrics import Metrics, product_weights
 from .state import TrainState
@@ -30,7 +30,6 @@ from .steps import Step, Steps
 from .stops import STOPPED, Stopped, StopRequest, kill_forked
 
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
-PEER_SECONDS = 5.0  # for torchrun to end this rank after another one
 
 
 class Run:
@@ -73,8 +72,8 @@ class Run:
         except (OSError, ValueError) as error:
             self._stack.close()
             ranks.exit_with(error)
-        stacks = self.directory / f"stacks-rank-{dist.get_rank()}.txt"
-        watchdog.start(stacks, args.timeout_minutes * 60 / 3)
+        name = f"stacks-rank-{dist.get_rank()}.txt"
+        watchdog.start(self.directory / name, args.timeout_minutes * 20)  # a third of it
         self._stack.callback(watchdog.stop)
         return self
 
@@ -112,14 +111,13 @@ class Run:
             self._write_status("failed")
         if isinstance(error, RuntimeError):
             # Another rank may have gone, by an error of its own or a request to stop: then torchrun
-            # asks this one to stop, too, and its traceback would hide that one's.
+            # soon asks this one to stop, too. Its traceback would hide that one's.
             if not self.stop.nothing_to_lose:
                 ranks.report_failure()
                 self.stop.set_nothing_to_lose(True)
-            time.sleep(PEER_SECONDS)
+            time.sleep(5)
         ranks.report_failure()
-        is_users = self.saver is None and isinstance(error, ValueError)
-        if is_users or isinstance(error, OSError):
+        if isinstance(error, OSError) or (self.saver is None and isinstance(error, ValueError)):
             ranks.exit_with(error)
 
     def _end_at_once(self, request: str) -> NoReturn:
@@ -176,11 +174,10 @@ class Run:
         whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # it has AdamW's state
         whole["run.restore's further arguments"] = sorted(others)
         total = args.max_steps or args.epochs * loader.batch_sampler.steps_per_epoch
-        self.state = TrainState(
-            model, optimizer, scheduler, scaler, self.device, total, whole, others
-        )
-        ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
+        trained = (model, optimizer, scheduler, scaler)
+        self.state = TrainState(*trained, self.device, total, whole, others)
         self._loader = loader
+        ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
 
@@ -191,21 +188,16 @@ class Run:
         args, state, total = self.args, self.state, self.state.total_steps
         # Without its checkpoints a finished run would start over, and replace its exports.
         if state.step > total or (self._is_finished and state.step in (0, total)):
-            ranks.say(
-                f"{self.directory} is finished at {total} steps. Raise --max-steps or --epochs to "
-                "resume, for which its checkpoints are needed."
-            )
+            more = "Raise --max-steps or --epochs to resume, for which its checkpoints are needed."
+            ranks.say(f"{self.directory} is finished at {total} steps. {more}")
             return False
         if self.checkpoint is not None:
             ranks.say(f"Resuming at step {state.step} of {total}, from {self.checkpoint.name}")
-        group = None
-        if args.async_save:
-            limit = timedelta(minutes=args.timeout_minutes)
-            group = dist.new_group(backend="gloo", timeout=limit)
+        limit = timedelta(minutes=args.timeout_minutes)
+        group = dist.new_group(backend="gloo", timeout=limit) if args.async_save else None
         is_full = args.checkpoint_type == "full"
-        self.saver = Saver(
-            self.directory, state, args.keep_checkpoints, is_full, group, saved_step=state.step
-        )
+        keep = args.keep_checkpoints
+        self.saver = Saver(self.directory, state, keep, is_full, group, saved_step=state.step)
         self._write_status("running")
         self.metrics = Metrics(args, self.directory, self.script, state)
         self._stack.callback(self.metrics.close)
@@ -224,10 +216,8 @@ class Run:
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
 
     def progress(self, loader: DataLoader, text: str) -> Iterator[Batch]:
-        """Yield the batches of a validation, as many on all ranks, with a progress bar.
-
-        Raises Stopped, on all ranks, if one was asked to stop. A resumed run repeats it.
-        """
+        """Yield the batches of a validation, as many on all ranks, with a progress bar. Raises
+        Stopped, on all ranks, if one was asked to stop; a resumed run repeats the validation."""
         for batch in screen.progress(loader, text):
             self._stop_if_asked()
             yield batch
@@ -244,10 +234,8 @@ class Run:
         self.metrics.log("train", **values, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
-        """Log a validation, and export best/ if its `loss` is the lowest of a trained model.
-
-        Raises Stopped, on all ranks, if one was asked to stop before the export is complete.
-        """
+        """Log a validation, after exporting best/ if its `loss` is the lowest of a trained model.
+        Raises Stopped, on all ranks, if one was asked to stop before the export is complete."""
         self.lock.check()
         state = self.state
         if state.step > 0 and results["loss"] < state.best_loss:
@@ -275,17 +263,14 @@ class Run:
     def export(self, model: nn.Module, tokenizer: Tokenizer, **results: float) -> None:
         """Write final/, and log the end's results."""
         self._export(model, tokenizer, self.directory / "final")
-        best = {"best_loss": self.state.best_loss, "best_step": self.state.best_step}
-        self.metrics.log("done", **best, **results)
+        state = self.state
+        self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
         self.lock.check()
         adapters = getattr(weights.unwrapped(model), "adapters", None)
         write = adapters.export if adapters else export.export_model
-        try:
-            write(model, tokenizer, path, self.args, self._stop_if_asked)
-        except OSError as error:
-            raise SaveError(f"{path} could not be written ({error}). Is the disk full?") from None
+        write(model, tokenizer, path, self.args, self._stop_if_asked)
         ranks.say(f"The model is in {path}")
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
@@ -298,8 +283,7 @@ class Run:
         self._export(model, tokenizer, self.directory / "final")
 
     def load_evaluated(self, model: nn.Module) -> None:
-        """Load the newest checkpoint's adapters, with --lora-rank. Raises ValueError if there are
-        none."""
+        """Load the newest checkpoint's adapters; ValueError if --lora-rank asks for absent ones."""
         if self.checkpoint:
             checkpoints.load_weights(self.checkpoint, model)
         elif getattr(self.args, "lora_rank", 0):
@@ -315,10 +299,8 @@ class Run:
 
 
 def prepare_directory(directory: Path) -> bool:
-    """Delete unfinished exports; return if the directory's run is finished; rank 0 only.
-
-    Raises ValueError if the directory holds exports, but nothing else of a run.
-    """
+    """Delete unfinished exports; return if the directory's run is finished; rank 0 only. Raises
+    ValueError if there are exports, but no run."""
     status = directory / "status"
     if not status.exists() and any((directory / name).exists() for name in ("final", "best")):
         raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else.")
@@ -340,5 +322,4 @@ def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
         sys.excepthook(*sys.exc_info())  # torch's, which names the rank
         code = 1
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)

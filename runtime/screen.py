@@ -10,8 +10,6 @@ from tqdm import tqdm
 from . import watchdog
 from .ranks import say
 
-LINE_SECONDS = 30.0  # between two lines in a file
-
 
 class Lines:
     """The file to which tqdm writes where there is no terminal: each state of a bar is a line."""
@@ -30,7 +28,7 @@ class Progress(tqdm):
     def __init__(self, text: str, total: int, unit: str = "it", done: int = 0) -> None:
         options: dict[str, Any] = {"delay": 1e-9}  # the first update draws the bar
         if not sys.stderr.isatty():
-            options = {"delay": LINE_SECONDS, "mininterval": LINE_SECONDS, "miniters": 1}
+            options = {"delay": 30.0, "mininterval": 30.0, "miniters": 1}  # seconds
             options["bar_format"] = "{desc} {n_fmt}/{total_fmt}  {rate_fmt}  left {remaining}"
             options["file"] = Lines()
         super().__init__(

@@ -1,14 +1,5 @@
 """The optimizer steps of a run: their micro-batches, and all that must happen around each.
 
-A script's loop reads
-
-    for step in run.steps(loader):
-        with step:
-            for batch, is_last in step.micro_batches():
-                ...  # loss / step.targets, backward
-            step.guard(optimizer, loss, grad_norm)
-            ...  # the optimizer's step
-
 Entering a step fetches its micro-batches, and counts targets and requests to stop of all ranks.
 Leaving it counts the step, and checks the one before: the host reads a step's numbers when the
 device has begun the next one, so nothing waits for the device.
@@ -18,7 +9,6 @@ import contextlib
 import itertools
 import math
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,12 +26,6 @@ from .batches import Batch, to_device
 from .metrics import Metrics
 from .state import TrainState
 from .stops import Stopped, StopRequest
-
-# Where fp16's scaler skips the very first step, the schedule steps before the optimizer.
-warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
-
-NOT_ENTERED = "The step was not entered, so nothing counts it. Put `with step:` around it."
-NOT_GUARDED = "A NaN would be trained on. Call step.guard(optimizer, loss, grad_norm) first."
 
 
 class AsyncReadback:
@@ -64,8 +48,6 @@ class AsyncReadback:
 class Step:
     """One optimizer step; all ranks enter it. `samples` are those of all ranks."""
 
-    targets: Tensor  # int64 [], on the device: of all ranks and micro-batches
-
     def __init__(self, steps: "Steps", fetch: Iterator[Batch], samples: list[int]) -> None:
         self.steps = steps
         self.samples = samples
@@ -74,7 +56,7 @@ class Step:
         self._batches: list[Batch] | None = None  # since the step is entered
         self._numbers: AsyncReadback | None = None  # since `guard`
 
-    def __enter__(self) -> "Step":
+    def __enter__(self) -> None:
         steps, state = self.steps, self.steps.state
         self._start = time.perf_counter()
         self._batches = list(self._fetch)
@@ -88,23 +70,21 @@ class Step:
         sums = on_host.to(state.device, non_blocking=True)
         dist.all_reduce(sums)
         self._counts = AsyncReadback(sums)  # the last: how many ranks were asked to stop
-        self.targets = sums[0]
-        return self
+        self.targets: Tensor = sums[0]  # int64 [], on the device: of all ranks and micro-batches
 
     def micro_batches(self) -> Iterator[tuple[Batch, bool]]:
         """Yield this rank's micro-batches, on the device, each with whether it is the last one."""
         if self._batches is None:
-            raise RuntimeError(NOT_ENTERED)
+            raise RuntimeError("The step was not entered. Put `with step:` around its work.")
         for number, batch in enumerate(self._batches, start=1):
             yield to_device(batch, self.steps.state.device), number == len(self._batches)
 
     def guard(self, optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
         """Keep the optimizer's next step from changing anything if the gradients are not finite;
-        the run then ends. Call it before that step, in every step.
+        the run then ends. Call it before that step. `loss` is this rank's share, or its parts.
 
-        `loss` is this rank's share, or its parts, `grad_norm` that of all ranks. A fused optimizer
-        skips the step on the device. For any other the host waits for the norm. In fp16 the scaler
-        decides.
+        A fused optimizer skips the step on the device. For any other the host waits for the norm.
+        In fp16 the scaler decides.
         """
         share = loss.sum()
         self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
@@ -119,10 +99,8 @@ class Step:
         self.steps.check()
 
     def check(self) -> None:
-        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
-
-        An overflow in fp16 has halved the scale; the run ends if it is below 1.
-        """
+        """End the run, on all ranks, if the step had no targets, or no finite gradient norm; in
+        fp16, where that halves the scale, only if it is below 1."""
         step, samples, scaler = self.number, self.samples, self.steps.state.scaler
         if self._counts.read()[0] == 0:
             ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
@@ -142,14 +120,15 @@ class Step:
         if kind is not None:
             return
         if self._numbers is None:
-            raise RuntimeError(NOT_GUARDED)
-        steps, state = self.steps, self.steps.state
+            raise RuntimeError("Call step.guard(optimizer, loss, grad_norm) before the optimizer.")
+        steps, state, args = self.steps, self.steps.state, self.steps.args
         state.step += 1
         state.consumed += len(self.samples)
         _, tokens, asked = self._counts.read()  # available since the device began the step
         state.tokens += tokens
         steps.is_stopping = asked > 0
-        steps.check(waiting=0 if state.scaler.is_enabled() else 1)
+        is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
+        steps.check(waiting=0 if is_due or state.scaler.is_enabled() else 1)
         steps.metrics.count_step(time.perf_counter() - self._start)
         if steps.stop.nothing_to_lose:  # in the first step
             dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
@@ -157,14 +136,11 @@ class Step:
 
     def due(self, every: int) -> bool:
         """Return whether an action of every so many steps (0: never) is due after this one. All are
-        due at the end of an epoch, and of the run. No action follows a bad step: the run ends."""
+        due at the end of an epoch, and of the run."""
         state = self.steps.state
-        is_epoch_end = state.consumed == len(self.steps.loader.dataset)
-        is_end = is_epoch_end or state.step == state.total_steps
-        is_due = is_end or (every > 0 and state.step % every == 0)
-        if is_due:
-            self.steps.check()
-        return is_due
+        if state.step == state.total_steps or state.consumed == len(self.steps.loader.dataset):
+            return True
+        return every > 0 and state.step % every == 0
 
 
 @dataclass

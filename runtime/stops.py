@@ -22,27 +22,24 @@ class Stopped(Exception):
 class StopRequest:
     """A watch for requests to stop, while entered: SIGTERM, SIGINT, SIGUSR1, or torchrun's end.
 
-    If nothing would be lost, as in the load and the export, or a rank has failed, a request calls
-    `end` with its name, which ends the process. Otherwise the ranks stop at the next step or batch
-    of a validation. A thread reads the signals from the wakeup descriptor, as Python runs no
+    If nothing would be lost, or a rank has failed, a request calls `end` with its name, which ends
+    the process. Otherwise the ranks stop together. A thread reads the signals, as Python runs no
     handler while the main thread loads, compiles or waits in a collective.
     """
 
     def __init__(self, end: Callable[[str], None]) -> None:
         self.end = end
         self.is_asked = False
-        self.name = ""  # of the request, such as SIGTERM
         self.nothing_to_lose = True
         self._lock = threading.Lock()  # guards both
 
-    def __enter__(self) -> "StopRequest":
+    def __enter__(self) -> None:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, _ignore)
+            signal.signal(number, lambda *_: None)  # the thread sees it
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         _restore()
@@ -67,18 +64,13 @@ class StopRequest:
             if not self.is_asked:
                 ranks.say(f"{name}: stopping after this step or the next")
             self.is_asked = True
-            self.name = name
 
     def set_nothing_to_lose(self, value: bool) -> None:
         """Set whether a request should end this process at once; one that has come does so now."""
         with self._lock:
             self.nothing_to_lose = value
             if self.is_asked and value:
-                self.end(self.name)
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing: the thread sees the signal."""
+                self.end("a request to stop")
 
 
 def _restore() -> None:

@@ -13,11 +13,10 @@ from tqdm import tqdm
 
 
 class Trackers:
-    """The trackers of --track. A run that resumes at `step` continues its records. A tracker that
-    fails is reported once and not used again."""
+    """The trackers of --track, in which a run that resumes at `step` continues."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, step: int) -> None:
-        self.open: dict[str, Any] = {}
+        self.open: dict[str, Any] = {}  # without those that have failed
         for name in args.track:
             with self._tolerant(name):
                 self.open[name] = _start(name, args, directory, script, step)
@@ -32,6 +31,7 @@ class Trackers:
                 if name == "tensorboard":
                     for key, number in numbers.items():
                         tracker.add_scalar(key, number, step)
+                    tracker.flush()
                 else:
                     tracker.log(numbers, step=step)
 
@@ -55,11 +55,11 @@ def _start(name: str, args: Namespace, directory: Path, script: str, step: int) 
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(directory / name, purge_step=step + 1)  # later steps are repeated
+    directory.mkdir(exist_ok=True)
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
-        directory.mkdir(exist_ok=True)
         path.write_text(uuid.uuid4().hex[:8])
     run = path.read_text()
     os.environ |= {"WANDB_RUN_ID": run, "WANDB_DIR": str(directory)}
-    tracker = importlib.import_module(name)
-    return tracker.init(project=script, name=run, resume="allow", config=vars(args))
+    init = importlib.import_module(name).init
+    return init(project=script, name=run, resume="allow", config=vars(args))

@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import policies
 from benchmarks import published
-from runtime import ranks
 from tools import memory_estimator
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -188,7 +187,7 @@ def test_verdict_contains_a_command_that_the_script_accepts(
     assert f"fits on {words[2]} x {words[4]} GPUs" in first
     (place,) = (i for i, word in enumerate(words) if word.endswith(".py"))
     monkeypatch.setenv("WORLD_SIZE", words[4])
-    monkeypatch.setattr(ranks, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     script = importlib.import_module(words[place].removesuffix(".py"))
     values = vars(script.parse_args([*words[place + 1 :], "--dataset", "docstrings"]))
     assert {name: values[name] for name in expected} == expected

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, launch, metrics
 
 import gpt2_fsdp
@@ -185,7 +186,7 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("WORLD_SIZE", str(nodes * processes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     if "# GPUs" in line:
-        monkeypatch.setattr(ranks, "device_count", lambda: processes)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: processes)
         monkeypatch.setattr(ranks, "accelerator", lambda: "cuda")
         monkeypatch.setattr(ranks, "has_bf16", lambda: True)
         monkeypatch.setattr(attention, "check_arguments", lambda args: [])

@@ -180,7 +180,7 @@ def introduce(store: dist.Store, rank: int, world_size: int) -> list[Place]:
         node=int(os.environ.get("GROUP_RANK", 0)),
         local_rank=int(os.environ.get("LOCAL_RANK", 0)),
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        devices=ranks.device_count(),
+        devices=torch.accelerator.device_count(),
     )
     store.set(f"place/{rank}", json.dumps(asdict(place)))
     keys = [f"place/{other}" for other in range(world_size)]
