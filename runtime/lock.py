@@ -12,13 +12,13 @@ from filelock import SoftFileLease, Timeout
 from . import ranks
 from .stops import STOPPED, kill_forked
 
-WAIT_SECONDS = 35.0  # longer than the 30 s after which a lease without a heartbeat expires
+WAIT_SECONDS = 35.0  # longer than the 30 s that a lease lasts without a heartbeat
 
 
 class Lock:
-    """OUTPUT_DIR/lock, which rank 0 holds for all ranks while this is entered.
+    """A context in which rank 0 holds OUTPUT_DIR/lock for all ranks.
 
-    Entering raises ValueError if another run holds it, OSError if the directory is not writable.
+    Entering it raises ValueError if another run holds the lock, OSError if it cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -37,24 +37,24 @@ class Lock:
         self.directory.mkdir(parents=True, exist_ok=True)
         seconds, owner = 1.0, self.lease.owner
         who = f"process {owner.pid} on {owner.hostname}" if owner else "another run"
-        # In a container filelock appends the process namespace to the host's name.
+        # In a container, filelock appends the process namespace to the host name.
         host, namespace = socket.gethostname(), Path("/proc/self/ns/pid").stat().st_ino
         if owner and owner.hostname not in (host, f"{host}?pidns-{namespace:x}"):
             seconds = WAIT_SECONDS
             ranks.say(f"{self.directory} is in use by {who}. Waiting 35 s in case it was killed.")
         try:
-            self.lease.acquire(timeout=seconds)  # at once if a dead process of this host held it
+            self.lease.acquire(timeout=seconds)  # at once if its holder died on this host
         except Timeout:
             text = f"--output-dir {self.directory} is in use by {who}. Pass another one."
             raise ValueError(text) from None
 
     def check(self) -> None:
-        """End this process if another run has taken the lock over; call it before writing.
+        """End this process if another run has taken over the lock. Call this before writing.
 
-        That may be so if this process was suspended, or cut off from its files.
+        That can happen if this process was suspended or lost access to its files.
         """
-        if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked on rank 0 alone
-            time.sleep(1)  # reading may fail now and then on a network file system
+        if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked: only on rank 0
+            time.sleep(1)  # a read may fail once on a network file system
             if not self.lease.is_lock_held_by_us:
                 self._end()
 

@@ -1,6 +1,6 @@
-"""The optimizer steps of a run: their micro-batches, and all that must happen around each.
+"""The optimizer steps of a run: their micro-batches, and the work around each step.
 
-A script's loop reads
+A script's loop is
 
     for step in run.steps(loader):
         with step:
@@ -9,9 +9,9 @@ A script's loop reads
             step.guard(optimizer, loss, grad_norm)
             ...  # the optimizer's step
 
-Entering a step fetches its micro-batches, and counts targets and requests to stop of all ranks.
-Leaving it counts the step, and checks the one before: the host reads a step's numbers when the
-device has begun the next one, so nothing waits for the device.
+Entering a step fetches its micro-batches and counts the targets and stop requests of all ranks.
+Leaving it counts the step and checks the previous one. The host reads a step's numbers after the
+device has started the next step, so nothing waits for the device.
 """
 
 import contextlib
@@ -37,15 +37,15 @@ from .metrics import Metrics
 from .state import TrainState
 from .stops import Stopped, StopRequest
 
-# Where fp16's scaler skips the very first step, the schedule steps before the optimizer.
+# If the fp16 scaler skips the first step, the schedule advances before the optimizer.
 warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
 NOT_ENTERED = "The step was not entered, so nothing counts it. Put `with step:` around it."
-NOT_GUARDED = "A NaN would be trained on. Call step.guard(optimizer, loss, grad_norm) first."
+NOT_GUARDED = "A NaN would change the weights. Call step.guard(optimizer, loss, grad_norm) first."
 
 
 class AsyncReadback:
-    """Numbers of the device, on their way to the host."""
+    """A copy of numbers from the device to the host that does not block."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
@@ -55,14 +55,14 @@ class AsyncReadback:
             self.arrival.record()
 
     def read(self) -> list[Any]:
-        """Wait for the numbers, but not for later work of the device."""
+        """Return the numbers after waiting for the copy, but not for later work of the device."""
         if self.arrival:
             self.arrival.synchronize()
         return self.numbers.tolist()
 
 
 class Step:
-    """One optimizer step; all ranks enter it. `samples` are those of all ranks."""
+    """One optimizer step; all ranks enter it. `samples` are the sample indices of all ranks."""
 
     targets: Tensor  # int64 [], on the device: of all ranks and micro-batches
 
@@ -87,24 +87,24 @@ class Step:
         on_host = torch.tensor(numbers, pin_memory=state.device.type != "cpu")
         sums = on_host.to(state.device, non_blocking=True)
         dist.all_reduce(sums)
-        self._counts = AsyncReadback(sums)  # the last: how many ranks were asked to stop
+        self._counts = AsyncReadback(sums)  # the third: how many ranks were asked to stop
         self.targets = sums[0]
         return self
 
     def micro_batches(self) -> Iterator[tuple[Batch, bool]]:
-        """Yield this rank's micro-batches, on the device, each with whether it is the last one."""
+        """Yield this rank's micro-batches, on the device, and whether each is the last one."""
         if self._batches is None:
             raise RuntimeError(NOT_ENTERED)
         for number, batch in enumerate(self._batches, start=1):
             yield to_device(batch, self.steps.state.device), number == len(self._batches)
 
     def guard(self, optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        """Keep the optimizer's next step from changing anything if the gradients are not finite;
-        the run then ends. Call it before that step, in every step.
+        """End the run, before the optimizer changes anything, if the gradients are not finite. Call
+        this before `optimizer.step()` in every step.
 
-        `loss` is this rank's share, or its parts, `grad_norm` that of all ranks. A fused optimizer
-        skips the step on the device. For any other the host waits for the norm. In fp16 the scaler
-        decides.
+        `loss` is this rank's share of the loss or a vector of terms, `grad_norm` the global norm. A
+        fused optimizer skips the step on the device. For others the host waits for the norm. In
+        fp16 the scaler decides.
         """
         share = loss.sum()
         self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
@@ -113,19 +113,19 @@ class Step:
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             is_bad = grad_norm.isfinite().logical_not()
-            place = optimizer.param_groups[0]["params"][0].device  # the host's, under offload
+            place = optimizer.param_groups[0]["params"][0].device  # the CPU with offload
             optimizer.found_inf = is_bad.float().to(place)
             return
         self.steps.check()
 
     def check(self) -> None:
-        """End the run, on all ranks, if the step had no targets, or no finite gradient norm.
+        """End the run, on all ranks, if the step had no targets or no finite gradient norm.
 
-        An overflow in fp16 has halved the scale; the run ends if it is below 1.
+        In fp16 an overflow halves the loss scale, and the run ends only if it is below 1.
         """
         step, samples, scaler = self.number, self.samples, self.steps.state.scaler
         if self._counts.read()[0] == 0:
-            ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
+            ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}. Check them.")
         loss, grad_norm = self._numbers.read()
         if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
             return
@@ -134,7 +134,7 @@ class Step:
         suspects = [i for rank in bad_ranks or range(count) for i in samples[rank::count]]
         ranks.exit_with(
             f"Step {step}: gradient norm {grad_norm} at loss scale {scaler.get_scale():g}, "
-            f"loss not finite on ranks {bad_ranks}, samples {suspects}. Lower --lr, or look at "
+            f"loss not finite on ranks {bad_ranks}, samples {suspects}. Lower --lr, or check "
             "these samples, which the script's load_data returns as train_set[i]."
         )
 
@@ -146,18 +146,18 @@ class Step:
         steps, state = self.steps, self.steps.state
         state.step += 1
         state.consumed += len(self.samples)
-        _, tokens, asked = self._counts.read()  # available since the device began the step
+        _, tokens, asked = self._counts.read()  # the device finished them before the step
         state.tokens += tokens
         steps.is_stopping = asked > 0
         steps.check(waiting=0 if state.scaler.is_enabled() else 1)
         steps.metrics.count_step(time.perf_counter() - self._start)
         if steps.stop.nothing_to_lose:  # in the first step
-            dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
+            dist.barrier(group=ranks.cpu_group())  # or one might save while another exits
             steps.stop.set_nothing_to_lose(False)
 
     def due(self, every: int) -> bool:
-        """Return whether an action of every so many steps (0: never) is due after this one. All are
-        due at the end of an epoch, and of the run. No action follows a bad step: the run ends."""
+        """Return whether an action that runs every `every` steps (0: never) is due. All are due at
+        the end of an epoch and of the run. End the run if a step was invalid."""
         state = self.steps.state
         is_epoch_end = state.consumed == len(self.steps.loader.dataset)
         is_end = is_epoch_end or state.step == state.total_steps
@@ -169,7 +169,7 @@ class Step:
 
 @dataclass
 class Steps:
-    """The steps that are left of a run, from where `state` is; iterate over it on all ranks.
+    """The remaining steps of a run, starting at `state`. Iterate over it on all ranks.
 
     A data set whose samples differ between epochs has a method `set_epoch`.
     """
@@ -180,12 +180,12 @@ class Steps:
     metrics: Metrics
     stop: StopRequest
     unchecked: list[Step] = field(default_factory=list)
-    is_stopping: bool = False  # so the ranks agreed
+    is_stopping: bool = False  # agreed by all ranks
 
     def __iter__(self) -> Iterator[Step]:
         state, loader = self.state, self.loader
         sampler = loader.batch_sampler
-        loader.generator = torch.Generator()  # or each epoch would draw from dropout's
+        loader.generator = torch.Generator()  # or each epoch would use random numbers of dropout
         while state.step < state.total_steps:
             sampler.epoch = state.epoch
             sampler.consumed = state.consumed
@@ -202,13 +202,13 @@ class Steps:
             state.consumed = 0
 
     def check(self, waiting: int = 0) -> None:
-        """Check all steps but the last `waiting` ones; the run ends if one was bad."""
+        """Check all steps except the last `waiting` ones; end the run if one was invalid."""
         while len(self.unchecked) > waiting:
             self.unchecked.pop(0).check()
 
 
 def trace(args: Namespace, step: int) -> contextlib.AbstractContextManager:
-    """Return a profiler of rank 0's CPU and GPU, if this is the step of --profile."""
+    """Return a profiler of rank 0's CPU and GPU if `step` is that of --profile."""
     if step != args.profile or dist.get_rank() != 0:
         return contextlib.nullcontext()
     path = Path(args.output_dir) / f"trace-step-{step}.json.gz"
