@@ -1,4 +1,4 @@
-"""Code that several benchmarks share: model shapes, random models, launches that print JSON."""
+"""Code shared by the benchmarks: model shapes, random models, launches that print JSON."""
 
 import json
 import os
@@ -33,8 +33,8 @@ import policies
 import summarization_dataset
 from runtime import ranks, weights
 
-Loop = Callable[[Callable[[], None]], None]  # a training loop; calls its argument after each step
-GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and small ones
+Loop = Callable[[Callable[[], None]], None]  # a training loop that calls its argument after a step
+GPT2 = {  # width, layers, heads, vocabulary of the published models and of small ones
     "tiny": (128, 4, 4, 384),
     "30M": (512, 8, 8, 8192),
     "300M": (1024, 24, 16, 384),
@@ -43,18 +43,18 @@ GPT2 = {  # width, layers, heads, vocabulary; those of the published models, and
     "gpt2-large": (1280, 36, 20, 50257),
     "gpt2-xl": (1600, 48, 25, 50257),
 }
-LLAMAS = {  # width, of the feed-forward, layers, heads, of keys and values, vocabulary
+LLAMAS = {  # width, feed-forward width, layers, heads, key-value heads, vocabulary
     "tiny": (64, 128, 2, 4, 4, 512),
     "41M": (768, 2048, 4, 12, 12, 8192),
     "98M": (768, 2048, 12, 12, 12, 8192),
     "254M": (1024, 2816, 16, 16, 16, 16_384),
     "1.1B": (2048, 5632, 22, 32, 4, 32_000),  # TinyLlama's
 }
-NO_DATA = [{"input_ids": [0]}] * 4096, {}  # for `Driven`, where batches are given by hand
+NO_DATA = [{"input_ids": [0]}] * 4096, {}  # for `Driven`, if the caller passes the batches
 
 
 def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
-    """Write the config of a GPT-2 and a byte tokenizer, for --from-scratch."""
+    """Write a GPT-2 config and a byte tokenizer to a directory, for --from-scratch."""
     width, layers, heads, vocabulary = GPT2[name]
     shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "vocab_size": vocabulary}
     ids = {"bos_token_id": 1, "eos_token_id": 1}
@@ -63,7 +63,7 @@ def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
 
 
 def write_llama(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Write a random Llama, in files of 1 GB, and a byte tokenizer."""
+    """Write a random Llama, in files of 1 GB, and a byte tokenizer to a directory."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")  # fmt: skip
     torch.manual_seed(0)
@@ -74,7 +74,7 @@ def write_llama(name: str, directory: Path, dtype: torch.dtype = torch.float32) 
 
 
 class RandomWeights(weights.Loader):
-    """Fills a model whose directory has only a config: each rank draws the same numbers on its
+    """A loader that needs only a config: each rank draws the same random weights on its
     device."""
 
     def __init__(
@@ -83,7 +83,7 @@ class RandomWeights(weights.Loader):
         super().__init__(args, model, source, device)
         parameters = model.named_parameters(remove_duplicate=False)
         for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
-            shape = weights.whole_shape(tensor)  # in 4 bits that of the weights
+            shape = weights.whole_shape(tensor)  # for 4 bits the shape of the weights
             dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
             self.stored[weights.plain_name(name)] = shape, dtype
 
@@ -93,7 +93,7 @@ class RandomWeights(weights.Loader):
 
 
 def without_files() -> None:
-    """Have the scripts give random weights to a model whose directory has only a config."""
+    """Make the scripts use random weights for a model directory that has only a config."""
 
     def new_model(model_class: type, config: PretrainedConfig, *_: object) -> tuple:
         with torch.device("meta"):
@@ -103,7 +103,7 @@ def without_files() -> None:
 
 
 def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]:
-    """Return a micro-batch of the full length, without padding, on the CPU."""
+    """Return a random micro-batch for a script, on the CPU, of full length without padding."""
 
     def ids(length: int) -> list[list[int]]:
         return torch.randint(3, 256, (args.batch_size, length)).tolist()
@@ -119,8 +119,8 @@ def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]
 
 
 class AnonymousMemory(threading.Thread):
-    """A thread that measures this process's anonymous memory in MB every millisecond, while
-    entered."""
+    """A context with a thread that measures this process's anonymous memory in MB every
+    millisecond."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -149,15 +149,15 @@ class AnonymousMemory(threading.Thread):
 
 
 def held(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Count the bytes on this rank of the storages behind these tensors, each once."""
+    """Return the bytes on this rank of the storages of these tensors, each counted once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
     storages = [t.untyped_storage() for t in local if t.numel()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def step_and_weigh(driven: Driven, batch: dict) -> dict[str, int]:
-    """Make a step; return the bytes of parameters, gradients and AdamW's moments that this rank
-    holds. The scales of weights in 4 bits count as parameters."""
+    """Make a step; return this rank's bytes of parameters, gradients and AdamW's moments. The
+    scales of 4-bit weights count as parameters."""
     clip, found = policies.clip_gradients, {}
 
     def clip_and_weigh(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
@@ -178,8 +178,8 @@ def step_and_weigh(driven: Driven, batch: dict) -> dict[str, int]:
 
 
 def trainer_options(args: Namespace, block: str) -> dict[str, object]:
-    """Return arguments for a trainer of Transformers that match ours; on GPUs it uses FSDP1, with
-    units of the class that `block` names, on a CPU DistributedDataParallel."""
+    """Return arguments for a Transformers trainer that match ours. On GPUs it uses FSDP1 with units
+    of the class named `block`, on a CPU DistributedDataParallel."""
     gpu = torch.cuda.is_available()
     sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
         "version": 1, "transformer_layer_cls_to_wrap": [block], "use_orig_params": True,
@@ -196,22 +196,22 @@ def trainer_options(args: Namespace, block: str) -> dict[str, object]:
 
 
 def with_peers(ours: Iterable[str], peers: Iterable[str], processes: int) -> list[str]:
-    """Return the names of ours and, for two or more processes, of the peers, which shard."""
+    """Return the names in `ours` and, with two or more processes, those in `peers`, which shard."""
     return [*ours, *(peers if processes > 1 else ())]
 
 
 def environment_for(processes: int) -> dict[str, str]:
-    """Return an environment that shares the cores among processes and keeps them off the hub."""
+    """Return an environment that divides the cores among processes and disables the hub."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     return {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | os.environ
 
 
 def launch(processes: int, *command: str, python: str = sys.executable) -> dict | list:
-    """Run a program under torchrun, and return the JSON in the last line of what it prints."""
+    """Run a program under torchrun, and return the JSON in the last line of its output."""
     torchrun = [python, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(processes), *map(str, command)]
     environment = environment_for(processes)
-    # Else each thread of `relay` would keep its largest heap, and the memory of freed tensors.
+    # Otherwise each thread of `relay` would keep its largest heap and the memory of freed tensors.
     environment |= {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     output = subprocess.run(
         torchrun, stdout=subprocess.PIPE, text=True, check=True, env=environment
@@ -220,15 +220,15 @@ def launch(processes: int, *command: str, python: str = sys.executable) -> dict 
 
 
 class Enough(Exception):
-    """The sign for a loop of `relay` to end: all its turns are made."""
+    """Raised in a loop of `relay` to end it after its last turn."""
 
 
 def relay(
     loops: dict[str, Loop], turns: int, device: torch.device, steps: int = 1
 ) -> dict[str, dict[str, list[float]]]:
-    """Run the loops in turn; return the `seconds` and `cpu_seconds` that a step took in each of a
-    loop's `turns` turns of `steps` steps. A loop calls its argument after each step. A GPU is
-    waited for at the end of a turn alone."""
+    """Run the loops in turn. Return for each the `seconds` and `cpu_seconds` per step in its
+    `turns` turns of `steps` steps. A loop calls its argument after each step. The GPU is only
+    synchronized at the end of a turn."""
     names = list(loops)
     found = {name: {"seconds": [], "cpu_seconds": []} for name in names}
     batons = {name: threading.Semaphore(0) for name in names}

@@ -38,25 +38,25 @@ OUT_OF_MEMORY = 3  # exit code of a trial
 
 
 def parse_args() -> argparse.Namespace:
-    """Read the command line."""
+    """Return the flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=list(GPT2), default="tiny", help="shape")
+    parser.add_argument("--model", choices=list(GPT2), default="tiny", help="shape of GPT-2")
     parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
     parser.add_argument("--block-size", type=int, default=256, help="tokens in a sample")
-    parser.add_argument("--batch-size", type=int, default=8, help="per rank, on a CPU")
-    parser.add_argument("--max-batch-size", type=int, default=1024, help="where the search ends")
-    parser.add_argument("--memory-limit-gb", type=float, default=0, help="of a GPU (0: all it has)")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples per rank, on a CPU")
+    parser.add_argument("--max-batch-size", type=int, default=1024, help="limit of the search")
+    parser.add_argument("--memory-limit-gb", type=float, default=0, help="per GPU (0: all of it)")
     parser.add_argument("--precision", default="auto", help="as in gpt2_fsdp.py")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a trial")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds that a trial may take")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per trial")
+    parser.add_argument("--timeout", type=int, default=300, help="limit for a trial in seconds")
     parser.add_argument("--trial", nargs=2, help=argparse.SUPPRESS)  # directory, flags as JSON
     return parser.parse_args()
 
 
 def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None:
-    """Train a few steps on random tokens under torchrun; rank 0 prints what it cost as JSON."""
+    """Train a few steps on random tokens; rank 0 prints time and memory as JSON."""
     common = ["--model-name", directory, "--dataset", "docstrings"]
     args = gpt2_fsdp.parse_args([*common, *flags])
     device = gpt2_fsdp.setup(args)
@@ -75,7 +75,7 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
     except torch.OutOfMemoryError:
-        os._exit(OUT_OF_MEMORY)  # at once: the others wait for this rank, torchrun ends them
+        os._exit(OUT_OF_MEMORY)  # at once: the other ranks wait, and torchrun ends them
     peak = torch.tensor(peak_memory(device))
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
     if dist.get_rank() == 0:
@@ -86,11 +86,11 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
         print(json.dumps(found | sizes))
     gpt2_fsdp.cleanup()
     sys.stdout.flush()
-    os._exit(0)  # as `launch` of runtime/run.py, which says why
+    os._exit(0)  # like `launch` in runtime/run.py, which explains it
 
 
 def launch(options: argparse.Namespace, directory: str, flags: list[str]) -> dict | None:
-    """Return the result of a trial in a launch of its own, None if it ran out of memory or time."""
+    """Return the result of a trial in a separate launch, or None without enough memory or time."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*torchrun, "--nproc-per-node", str(options.processes), __file__]
     command += ["--steps", str(options.steps), "--memory-limit-gb", str(options.memory_limit_gb)]
@@ -112,7 +112,7 @@ def launch(options: argparse.Namespace, directory: str, flags: list[str]) -> dic
 
 
 def largest_batch(options: argparse.Namespace, directory: str, flags: list[str]) -> tuple:
-    """Find the largest batch per rank that fits, by doubling, then bisecting; return it and its
+    """Find the largest batch per rank that fits, by doubling, then bisecting. Return it with its
     result."""
     results: dict[int, dict | None] = {}
 
@@ -136,7 +136,7 @@ def largest_batch(options: argparse.Namespace, directory: str, flags: list[str])
 
 
 def row(name: str, batch: int, result: dict | None, base: float | None) -> str:
-    """Return a strategy's row of the table; `base` is the samples per second of DDP, if it fits."""
+    """Return a strategy's row of the table; `base` is the samples/s of DDP, or None."""
     if result is None:
         return f"| {name} | does not fit | | | | | | | |"
     sizes = " | ".join(f"{result[k]:,.1f}" for k in ("parameter", "gradient", "optimizer"))
@@ -147,14 +147,14 @@ def row(name: str, batch: int, result: dict | None, base: float | None) -> str:
 
 
 def main() -> None:
-    """Run all trials and print one table, each row when it is measured."""
+    """Run all trials and print a table, each row as soon as it is measured."""
     options = parse_args()
     if options.trial:
         return trial(options, options.trial[0], json.loads(options.trial[1]))
     gpu = torch.cuda.is_available()
     strategies = [["ddp"], ["shard_grad_op"], ["full_shard"]]
     if gpu:
-        offload = ["--cpu-offload", "--fsdp", "2"]  # FSDP1's needs two GPUs
+        offload = ["--cpu-offload", "--fsdp", "2"]  # under FSDP1 it needs two GPUs
         strategies += [["shard_grad_op", *offload], ["full_shard", *offload]]
     if options.processes == 1:  # nothing is sharded, so shard_grad_op would repeat full_shard
         strategies = [strategy for strategy in strategies if strategy[0] != "shard_grad_op"]

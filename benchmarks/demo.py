@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCHRUN = "torchrun --nnodes 1 --nproc_per_node 2"
 SHAPE = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
 FIRST, DAYS = date(1950, 1, 1), 36525  # a hundred years
-HELD_OUT = 300  # of them
+HELD_OUT = 300  # days in the test set
 MONTHS = {
     "en": "January February March April May June July August September October November December",
     "de": "Januar Februar März April Mai Juni Juli August September Oktober November Dezember",
@@ -52,13 +52,13 @@ FORMS = (  # language and text
 
 
 def ordinal(day: int) -> str:
-    """Return a day as 1st, 2nd, 3rd, 4th."""
+    """Return the day of a month as an ordinal: 1st, 2nd, 3rd, 4th."""
     ending = {1: "st", 2: "nd", 3: "rd"}.get(day % 10, "th")
     return f"{day}{'th' if day in (11, 12, 13) else ending}"
 
 
 def written(day: date, language: str, form: str) -> str:
-    """Return a day in one of the FORMS."""
+    """Return a date as text, in one of the FORMS and its language."""
     month = MONTHS[language].split()[day.month - 1]
     return form.format(
         day=day.day,
@@ -71,8 +71,8 @@ def written(day: date, language: str, form: str) -> str:
 
 
 def make_rows(count: int) -> tuple[list[dict], list[dict]]:
-    """Return `count` rows to train on and HELD_OUT to test on, the same each time, all of different
-    days."""
+    """Return `count` rows to train on and HELD_OUT to test on, the same each time. All dates
+    differ."""
     draw = random.Random(0)
     rows = []
     for number in draw.sample(range(DAYS), HELD_OUT + count):
@@ -91,7 +91,7 @@ def make_model(tokenizer: ByT5Tokenizer) -> T5ForConditionalGeneration:
 
 
 def make(directory: Path, count: int) -> None:
-    """Write model, dates.jsonl with `count` rows and held_out.jsonl into the directory."""
+    """Write the model, dates.jsonl with `count` rows, and held_out.jsonl to the directory."""
     transformers.utils.logging.disable_progress_bar()
     tokenizer = ByT5Tokenizer()
     model = make_model(tokenizer)
@@ -103,10 +103,10 @@ def make(directory: Path, count: int) -> None:
 
 
 def run(flags: str) -> None:
-    """Print a command of T5_training.py and run it, on two CPU processes; ends if it fails."""
+    """Print a T5_training.py command and run it on two CPU processes; exit if it fails."""
     command = f"{TORCHRUN} T5_training.py {flags}"
     print(f"\n$ {command}", flush=True)
-    torchrun = Path(sys.executable).parent / "torchrun"  # also where it is not on the PATH
+    torchrun = Path(sys.executable).parent / "torchrun"  # even if it is not on the PATH
     words = [str(torchrun), "--standalone", *shlex.split(command)[1:]]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     code = subprocess.run(words, cwd=ROOT, env=environment).returncode
@@ -115,13 +115,13 @@ def run(flags: str) -> None:
 
 
 def right(predictions: list[dict]) -> str:
-    """Return the share of predictions that are right to the letter, in percent."""
+    """Return the percentage of predictions that are exactly right, such as 99%."""
     count = sum(row["generated"] == row["reference"] for row in predictions)
     return f"{100 * count / len(predictions):.0f}%"
 
 
 def show(directory: Path) -> None:
-    """Print the share of right answers and three examples, before and after, and draw the loss."""
+    """Print the accuracy and three examples before and after training, and plot the loss."""
     before, after = (
         [json.loads(line) for line in (path / "predictions.jsonl").read_text().splitlines()]
         for path in (directory / "before", directory)
@@ -141,11 +141,11 @@ def show(directory: Path) -> None:
 
 
 def main() -> None:
-    """Make what is missing of the demo, and show its result."""
+    """Run the steps of the demo that are not done yet, and show the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("directory", type=Path, help="where to write")
+    parser.add_argument("directory", type=Path, help="output directory")
     parser.add_argument("--epochs", type=int, default=7, help="passes over the dates")
     parser.add_argument("--rows", type=int, default=12_000, help="dates to train on")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""A script's own training, a step at a time: for tests and benchmarks.
+"""Run a script's own training one step at a time, for tests and benchmarks.
 
     driven = Driven(gpt2_fsdp, args, device)
     loss, grad_norm = driven.step()
 
-`TimedRun` makes the steps one after another, as a loop that others alternate with.
+`TimedRun` runs all steps as a loop that can alternate with other loops.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from runtime.metrics import Metrics
 from runtime.run import Run
 from runtime.steps import Step, Steps
 
-Sets = tuple[Any, dict[str, Any]]  # to train on, and to validate on by name
+Sets = tuple[Any, dict[str, Any]]  # the training set, and the validation sets by name
 
 
 class OffRecord(Run):
-    """A script's training that holds no directory, and neither logs nor saves what is asked for.
+    """A script's training without lock, logs and saves.
 
-    `sets` are the data in place of those of `args`.
+    `sets` are data to use instead of the flags'.
     """
 
     needs_validation = False
-    loader: DataLoader  # of the training set, since the training has begun
+    loader: DataLoader  # of the training set, once the training has started
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class OffRecord(Run):
         self.train_set, self.val_sets = sets or script.load_data(args, self.tokenizer)
 
     def wrap(self) -> None:
-        """Wrap the model, in the thread that trains: torch.compile is configured for a thread."""
+        """Wrap the model. Call this in the training thread, which torch.compile is set for."""
         self.model = self.module.wrap_model(self.args, self.device, self.model, self._init)
         collate = collate_of(self.module, self.model)
         self.val_loaders = batches.val_loaders(self.args, self.val_sets, collate)
 
     def train(self) -> None:
-        """Run the script's `train`."""
+        """Run the script's `train` with this run."""
         self.module.train(self.args, self.model, self.train_set, self.val_loaders, self)
 
     def begin(self) -> bool:
-        """Open the directory, and say nothing."""
+        """Create the directory; return True without logging."""
         self.metrics = SimpleNamespace(count_step=lambda _: None)
         self.directory.mkdir(parents=True, exist_ok=True)
         return True
@@ -80,7 +80,7 @@ class OffRecord(Run):
 
 
 class TimedRun(OffRecord):
-    """A training as a loop for `relay`, with its log and bar, without its validations."""
+    """A training as a loop for `relay`, with logs and a progress bar, without validations."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -93,7 +93,7 @@ class TimedRun(OffRecord):
         self.train()
 
     def begin(self) -> bool:
-        """Begin with a bar."""
+        """Create the directory and the metrics with a progress bar; return True."""
         super().begin()
         self.metrics = Metrics(self.args, self.directory, self.script, self.state)
         return True
@@ -101,7 +101,7 @@ class TimedRun(OffRecord):
     log_step = Run.log_step
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
-        """Yield the steps, each followed by the call."""
+        """Yield the steps; call `end_of_step` after each."""
         self.loader = loader
         for step in super().steps(loader):
             yield step
@@ -109,10 +109,10 @@ class TimedRun(OffRecord):
 
 
 class Driven(OffRecord):
-    """A training that is ready for its next step, from `checkpoint` if there is one.
+    """A training that waits for `step` to be called, starting from `checkpoint` if it is given.
 
-    The script's `train` runs in a thread, which waits while nobody asks for a step. What it raises
-    is raised here.
+    The script's `train` runs in a thread, which waits between calls. Its exceptions are raised in
+    the calling thread.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -140,7 +140,7 @@ class Driven(OffRecord):
         return result
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
-        """Yield a step whenever one is asked for."""
+        """Yield a step for each call of `step`."""
         self.loader = loader
         self.all_steps = Steps(self.args, self.state, loader, self.metrics, self.stop)
         regular = iter(self.all_steps)
@@ -157,7 +157,7 @@ class Driven(OffRecord):
                     continue
                 found: list[tuple] = []
                 step.guard = _kept(step.guard, found)
-                step.due = lambda _: False  # nothing but the step
+                step.due = lambda _: False  # no logs, validations and saves
                 self.fetched = step
                 yield step
             self._answers.put(((*found[0][1:],), None))
@@ -168,15 +168,15 @@ class Driven(OffRecord):
         samples: list[int] = [0],  # noqa: B006 (it is not changed)
         around: contextlib.AbstractContextManager | None = None,
     ) -> tuple[Tensor, Tensor] | None:
-        """Make the next step, or one of the `given` micro-batches, inside of `around`.
+        """Make the next step, or a step on the `given` micro-batches, in the context `around`.
 
-        Returns this rank's share of the loss and the gradient norm; None if no step is left.
+        Return this rank's share of the loss and the gradient norm, or None if no step is left.
         """
         self._asked.put((given, samples, around or contextlib.nullcontext()))
         return self._answer()
 
     def all(self, count: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Make the steps that are left, `count` at most."""
+        """Make the remaining steps, at most `count`, and yield the result of each."""
         for _ in range(count) if count is not None else itertools.count():
             made = self.step()
             if made is None:
@@ -184,13 +184,13 @@ class Driven(OffRecord):
             yield made
 
     def end(self) -> None:
-        """End the training, so that nothing holds its memory."""
+        """End the training and free its memory."""
         self._asked.put(None)
         self._thread.join()
         del self.state, self.model, self.all_steps, self.loader
 
     def check(self) -> None:
-        """Look at the steps that are not yet looked at."""
+        """Check the steps that have not been checked yet."""
         self.all_steps.check()
 
     def batch(self) -> Batch:
@@ -198,13 +198,13 @@ class Driven(OffRecord):
         return next(iter(self.loader))
 
     def save(self, keep: int = 9) -> Path:
-        """Save a checkpoint, and return its path."""
+        """Save a checkpoint in the output directory; return its path."""
         checkpoints.Saver(self.directory, self.state, keep, full=False).save()
         return self.directory / f"checkpoints/step-{self.state.step:08d}"
 
 
 def _kept(guard: Callable, found: list[tuple]) -> Callable:
-    """Return `guard`, which adds its arguments to `found`."""
+    """Return a function that appends its arguments to `found` and calls `guard`."""
 
     def keep(*args: Any) -> None:
         found.append(args)
@@ -214,7 +214,7 @@ def _kept(guard: Callable, found: list[tuple]) -> Callable:
 
 
 def collate_of(script: ModuleType, model: torch.nn.Module) -> Callable:
-    """Return what makes a batch of samples in a script; T5's depends on the model."""
+    """Return the collate function of a script; T5's depends on the model."""
     if hasattr(script.data, "collator"):
         return script.data.collator(weights.unwrapped(model))
     return script.data.collate

@@ -1,4 +1,4 @@
-"""Compare the memory that the estimator predicts with the memory that a training step takes.
+"""Compare the memory that the estimator predicts with the memory of a training step.
 
     python benchmarks/estimate.py                              # the tiny models, two CPU processes
     python benchmarks/estimate.py --models gpt2-large llama-2-7b --processes 1       # one GPU
@@ -32,14 +32,14 @@ LENGTH["T5_training"] = "--source-length"
 
 
 def worker(script_name: str, flags: list[str]) -> None:
-    """Make two steps; rank 0 prints the bytes that it held, and the peak, as JSON."""
+    """Make two steps; rank 0 prints its bytes by kind, and the peak, as JSON."""
     script = importlib.import_module(script_name)
     args = script.parse_args([*flags, "--dataset", "docstrings"])
     device = script.setup(args)
     without_files()
     driven, batch = Driven(script, args, device, sets=NO_DATA), random_batch(script, args)
     found = step_and_weigh(driven, batch)
-    if device.type == "cuda":  # the first step had no moments yet
+    if device.type == "cuda":  # the first step starts without moments
         torch.cuda.reset_peak_memory_stats()
         driven.step([batch])
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
@@ -49,7 +49,7 @@ def worker(script_name: str, flags: list[str]) -> None:
 
 
 def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bool) -> list[str]:
-    """Return the cells of one row: estimated / measured."""
+    """Return a row of the table, with cells such as 12.3 / 12.5 (estimated / measured)."""
     config = memory_estimator.load_config(name)
     script = memory_estimator.SCRIPTS[config.model_type]
     length = options.seq_length or memory_estimator.LENGTHS[config.model_type]
@@ -82,7 +82,7 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
 
 
 def main() -> None:
-    """Print one table."""
+    """Print a table with a row for each model, strategy and recomputation."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="ranks, one per GPU")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank")
     parser.add_argument("--seq-length", type=int, default=0, help="tokens (0: the script's)")
-    parser.add_argument("--lora-rank", type=int, default=0, help="of adapters (0: all weights)")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters (0: all weights)")
     parser.add_argument("--load-in-4bit", action="store_true", help="frozen projections in NF4")
-    parser.add_argument("--recomputed", action="store_true", help="not without recomputation")
+    parser.add_argument("--recomputed", action="store_true", help="only with recomputation")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # script, flags as JSON
     options = parser.parse_args()
     if options.worker:
@@ -106,7 +106,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|" + "---|---|" * torch.cuda.is_available())
     for name in options.models:
         for strategy in options.strategies:
-            # Recomputing changes activations alone, which are seen on a GPU.
+            # Recomputation changes only activations, which are measured on GPUs.
             both = torch.cuda.is_available() and not options.recomputed
             for recompute in (False, True) if both else (options.recomputed,):
                 row = compare(options, name, strategy, recompute)
@@ -116,4 +116,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as `launch` of runtime/run.py, which says why
+    os._exit(0)  # like `launch` in runtime/run.py, which explains it

@@ -1,4 +1,4 @@
-"""Measure tokens/s, MFU and peak memory of a 7B Llama on one GPU, ours and the Trainer's.
+"""Measure tokens/s, MFU and peak memory of a 7B Llama on one GPU, for ours and the Trainer.
 
     python benchmarks/one_gpu.py                                   # bf16, length 4096, 110 GB
     python benchmarks/one_gpu.py --lora-rank 16                    # frozen weights in bf16, 20 GB
@@ -34,7 +34,7 @@ from tools import memory_estimator
 
 
 def matmul_tflops(size: int) -> float:
-    """Measure the TFLOP/s of a square matrix product in bf16, the median of 20."""
+    """Return the TFLOP/s of a square matrix product in bf16, the median of 20 measurements."""
     left, right = torch.randn(2, size, size, device="cuda", dtype=torch.bfloat16)
     seconds = []
     for _ in range(25):
@@ -47,12 +47,12 @@ def matmul_tflops(size: int) -> float:
 
 
 def peak_mb() -> float:
-    """Return the most MB (10^6 bytes) that CUDA's allocator had given out at once."""
+    """Return the peak of CUDA's allocator in MB (10^6 bytes), or 0 on a CPU."""
     return torch.cuda.max_memory_allocated() / 1e6 if torch.cuda.is_available() else 0.0
 
 
 def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
-    """Make steps of llama_fsdp.py; return their median seconds, FLOP/s and MFU."""
+    """Run steps of llama_fsdp.py; return median seconds, TFLOP/s, peak memory and attention."""
     args = llama_fsdp.parse_args(
         ["--model-name", directory, "--dataset", "docstrings", "--attention", options.attention,
          "--max-seq-length", str(options.length), "--batch-size", str(options.batch_size),
@@ -68,7 +68,7 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     kernel, flops = model.attention_kernel, flops_per_token(model, options.length)
     for _ in range(options.steps + 2):
         start = time.perf_counter()
-        batch = random_batch(llama_fsdp, args)  # the Trainer's loader counts too
+        batch = random_batch(llama_fsdp, args)  # inside the timing, like the Trainer's loader
         driven.step([batch])
         if gpu:
             torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
 
 
 def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
-    """Make steps of the Trainer on the same shape, in bf16 by autocast, with its fused AdamW."""
+    """Run the Trainer on the same shape, in bf16 autocast with fused AdamW; return its numbers."""
     warnings.filterwarnings("ignore")
     gpu, seconds = torch.cuda.is_available(), []
     config = transformers.AutoConfig.from_pretrained(directory)
@@ -94,7 +94,7 @@ def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
         how = peft.LoraConfig(r=options.lora_rank, target_modules="all-linear")
         model = peft.get_peft_model(model.bfloat16() if gpu else model, how)
     if gpu:
-        torch.cuda.reset_peak_memory_stats()  # the model was there in fp32
+        torch.cuda.reset_peak_memory_stats()  # without the peak of the fp32 model
     rows = [{"input_ids": torch.randint(3, 256, (options.length,))} for _ in range(8)]
     rows = [row | {"labels": row["input_ids"]} for row in rows]
     args = transformers.TrainingArguments(
@@ -120,21 +120,21 @@ LOOPS = {"ours": ours, "trainer": trainer}
 
 
 def main() -> None:
-    """Print one table."""
+    """Print a table with a row per loop."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     load = memory_estimator.load_config
     names = [n for n in memory_estimator.BUILT_IN if load(n).model_type == "llama"]
-    parser.add_argument("--model", choices=names, default="llama-2-7b", help="shape")
+    parser.add_argument("--model", choices=names, default="llama-2-7b", help="shape of Llama")
     parser.add_argument("--length", type=int, default=4096, help="tokens in a sequence")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences in a step")
     parser.add_argument("--attention", default="auto", help="as in llama_fsdp.py")
-    parser.add_argument("--compile", action="store_true", help="ours with --compile")
+    parser.add_argument("--compile", action="store_true", help="pass --compile to ours")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters (0: all weights)")
     parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=list(LOOPS))
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each launch")
-    parser.add_argument("--turns", type=int, default=3, help="launches of each")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps per launch")
+    parser.add_argument("--turns", type=int, default=3, help="launches of each loop")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)  # loop, directory
     options = parser.parse_args()
     if options.worker:
@@ -154,8 +154,8 @@ def main() -> None:
 
 
 def print_table(options: argparse.Namespace, results: dict[str, list[dict]]) -> None:
-    """Print the launch of each loop's median step. Both loops need as many FLOPs, which ours
-    counts."""
+    """Print the launch with the median step of each loop. FLOPs are those of ours, because both
+    need the same."""
     columns = "attention | s per step | tokens/s | TFLOP/s | MFU | of the matmul | peak, MB"
     print(f"\n| loop | {columns} |")
     print("|---|---|---|---|---|---|---|---|")
@@ -180,4 +180,4 @@ def print_table(options: argparse.Namespace, results: dict[str, list[dict]]) -> 
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as `launch` of runtime/run.py, which says why
+    os._exit(0)  # like `launch` in runtime/run.py, which explains it

@@ -23,7 +23,7 @@ try:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 except ImportError:
-    sys.exit("plot_runs.py draws with matplotlib: `pip install matplotlib` first")
+    sys.exit("plot_runs.py needs matplotlib. Run `pip install matplotlib`.")
 
 PANELS = {
     "loss": "Loss, nats per target token",
@@ -36,32 +36,32 @@ TERMS = {
     "parameter": "parameters",
     "gradient": "gradients",
     "optimizer": "optimizer state",
-    "unsharded": "unsharded units; under ddp its casts",
+    "unsharded": "unsharded units; under ddp casts",
     "activation": "activations",
     "logit": "logits",
 }
-PEAK = "peak, with its figure: not all terms are held at once"
+PEAK = "peak: not all terms are held at once"
 
 Events = dict[str, list[dict]]  # the lines of a metrics.jsonl by event
 
 
 def read(run: Path) -> Events:
-    """Read the events of a run; raises ValueError if there is no training step among them."""
+    """Return the events of a run; raise ValueError if it has no training step."""
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path} is missing: give the --output-dir of a run")
+        raise ValueError(f"{path} is missing. Pass the --output-dir of a run.")
     events: Events = {}
     for line in path.read_text().splitlines():
-        with contextlib.suppress(ValueError):  # half written, by a run that goes on
+        with contextlib.suppress(ValueError):  # incomplete, because the run is still writing
             values = json.loads(line)
             events.setdefault(values["event"], []).append(values)
     if "train" not in events:
-        raise ValueError(f"{path} has no training step yet")
+        raise ValueError(f"{path} has no training step yet.")
     return events
 
 
 def draw(runs: dict[str, Events], panels: list[str], title: str, picture: Path) -> None:
-    """Draw a panel for each quantity that any run has, with a colour for each run."""
+    """Draw a panel for each quantity that a run has logged, with a color for each run."""
     lines = [line for events in runs.values() for line in events["train"]]
     panels = [key for key in panels if any(key in line for line in lines)]
     height = 0.6 + 1.8 * max(len(panels), 2)  # small: legible at a width of 600 pixels
@@ -84,7 +84,7 @@ def draw(runs: dict[str, Events], panels: list[str], title: str, picture: Path) 
 
 
 def draw_points(axis: "plt.Axes", lines: list[dict], key: str, style: str, **options: str) -> None:
-    """Draw one quantity by step, where it was logged."""
+    """Draw the quantity `key` by step, for the events that contain it."""
     lines = [line for line in lines if key in line]
     steps = [line["step"] for line in lines]
     values = [line[key] for line in lines]
@@ -92,7 +92,7 @@ def draw_points(axis: "plt.Axes", lines: list[dict], key: str, style: str, **opt
 
 
 def draw_estimate(rows: list[dict], title: str, picture: Path) -> None:
-    """Draw a bar for each strategy, without and with recomputation: its terms, a dot at the
+    """Draw a bar of stacked terms for each estimate, with a dot at the
     peak."""
     rows = [row for row in rows if row["optimizer"] == "adamw"]
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
@@ -122,7 +122,7 @@ def draw_estimate(rows: list[dict], title: str, picture: Path) -> None:
 
 
 def bar_name(row: dict) -> str:
-    """Return a bar's label: strategy, CPU offload and activation checkpointing."""
+    """Return the label of an estimate: strategy, CPU offload and activation checkpointing."""
     words = [row["strategy"]]
     if row["cpu_offload"]:
         words.append("CPU offload")
@@ -132,14 +132,14 @@ def bar_name(row: dict) -> str:
 
 
 def save(figure: "plt.Figure", title: str, picture: Path) -> None:
-    """Write the picture under its title."""
+    """Write the figure, with its title, to the file `picture`."""
     figure.suptitle(title, fontsize=13)
     figure.tight_layout()
     figure.savefig(picture, dpi=160)
 
 
 def main() -> None:
-    """Write the picture."""
+    """Plot runs or estimates, as the flags ask for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("runs.png"), help="file to write")
     args = parser.parse_args()
     if bool(args.runs) == bool(args.estimate):
-        parser.error("give output directories, or --estimate")
+        parser.error("Pass output directories, or --estimate.")
     if args.estimate:
         rows = [row for path in args.estimate for row in json.loads(path.read_text())["estimates"]]
         draw_estimate(rows, args.title or "Estimated memory of training with AdamW", args.picture)

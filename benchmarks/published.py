@@ -1,10 +1,10 @@
-"""Compare the estimator's peaks with figures that others measured on GPUs.
+"""Compare the estimator's peaks with published measurements on GPUs.
 
-    python benchmarks/published.py  # prints a markdown table; a minute on a CPU
+    python benchmarks/published.py  # prints a Markdown table; a minute on a CPU
 
 A run has a row if its model, batch, flags and program are known, and if its figure is the allocated
-or active memory at the peak, or what expandable segments reserved. No row has float8, offloaded
-activations, or an optimizer in the backward pass; compiled ones recompute all blocks.
+or active memory at the peak, or the memory reserved with expandable segments. No row has float8,
+offloaded activations, or an optimizer in the backward pass. Compiled runs recompute all blocks.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ UNITS = {"GB": 10**9, "GiB": 1 << 30}
 
 
 def llama(*sizes: int, **others: bool) -> LlamaConfig:
-    """Return a Llama config for values of memory_estimator.LLAMA_KEYS."""
+    """Return a Llama config with these values of memory_estimator.LLAMA_KEYS."""
     values = dict(zip(memory_estimator.LLAMA_KEYS.split(), sizes, strict=True))
     return LlamaConfig(**values, max_position_embeddings=1 << 15, **others)
 
@@ -40,7 +40,7 @@ MISTRAL_7B = llama(4096, 14336, 32, 32, 8, 32000)
 
 @dataclass
 class Row:
-    """A published figure, and how its program differs from the scripts here."""
+    """A published measurement, and how its program differs from our scripts."""
 
     source: str
     run: str
@@ -48,17 +48,17 @@ class Row:
     flags: str  # of tools/memory_estimator.py
     unit: str
     config: LlamaConfig
-    logit_bytes: float  # for each of the whole logits, when the loss holds the most
+    logit_bytes: float  # bytes per logit at the peak of the loss
     strategy: str = "full_shard"
     offload: bool = False
     alone: bool = False  # one GPU without FSDP
     one_root: bool = True  # embeddings and head are in the root unit
-    in_16_bits: bool = False  # trained weights, gradients and moments have no fp32
+    in_16_bits: bool = False  # trained weights, gradients and moments are not fp32
     selective: bool = False  # a recomputed block keeps every second matrix product
     outputs_stay: bool = False  # the cache and fp32 logits stay in the backward pass
 
 
-# logit_bytes: fp32 logits, log-softmax, its gradient and the logits' are 4 x 4 if `pred` or
+# logit_bytes: fp32 logits, log-softmax, its gradient and that of the logits are 4 x 4 if `pred` or
 # `output` keeps the logits (torchtitan in March 2024, fsdp_qlora), else 3 x 4 (torchtitan since,
 # llama-cookbook, torchtune), and in bf16 4 x 2 (thunder's benchmark_litgpt.py). torchtune's chunked
 # loss has all logits in bf16 and the gradient of one of 8 chunks, 2 + 2 / 8. in_16_bits:
@@ -116,13 +116,13 @@ ROWS = [
 
 
 def estimate(row: Row) -> float:
-    """Return the peak of a GPU's memory, in the row's unit."""
+    """Return the estimated peak memory of a GPU for a row, in its unit."""
     config = row.config
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         args = memory_estimator.parse_args(["--model-name", directory, *row.flags.split()])
         model = memory_estimator.read_model(args)
-    if row.one_root:  # units of a single weight are the embeddings, the head, and the last norm
+    if row.one_root:  # embeddings, head and last norm are units of one weight
         root = [weight for unit in model.units if len(unit) == 1 for weight in unit]
         model.units = [root, *(unit for unit in model.units if len(unit) > 1)]
     tokens = args.batch_size * args.seq_length
@@ -140,13 +140,13 @@ def estimate(row: Row) -> float:
         kept += at_layers * (2 * width + 4 * config.num_attention_heads)
     if row.outputs_stay:
         kept += at_layers * 2 * 2 * keys + 4 * logits
-    elif row.source == COOKBOOK_41:  # the cache stays until the loss is computed
+    elif row.source == COOKBOOK_41:  # the cache is kept until the loss is computed
         loss += at_layers * 2 * 2 * keys
     model = dataclasses.replace(model, chunked=False, logits=loss)
     recompute = args.activation_checkpointing
     terms = memory_estimator.memory(model, args, row.strategy, row.offload, recompute, "adamw")
     weights, gradients, moments = (terms[f"{x}_bytes"] for x in memory_estimator.TERMS[:3])
-    if row.in_16_bits:  # frozen weights are in any case
+    if row.in_16_bits:  # frozen weights always are
         weights, gradients, moments = weights - gradients // 2, gradients // 2, moments // 2
     find_peak = memory_estimator.fsdp2_peak if args.fsdp == 2 else memory_estimator.fsdp1_peak
     states = [weights, gradients, moments]
@@ -157,13 +157,13 @@ def estimate(row: Row) -> float:
 
 
 def compare() -> list[tuple[Row, float, float]]:
-    """Return the rows with their estimates and relative errors."""
+    """Return each row with its estimate and relative error."""
     estimates = [estimate(row) for row in ROWS]
     return [(row, ours, ours / row.measured - 1) for row, ours in zip(ROWS, estimates, strict=True)]
 
 
 def main() -> None:
-    """Print the table, the median error and the largest one."""
+    """Print the table of all rows, the median error and the largest error."""
     print("| source | run | measured | estimated | error | bytes of a logit |")
     print("|---|---|---|---|---|---|")
     results = compare()

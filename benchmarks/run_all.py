@@ -6,12 +6,12 @@
     python benchmarks/run_all.py --preset gpu --minutes 10       # the most important ones first
 
 `--data` is a directory with seed_tasks.jsonl of self-instruct and xsum_200.jsonl (`document` and
-`summary` in each line). By default docstrings are used. `--only` selects titles that contain these
-words. After each program, the preset's part of the file is replaced. The other preset's part stays.
+`summary` in each line). By default docstrings are used. `--only` selects titles that contain one of
+these words. After each program, its section in the preset's part of the file is replaced.
 
-When `--minutes` are over, the running program is ended. Run the same command again to measure the
-rest: it keeps sections that were measured by the same command, at the same commit, with the same
-device and versions. A program that failed or was ended keeps its output in the file, and runs again
+After `--minutes`, the running program is stopped. Run the same command again to measure the rest:
+it keeps sections that were measured by the same command, at the same commit, with the same device
+and versions. A program that failed or was stopped keeps its output in the file, and runs again
 after all others.
 """
 
@@ -30,7 +30,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-START = time.monotonic()  # before the import that takes seconds
+START = time.monotonic()  # before the import of torch, which takes seconds
 
 import torch  # noqa: E402
 
@@ -38,16 +38,16 @@ FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "RESULTS.md"
 TITLES = {"cpu": "On a CPU", "gpu": "On GPUs"}
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes")
-LARGE_GPU = 110e9  # bytes that Llama 2 7B takes with AdamW, recomputed, at a length of 4096
-KEPT_SECONDS = 10  # of --minutes, at most a tenth, for the start and the end of this program
-LEAST_SECONDS = 20  # another program is started only if so many are left
-UNFINISHED = ("It ended with exit code", "It was ended after")  # last line of such an entry
+LARGE_GPU = 110e9  # bytes for Llama 2 7B with AdamW, recomputation and a length of 4096
+KEPT_SECONDS = 10  # of --minutes, for this program's start and end; at most a tenth of it
+LEAST_SECONDS = 20  # least time left to start another program
+UNFINISHED = ("It ended with exit code", "It was ended after")  # in the last line of these entries
 
 
 def gpu_programs(processes: int, large: bool) -> dict[str, str]:
-    """Return the command of each section on GPUs by its title, what matters most first.
+    """Return the command of each section on GPUs by title, the most important first.
 
-    `large`: a GPU has 110 GB or more.
+    `large` means that a GPU has 110 GB or more.
     """
     n = f" --processes {processes}"
     size, model = ("7B", "llama-2-7b") if large else ("1.1B", "tinyllama-1.1b")
@@ -77,7 +77,7 @@ def gpu_programs(processes: int, large: bool) -> dict[str, str]:
 
 
 def cpu_programs(processes: int) -> dict[str, str]:
-    """Return the command of each section on a CPU by its title."""
+    """Return the command of each section on a CPU by title."""
     n = f" --processes {processes}"
     return {
         "FSDP against FSDP": "step_time.py --steps 7" + n,
@@ -89,7 +89,7 @@ def cpu_programs(processes: int) -> dict[str, str]:
 
 
 def programs(preset: str, processes: int, data: Path | None, large: bool) -> dict[str, str]:
-    """Return the command of each section, by its title, in the order in which they run."""
+    """Return the command of each section of a preset by title, in the order of running."""
     commands = cpu_programs(processes) if preset == "cpu" else gpu_programs(processes, large)
     if data is None:
         return commands
@@ -101,8 +101,8 @@ def programs(preset: str, processes: int, data: Path | None, large: bool) -> dic
 
 
 def commit() -> str:
-    """Return the last commit that changed anything but the results, and whether more has changed
-    since."""
+    """Return the last commit that changed more than the results, with a note if there are local
+    changes."""
 
     def git(command: str) -> subprocess.CompletedProcess:
         command = f"git {command} -- :/ ':(exclude,top)benchmarks/RESULTS.md'"
@@ -115,7 +115,7 @@ def commit() -> str:
 
 
 def about() -> str:
-    """Return a line of machine, versions and commit."""
+    """Return a line with the machine, the package versions and the commit."""
     versions = []
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -128,14 +128,14 @@ def about() -> str:
 
 
 def parse(text: str, heading: str) -> tuple[str, dict[str, str]]:
-    """Return the text before the first heading of a level, and the text below each, by heading."""
+    """Split text at headings such as ##; return the text before them, and the rest by heading."""
     before, *parts = re.split(rf"^{heading} ", text, flags=re.MULTILINE)
     return before, {part.split("\n", 1)[0]: part.split("\n", 1)[1] for part in parts}
 
 
 def with_section(text: str, preset: str, title: str, body: str) -> str:
-    """Return the text of RESULTS.md with one section of a preset's part replaced, or added at its
-    end."""
+    """Return the text of RESULTS.md with one section of a preset replaced, or appended to
+    it."""
     head, known = parse(text, "##")
     intro, found = parse(known.get(TITLES[preset], "\n"), "###")
     found[title] = f"\n{body.strip()}\n\n"
@@ -145,8 +145,8 @@ def with_section(text: str, preset: str, title: str, body: str) -> str:
 
 
 def entries(text: str, preset: str, title: str) -> list[str]:
-    """Return the entries of a section of RESULTS.md, each from a line with a date on: one, or a
-    whole one and one that was cut short later."""
+    """Return the entries of a section of RESULTS.md, each of which starts with a date: a complete
+    one, a later unfinished one, or both."""
     _, known = parse(text, "##")
     _, found = parse(known.get(TITLES[preset], ""), "###")
     parts = re.split(r"^(?=\d{4}-\d\d-\d\d; )", found.get(title, ""), flags=re.MULTILINE)
@@ -154,12 +154,12 @@ def entries(text: str, preset: str, title: str) -> list[str]:
 
 
 def is_whole(entry: str) -> bool:
-    """Tell whether an entry's program came to its end."""
+    """Return whether the program of an entry finished."""
     return not entry.splitlines()[-1].startswith(UNFINISHED)
 
 
 def shown(command: str) -> str:
-    """Return a command as RESULTS.md shows it, without the directory of the data."""
+    """Return a command as Markdown code, without the directory of --data."""
     command = re.sub(r"\S*/(\w+\.jsonl)", r"\1", command)
     return f"`python benchmarks/{command}`"
 
@@ -167,8 +167,8 @@ def shown(command: str) -> str:
 def left_to_do(
     commands: dict[str, str], text: str, preset: str, machine: str
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the commands whose results are not in RESULTS.md, those that were tried in vain last,
-    and the titles of those that are."""
+    """Return the commands without complete results in RESULTS.md, unfinished ones last, and the
+    titles of the others."""
     new, tried, done = {}, {}, []
     for title, command in commands.items():
         ours = [
@@ -186,7 +186,7 @@ def left_to_do(
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of the processes that a process has started, and of theirs."""
+    """Return the ids of all child processes of a process, and of their children."""
     found = []
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -196,14 +196,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def run(command: str, seconds: float | None) -> tuple[list[str], str]:
-    """Run a program; return what it prints, and a sentence if it failed or was ended, else "".
+    """Run a program; return its output, and a sentence if it failed or was stopped, else "".
 
-    After `seconds` it is ended, with all its processes: torchrun's workers are in other groups.
+    After `seconds` kill it with all its processes: torchrun's workers are in other groups.
     """
     words = [sys.executable, *shlex.split(f"{FOLDER}/{command}")]
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else a kill loses what it printed
+        environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # otherwise a kill loses its output
         process = subprocess.Popen(words, stdout=output, env=environment)
         said = ""
         try:
@@ -221,8 +221,8 @@ def run(command: str, seconds: float | None) -> tuple[list[str], str]:
 
 
 def measure(title: str, command: str, preset: str, machine: str, seconds: float | None) -> bool:
-    """Run a program and write its section; return whether it failed. An earlier measurement stays
-    until there is another whole one."""
+    """Run a program and write its section; return whether it failed. An earlier measurement is
+    kept until a new one is complete."""
     print(f"{title}: {command}", flush=True)
     lines, said = run(command, seconds)
     if said:
@@ -238,26 +238,26 @@ def measure(title: str, command: str, preset: str, machine: str, seconds: float 
 
 
 def parse_args() -> argparse.Namespace:
-    """Read the command line."""
+    """Return the flags of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--preset", choices=list(TITLES), required=True, help="sizes")
     parser.add_argument("--processes", type=int, default=0, help="ranks (0: 2, or all the GPUs)")
     parser.add_argument("--data", type=Path, help="directory with seed_tasks.jsonl, xsum_200.jsonl")
-    parser.add_argument("--only", nargs="+", default=[""], help="words of titles")
-    parser.add_argument("--minutes", type=float, help="limit of one start; the next start runs "
-        "the rest (default: no limit, everything is measured again)")  # fmt: skip
+    parser.add_argument("--only", nargs="+", default=[""], help="words in titles")
+    parser.add_argument("--minutes", type=float, help="limit for one start; the next start runs "
+        "the rest (default: no limit, measures everything again)")  # fmt: skip
     args = parser.parse_args()
     if args.minutes is not None and not 0 < args.minutes < math.inf:
-        parser.error(f"--minutes {args.minutes:g} must be more than 0")
+        parser.error(f"--minutes {args.minutes:g} must be above 0.")
     if args.preset == "gpu" and not torch.cuda.is_available():
-        parser.error("--preset gpu needs a GPU")
+        parser.error("--preset gpu needs a GPU.")
     return args
 
 
 def main() -> int:
-    """Run the programs; return 1 if one of them failed."""
+    """Run all programs; return True if one of them failed."""
     args = parse_args()
     processes, large = args.processes or 2, False
     if args.preset == "gpu":

@@ -1,13 +1,13 @@
-"""Compare load, save, resume and export of a Llama with Transformers' and Accelerate's FSDP.
+"""Compare load, save, resume and export of a Llama with FSDP in Transformers and Accelerate.
 
     python benchmarks/saving.py                                 # 98M parameters, two CPU processes
     python benchmarks/saving.py --model 1.1B --processes 8
 
-The files are in bf16, as on the hub, and the weights in fp32. Each stage is a separate launch:
+The files are bf16, as on the hub, and the weights fp32. Each stage is a separate launch:
 
 - load: seconds until the model is sharded
-- save: seconds for which training waits while weights and AdamW's moments are saved, seconds until
-  they are on the disk, and seconds of a step without a save and of one right after a save
+- save: seconds that training waits for a save of weights and AdamW's moments, seconds until the
+  files are on the disk, and seconds of a step without a save and of one right after a save
 - resume: seconds until new processes have restored model and optimizer
 - export: seconds until `from_pretrained` can load the directory, in fp32
 
@@ -66,16 +66,16 @@ OURS = {
 
 
 class Resumed(Driven):
-    """A training of ours that notes when it has all that was saved, or is fresh."""
+    """A training of ours that records when it is restored or initialized."""
 
     def restore(self, *parts: Any, **others: Any) -> None:
-        """Restore; what follows, such as the comparison of losses, is not timed."""
+        """Restore, and record the time before the checks of the loss."""
         super().restore(*parts, **others)
         self.restored = time.perf_counter()
 
 
 class Ours:
-    """Ours, as llama_fsdp.py does it."""
+    """Load, save, resume and export as llama_fsdp.py does."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
@@ -87,7 +87,7 @@ class Ours:
         self.model = llama_fsdp.wrap_model(self.args, self.device, model, init)
 
     def begin(self, checkpoint: Path | None = None) -> float:
-        """Come to the first step; return the time when model and optimizer were there."""
+        """Prepare the first step; return the time when model and optimizer were ready."""
         self.run = Resumed(llama_fsdp, self.args, self.device, checkpoint, NO_DATA)
         args, state = self.args, self.run.state
         group = dist.new_group(backend="gloo") if args.async_save else None
@@ -102,7 +102,7 @@ class Ours:
         self.run.step([random_batch(llama_fsdp, self.args)])
 
     def save(self, note: Callable[..., None]) -> None:
-        """Save; `note` is called when all is on the disk, maybe later."""
+        """Save, and call `note` when the save is on the disk, maybe later."""
         self.saver.save()
         if self.saver.under_way:
             self.saver.under_way.add_done_callback(note)
@@ -114,7 +114,7 @@ class Ours:
         self.saver.wait()
 
     def resume(self) -> float:
-        """Continue from the newest checkpoint."""
+        """Resume from the newest checkpoint; return the time when it is restored."""
         return self.begin(max(Path(self.args.output_dir).glob("checkpoints/step-*")))
 
     def export(self, path: Path) -> None:
@@ -123,7 +123,7 @@ class Ours:
 
 
 class Transformers:
-    """Transformers' own, in the same order."""
+    """Load, save, resume and export with the functions of Transformers."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device):
         self.args, self.device = args, device
@@ -143,7 +143,7 @@ class Transformers:
         self.optimizer.zero_grad()
 
     def save(self, note: Callable[..., None]) -> None:
-        """Save; `note` is called when all is on the disk."""
+        """Save model and optimizer, then call `note`."""
         from transformers.distributed.checkpoint import save_optimizer_distributed
 
         self.model.save_pretrained(self.saved, distributed_checkpoint=True)
@@ -151,10 +151,10 @@ class Transformers:
         note()
 
     def wait(self) -> None:
-        """Nothing is in the background."""
+        """Do nothing, because no save is in the background."""
 
     def resume(self) -> float:
-        """Load what was saved; return the time when it is there."""
+        """Load the saved model and optimizer; return the time when they are ready."""
         from transformers.distributed.checkpoint import load_optimizer_distributed
 
         self.args.model_name = self.saved
@@ -168,7 +168,7 @@ class Transformers:
 
 
 class Accelerate(Transformers):
-    """Accelerate's."""
+    """Load, save, resume and export with the functions of Accelerate."""
 
     def load(self) -> None:
         """Load the model on every rank, and shard it."""
@@ -179,18 +179,18 @@ class Accelerate(Transformers):
     begin = load
 
     def save(self, note: Callable[..., None]) -> None:
-        """Save."""
+        """Save model and optimizer, then call `note`."""
         self.accelerator.save_state(self.saved)
         note()
 
     def resume(self) -> float:
-        """Load what was saved, into a model that was loaded."""
+        """Load the model, then its saved state; return the time when both are ready."""
         self.load()
         self.accelerator.load_state(self.saved)
         return time.perf_counter()
 
     def export(self, path: Path) -> None:
-        """Gather the model on rank 0, and save it."""
+        """Gather the model on rank 0, and write it there."""
         whole = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
             self.accelerator.unwrap_model(self.model).save_pretrained(path, state_dict=whole)
@@ -199,11 +199,11 @@ class Accelerate(Transformers):
 PEERS = {"transformers-fsdp2": Transformers, "accelerate-fsdp2": Accelerate}
 if not find_spec("transformers.distributed.checkpoint"):  # Transformers 5.17 has none
     del PEERS["transformers-fsdp2"]
-STAGES = ["load", "save", "resume", "export"]  # a launch of each; what is resumed, was saved
+STAGES = ["load", "save", "resume", "export"]  # a launch for each; resume needs the save
 
 
 def timed(action: Callable[..., Any], *parts: Any) -> float:
-    """Return the seconds of an action that all ranks begin at once, until all have done it."""
+    """Run an action on all ranks together; return the seconds until all have finished."""
     dist.barrier(group=ranks.cpu_group())
     start = time.perf_counter()
     action(*parts)
@@ -212,7 +212,7 @@ def timed(action: Callable[..., Any], *parts: Any) -> float:
 
 
 def with_memory(action: Callable[..., Any], *parts: Any) -> tuple[float, float]:
-    """Return the seconds of an action, and the MB by which it raises a rank's anonymous memory."""
+    """Run an action; return the seconds and the most MB of anonymous memory it added on a rank."""
     with AnonymousMemory() as memory:
         seconds = timed(action, *parts)
     rise = torch.tensor(memory.peak - memory.first)
@@ -221,7 +221,7 @@ def with_memory(action: Callable[..., Any], *parts: Any) -> tuple[float, float]:
 
 
 def save(way: Ours | Transformers, saves: int) -> dict[str, float]:
-    """Train and save; return the medians."""
+    """Train and save `saves` times; return the median seconds by name."""
     way.begin()
     way.step()
     found: dict[str, list[float]] = {"save": [], "on disk": [], "step": [], "step beside": []}
@@ -237,7 +237,7 @@ def save(way: Ours | Transformers, saves: int) -> dict[str, float]:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Do one of the stages on this rank; rank 0 prints what it found as JSON."""
+    """Run one stage on this rank; rank 0 prints the measurements as JSON."""
     name, stage, directory = options.worker
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
@@ -265,7 +265,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print a table with a row per way, after each launch."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=5, help="saves of each way")
     parser.add_argument("--turns", type=int, default=3, help="launches of each stage, in turn")
     parser.add_argument("--ways", nargs="+", choices=[*OURS, *PEERS], help="which (default: all; "
-        "peers from two processes on)")  # fmt: skip
+        "peers only with two processes or more)")  # fmt: skip
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="which")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)  # way, stage, directory
     options = parser.parse_args()
@@ -287,14 +287,14 @@ def main() -> None:
     results: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
     with tempfile.TemporaryDirectory() as directory:
         write_llama(options.model, Path(directory, "model"), torch.bfloat16)
-        os.sync()  # else the files are still being written when the first way reads them
+        os.sync()  # otherwise the files are still being written when the first way reads them
         for turn, name in itertools.product(range(1, options.turns + 1), ways):
             found = results[name]
             for stage in options.stages:
                 command = [__file__, "--saves", options.saves, "--worker", name, stage, directory]
                 for key, value in launch(options.processes, *command).items():
                     found.setdefault(key, []).append(value)
-            for path in ("output", "export"):  # those of a large model fill a disk
+            for path in ("output", "export"):  # large models would fill the disk
                 shutil.rmtree(f"{directory}/{path}", ignore_errors=True)
             if turn == 1 and name == ways[0]:
                 print(f"| way | launches | {' | '.join(found)} |\n|---|---|{'---|' * len(found)}")
@@ -306,4 +306,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as `launch` of runtime/run.py, which says why
+    os._exit(0)  # like `launch` in runtime/run.py, which explains it

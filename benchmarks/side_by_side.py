@@ -74,8 +74,8 @@ LENGTHS = {"cpu": {"pack": 1024, "block": 256}, "gpu": {"pack": 2048, "block": 1
 
 
 def write_rows(options: argparse.Namespace, directory: Path) -> list[str]:
-    """Write chats.jsonl, pairs.jsonl and texts.jsonl, and files of their first eight rows; return
-    all texts."""
+    """Write chats.jsonl, pairs.jsonl and texts.jsonl, and files with the first eight rows of each.
+    Return all texts."""
     documented = [(row["text"], row["headline"]) for row in readers.docstring_rows()]
     pairs = documented[: options.rows]
     turns = [(headline, text) for text, headline in pairs]
@@ -102,7 +102,7 @@ def write_rows(options: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def write_models(preset: str, texts: list[str], directory: Path) -> None:
-    """Write a random Llama, T5 and GPT-2 with a byte-level BPE tokenizer of these texts."""
+    """Write a random Llama, T5 and GPT-2, with a byte-level BPE tokenizer trained on `texts`."""
     bpe = ByteLevelBPETokenizer()
     special = ["<pad>", "<|im_end|>", "<|im_start|>", "<unk>"]
     bpe.train_from_iterator(texts, VOCABULARY, special_tokens=special, show_progress=False)
@@ -127,7 +127,7 @@ def write_models(preset: str, texts: list[str], directory: Path) -> None:
 
 
 def instances(tasks: Path) -> Iterator[tuple[str, str]]:
-    """Yield the prompt and the output of every instance of self-instruct that has an output."""
+    """Yield prompt and output of each self-instruct task instance that has an output."""
     for task in map(json.loads, tasks.read_text().splitlines()):
         for instance in task["instances"]:
             if instance["output"].strip():
@@ -136,21 +136,21 @@ def instances(tasks: Path) -> Iterator[tuple[str, str]]:
 
 
 class CountingRun(TimedRun):
-    """A run of ours whose targets are counted."""
+    """A run of ours that counts the targets of each step."""
 
     def __init__(self, *args: object):
         super().__init__(*args)
         self.targets: list[int | Tensor] = []  # of each step
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
-        """Yield the steps; note the targets of each, which are those of all ranks, on rank 0."""
+        """Yield the steps; record on rank 0 the targets of all ranks in each."""
         for step in super().steps(loader):
             yield step
             self.targets.append(step.targets if dist.get_rank() == 0 else 0)
 
 
 class Turns:
-    """The sign for a trainer that its step is over, and the targets of this rank in each."""
+    """The callback of a trainer after each step, and the targets of this rank in each step."""
 
     def __init__(self, end_of_step: Callable[[], None]):
         self.end_of_step = end_of_step
@@ -158,7 +158,7 @@ class Turns:
 
 
 def watched(trainer_class: type, turns: Turns) -> type:
-    """Return a trainer that takes turns, and keeps its first batch and the loss that it reports."""
+    """Return a trainer that takes turns, and keeps its first batch and its first reported loss."""
 
     class Watched(trainer_class):
         first_batch: dict[str, Tensor] | None = None
@@ -187,14 +187,14 @@ def watched(trainer_class: type, turns: Turns) -> type:
 
 
 def count_targets(model: torch.nn.Module, labels: Tensor) -> Tensor:
-    """Count the labels that are predicted: a causal model shifts them, and skips the first."""
+    """Return the number of predicted labels; a causal model does not predict the first of a row."""
     if not model.config.is_encoder_decoder:
         labels = labels[:, 1:]
     return (labels != -100).sum()
 
 
 def samples(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield each sample of a batch alone, without padding: documents of a pack, pairs, or
+    """Yield each sample of a batch without padding: the documents of a pack, pairs, or
     blocks."""
     if "position_ids" in batch:
         starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
@@ -209,7 +209,7 @@ def samples(batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 @torch.no_grad()
 def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
-    """Return the mean loss over the targets of all ranks' batches, of the model alone, a sample at
+    """Return the model's mean loss per target over the batches of all ranks, computed one sample at
     a time."""
     total = torch.zeros(2, dtype=torch.float64)
     for sample in samples(batch):
@@ -243,7 +243,7 @@ def trl_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
 
 
 def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
-    """Return Seq2SeqTrainer as in Transformers' run_summarization.py, with group_by_length."""
+    """Return the Seq2SeqTrainer of Transformers' run_summarization.py, with group_by_length."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
     model = transformers.T5ForConditionalGeneration.from_pretrained(
         args.model_name, dtype=torch.float32
@@ -270,7 +270,7 @@ def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trai
 
 
 def clm_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
-    """Return Trainer as in Transformers' run_clm.py: joined texts in blocks of one length."""
+    """Return the Trainer of Transformers' run_clm.py, on joined texts in blocks of one length."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
     model = transformers.GPT2LMHeadModel.from_pretrained(args.model_name, dtype=torch.float32)
     texts = [text + tokenizer.eos_token for text in Dataset.from_json(args.dataset[0])["text"]]
@@ -285,7 +285,7 @@ def clm_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
 
 
 class Peer(NamedTuple):
-    """A comparison: a script and its flags, and a trainer."""
+    """A script with its model and flags, and the trainer to compare it with."""
 
     script: ModuleType
     model: str
@@ -320,7 +320,7 @@ OURS = {
 def ours(
     options: argparse.Namespace, flags: list[str], device: torch.device
 ) -> dict[str, CountingRun]:
-    """Return our runs, by their names."""
+    """Return the runs of our script to compare, by name."""
     script = PEERS[options.worker].script
     runs = {}
     for name, more in OURS[options.preset].items():
@@ -329,7 +329,7 @@ def ours(
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Run ours and a peer in turn on this rank, in the directory of the data; print JSON."""
+    """Run ours and a peer in turn on this rank; rank 0 prints the measurements as JSON."""
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     peer = PEERS[options.worker]
@@ -377,7 +377,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def report(name: str, found: dict) -> None:
-    """Print the table of one peer."""
+    """Print the results of the comparison with the peer `name`."""
     print(f"\n{PEERS[name].script.SCRIPT}.py, {found['steps']} steps of each in turn; {name} wraps "
           f"the model in {found['wrapped']}\n")  # fmt: skip
     rows = found["rows"]
@@ -395,7 +395,7 @@ def report(name: str, found: dict) -> None:
 
 
 def main() -> None:
-    """Print a table for each peer."""
+    """Write the data and models, and print a table for each peer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -405,8 +405,8 @@ def main() -> None:
         default=["trl", "seq2seq", "trainer"])  # fmt: skip
     parser.add_argument("--tasks", type=Path, help="a JSONL file of self-instruct")
     parser.add_argument("--articles", type=Path, help="JSONL of document and summary")
-    parser.add_argument("--rows", type=int, default=800, help="docstrings, where they stand in")
-    parser.add_argument("--epochs", type=int, default=3, help="timed ones, as ours has them")
+    parser.add_argument("--rows", type=int, default=800, help="number of docstrings, if used")
+    parser.add_argument("--epochs", type=int, default=3, help="timed epochs of our script")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # a peer
     options = parser.parse_args()
     if options.worker:
@@ -419,7 +419,7 @@ def main() -> None:
         os.chdir(directory)
         for name in options.peers:
             if name == "trl" and not importlib.util.find_spec("trl"):
-                print("\ntrl is not installed: left out")
+                print("\ntrl is not installed and is skipped.")
                 continue
             flags = ["--worker", name, "--preset", options.preset, "--epochs", options.epochs]
             report(name, launch(options.processes, Path(__file__), *flags))
@@ -428,4 +428,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as `launch` of runtime/run.py, which says why
+    os._exit(0)  # like `launch` in runtime/run.py, which explains it

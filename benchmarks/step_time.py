@@ -1,26 +1,25 @@
-"""Step time of a Llama under FSDP: this repository's loop against others', in one run, in turn.
+"""Compare the step time of a Llama under FSDP in this repository's loop and in others.
 
     python benchmarks/step_time.py                              # 98M parameters, two CPU processes
     python benchmarks/step_time.py --model 1.1B --length 2048 --processes 8                 # GPUs
     python benchmarks/step_time.py --loops ours-fsdp2 ours-blocks    # recomputation
 
-- ours: `train` of llama_fsdp.py as it stands, from one step's end to the next: data, the count of
-  tokens, forward, backward, clip, optimizer, schedule, bar and log.
-- transformers: forward, backward, clip, step and zero_grad, and nothing else, on a model that
-  Transformers itself has sharded by FSDP2 as it loaded it.
-- accelerate: the same on a model that Accelerate has sharded by FSDP2. On a CPU it would take
-  DistributedDataParallel without a word, and is made to shard; its FSDP1 does not run there
-  ("Inconsistent compute device and `device_id` on rank 0: cpu vs cpu:0"). So it is with
-  Transformers' Trainer, which has Accelerate do it: its FSDP2 becomes DistributedDataParallel, its
-  FSDP1 ends ("There are currently no available devices found").
+- ours: the unchanged `train` of llama_fsdp.py, from the end of one step to the next: data, token
+  count, forward, backward, clip, optimizer, schedule, progress bar and log.
+- transformers: only forward, backward, clip, step and zero_grad, on a model that Transformers has
+  sharded by FSDP2 while loading it.
+- accelerate: the same on a model that Accelerate has sharded by FSDP2. On a CPU it would silently
+  use DistributedDataParallel, so the benchmark forces it to shard. Its FSDP1 fails there
+  ("Inconsistent compute device and `device_id` on rank 0: cpu vs cpu:0"). Transformers' Trainer
+  uses Accelerate: there FSDP2 becomes DistributedDataParallel, and FSDP1 fails ("There are
+  currently no available devices found").
 
 All train from the same weights on the same batches, in which every position is a target, with fused
-AdamW in the same precision; so the loss of the last step agrees. They recompute nothing, except
-ours-blocks: it is under FSDP2, and recomputes the blocks. The peers need two processes: on one,
-Transformers shards nothing and leaves the model on the CPU in fp32. Each loop runs in a thread of
-its own that waits while the others make their step, after a barrier of all ranks. On GPUs a turn is
-ten steps, so that a step need not wait for the GPU. CPU seconds are those of rank 0, and steadier
-than the clock.
+AdamW in the same precision, so the loss of the last step agrees. Only ours-blocks, under FSDP2,
+recomputes the blocks. The peers need two processes: on one, Transformers does not shard and leaves
+the model on the CPU in fp32. Each loop runs in its own thread. It waits while the others make their
+step, after a barrier of all ranks. On GPUs a turn is ten steps, so that a step need not wait for
+the GPU. CPU seconds are those of rank 0 and vary less than wall time.
 """
 
 import argparse
@@ -57,20 +56,20 @@ RECOMPUTING = {"ours-blocks": ["--fsdp", "2", "--activation-checkpointing"]}
 
 
 class Ours(TimedRun):
-    """A run of ours that keeps the losses that it logs."""
+    """A run of ours that keeps its logged losses."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device, rows: list):
         super().__init__(llama_fsdp, args, device, sets=(rows, {}))
         self.losses: list[float] = []
 
     def log_step(self, **values: float) -> None:
-        """Log a step, and keep its loss."""
+        """Log the values of a step, and keep the loss."""
         self.losses.append(values["loss"])
         super().log_step(**values)
 
 
 def of_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
-    """Return the model as Transformers shards it, and its optimizer."""
+    """Return the model, sharded by Transformers, and its optimizer."""
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(
@@ -83,12 +82,12 @@ def of_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
 
 
 def of_accelerate(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
-    """Return the model as Accelerate shards it, and its optimizer."""
+    """Return the model, sharded by Accelerate, and its optimizer."""
     return accelerator(args).prepare(*plain(args))
 
 
 def accelerator(args: argparse.Namespace) -> Any:
-    """Return Accelerate's object, told to use FSDP2."""
+    """Return an Accelerator that uses FSDP2."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -109,31 +108,31 @@ def accelerator(args: argparse.Namespace) -> Any:
 
 
 def plain(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
-    """Return the whole model, and its optimizer."""
+    """Return the model without sharding, and its optimizer."""
     model = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     return model, new_optimizer(args, model)
 
 
 def new_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
-    """Return AdamW as ours has it here."""
+    """Return AdamW with the settings of our loop."""
     return AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
 
 
 class Bare:
-    """A training loop and nothing else, on what a peer has prepared."""
+    """A minimal training loop on a model and optimizer that a peer has prepared."""
 
     def __init__(self, args: argparse.Namespace, model: nn.Module, optimizer: Optimizer):
         self.args, self.model, self.optimizer = args, model, optimizer
         self.losses: list[Tensor] = []
 
     def loop(self, loader: DataLoader, end_of_step: Callable[[], None]) -> None:
-        """Train, and call `end_of_step` after each step."""
+        """Train on the batches of `loader`, and call `end_of_step` after each step."""
         device = next(self.model.parameters()).device
         self.model.train()
         while True:
             for batch in loader:
                 batch = batches.to_device(batch, device)
-                # Ours are shifted already. Without positions the model takes the row as one text.
+                # Our labels are shifted already. Without positions, a row is one document.
                 labels = {"labels": batch["labels"], "shift_labels": batch["labels"]}
                 loss = self.model(batch["input_ids"], use_cache=False, **labels).loss
                 loss.backward()
@@ -148,7 +147,7 @@ PEERS = {"transformers-fsdp2": of_transformers, "accelerate-fsdp2": of_accelerat
 
 
 def worker(options: argparse.Namespace, directory: str) -> None:
-    """Run all loops on this rank; rank 0 prints what it found as JSON."""
+    """Run all loops on this rank; rank 0 prints the measurements as JSON."""
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     turn = 10 if torch.cuda.is_available() else 1
@@ -190,7 +189,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
 
 
 def main() -> None:
-    """Print one table."""
+    """Print a table with a row per loop."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -205,7 +204,7 @@ def main() -> None:
         "--loops",
         nargs="+",
         choices=[*OURS, *PEERS, *RECOMPUTING],
-        help="which (default: all but ours-blocks; peers from two processes on)",
+        help="which (default: all but ours-blocks; peers only with two processes or more)",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # directory
     options = parser.parse_args()
@@ -238,4 +237,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # as `launch` of runtime/run.py, which says why
+    os._exit(0)  # like `launch` in runtime/run.py, which explains it

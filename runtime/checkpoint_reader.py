@@ -39,17 +39,17 @@ class SafeReader(dcp.FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata; raise ValueError if it could run code or has other entries."""
+        """Return the metadata; raise ValueError if it could run code or has non-tensors."""
         if self._metadata is not None:
             return self._metadata
         try:
             metadata = _MetadataUnpickler((self.path / ".metadata").open("rb")).load()
             entries = metadata.state_dict_metadata.items()
         except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError) as error:
-            raise ValueError(f"{self.path}/.metadata is not of a checkpoint: {error}") from None
+            raise ValueError(f"{self.path}/.metadata is not a checkpoint's: {error}.") from None
         for name, entry in entries:
             if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{self.path} holds {name}, which is not a tensor: not loaded")
+                raise ValueError(f"{self.path} contains {name}, which is not a tensor.")
         self._metadata = metadata
         return metadata
 
@@ -58,7 +58,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Load only the classes of PyTorch's checkpoint metadata, and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class that is allowed; raise UnpicklingError for any other."""
+        """Return the class if it is in ALLOWED; otherwise raise UnpicklingError."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (is_dtype or name in ALLOWED.get(module, ())):
             raise pickle.UnpicklingError(f"it uses {module}.{name}, which could run code")
@@ -68,7 +68,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def open_checkpoint(path: Path) -> Callable[[dict[str, Any]], None]:
     """Return a function that fills nested dicts of tensors in place; all ranks call it.
 
-    Raises ValueError on all ranks if the checkpoint holds anything but tensors.
+    Raise ValueError on all ranks if the checkpoint contains anything but tensors.
     """
     if (path / FULL).is_file():
         try:
@@ -78,7 +78,7 @@ def open_checkpoint(path: Path) -> Callable[[dict[str, Any]], None]:
             raise ValueError(f"{path / FULL} is not a file of tensors: {reason}") from None
         return partial(_copy_shards, stored)
     reader = SafeReader(path)
-    reader.read_metadata()  # dcp.load would turn its ValueError into another error
+    reader.read_metadata()  # dcp.load would wrap its ValueError in another error
     return partial(dcp.load, storage_reader=reader, process_group=cpu_group())
 
 

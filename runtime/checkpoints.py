@@ -2,8 +2,8 @@
 
 A checkpoint is a directory such as step-00000200: shards that PyTorch's distributed checkpoint
 (DCP) writes, or one file with --checkpoint-type full. train_state.json is written last, by rename.
-It holds the counters, and the size and CRC-32 of each file. A directory that lacks it, or whose
-files differ from it, is skipped. All ranks call a function together, unless it says "rank 0 only".
+It contains the counters, and the size and CRC-32 of each file. A directory that lacks it, or whose
+files differ from it, is skipped. All ranks call each function together, except "rank 0 only" ones.
 """
 
 import json
@@ -36,23 +36,23 @@ from .state import COUNTERS, TrainState
 from .weights import plain_name, unwrapped
 
 STATE = "train_state.json"
-SAVED = (torch.Tensor, int, float)  # types that a checkpoint holds
-OWN = " (this rank's)"  # ends the name of a tensor that other ranks do not share
+SAVED = (torch.Tensor, int, float)  # types that a checkpoint contains
+OWN = " (this rank's)"  # suffix of the names of tensors that differ between ranks
 
-# torch.save would sum every tensor, a tenth of a save's time; `file_sum` sums the files themselves.
+# torch.save would checksum every tensor, a tenth of a save's time. `file_sum` sums whole files.
 torch.serialization.set_crc32_options(False)
 
 
 class SaveError(OSError):
-    """Two saves failed in a row, or the last save or export."""
+    """Two saves in a row failed, or the last save or export did."""
 
 
 class Saver:
-    """Save `state` below `directory`, and count the saves that fail.
+    """Save `state` in `directory`/checkpoints, and count failed saves.
 
-    A failed save prints a line, and the next one tries again. The second failure in a row raises
-    SaveError. With `group`, a gloo group of its own, a save returns once the state is copied to
-    host memory, after waiting for the save before it. `saved_step` is the step that needs no save.
+    A failed save prints a line, and the next save tries again. The second failure in a row raises
+    SaveError. With `group`, a gloo group for saves only, a save waits for the previous one, copies
+    the state to host memory and returns. `saved_step` is the step that was saved last.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Saver:
         self.under_way: Future | None = None  # a save in the background
         self._path = self.directory  # of the last save
         is_on_gpu = state.optimizer.param_groups[0]["params"][0].device.type != "cpu"
-        # Copies of the tensors on a GPU are pinned, and written over by the next save.
+        # Copies of tensors on a GPU are pinned, and the next save overwrites them.
         self._stager = DefaultStager(StagingOptions(is_on_gpu, False, False, is_on_gpu))
 
     def save(self) -> bool:
-        """Save the state as step-N, or start to. Return False if it is saved or the save failed."""
+        """Save the state as step-N, or start to. Return False if it was saved before or failed."""
         self.wait()
         state = self.state
         if self.saved_step == state.step:
@@ -91,7 +91,7 @@ class Saver:
         return True
 
     def _host_copies(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Return `tensors` with a host copy of each that training would change.
+        """Return `tensors` with host copies of those that training would change.
 
         FSDP1's state dicts are copies already: a second one would double a save's memory and time.
         """
@@ -125,7 +125,7 @@ class Saver:
             self.failures += 1
             self.saved_step = -1
             if is_first:
-                shutil.rmtree(self._path, ignore_errors=True)  # makes room on a full disk
+                shutil.rmtree(self._path, ignore_errors=True)  # frees space on a full disk
             if isinstance(error, CheckpointException):
                 error, _ = next(iter(error.failures.values()))
             reason = str(error.__cause__ or error).splitlines()[0]
@@ -140,7 +140,7 @@ class Saver:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Write the shards, and at last train_state.json with their sums."""
+    """Write the shards and, at the end, train_state.json with their checksums."""
 
     def __init__(self, path: Path, state: TrainState, full: bool) -> None:
         super().__init__(path, overwrite=True)
@@ -149,18 +149,18 @@ class _Writer(dcp.FileSystemWriter):
         self.full = full
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors as they are: `Saver` has made the copies."""
+        """Return the tensors unchanged, because `Saver` has made the copies."""
         return state_dict
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Empty the directory; rank 0 only. Shards of a larger world size would stay there."""
+        """Empty the directory, which may contain shards of a larger world size; rank 0 only."""
         for file in self.path.iterdir():
             file.unlink()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: Any, planner: Any) -> Future:
-        """Write this rank's shards; add their sums to the results that rank 0 receives."""
-        if self.device.type != "cpu":  # in a thread every rank would open a context on GPU 0
+        """Write this rank's shards; add their checksums to the results that rank 0 receives."""
+        if self.device.type != "cpu":  # or the thread of every rank would use GPU 0
             torch.accelerator.set_device_index(self.device.index)
         results = super().write_data(plan, planner)
         files = self.path.glob(f"__{dist.get_rank()}_*.distcp")
@@ -168,7 +168,7 @@ class _Writer(dcp.FileSystemWriter):
         return results.then(lambda done: [*done.value(), sums])
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Complete the checkpoint when all ranks have written; rank 0 only."""
+        """Write train_state.json after all ranks have written their shards; rank 0 only."""
         files = {}
         for result in results:
             files |= result.pop()
@@ -188,13 +188,13 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, of a DTensor this rank's."""
+    """Return the address of the memory of a tensor, or of a DTensor's local part."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr()
 
 
 def file_sum(path: Path) -> list[int]:
-    """Return a file's size in bytes and CRC-32: `dcp.load` accepts altered bytes silently."""
+    """Return a file's size in bytes and CRC-32, because `dcp.load` does not notice damage."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -208,7 +208,7 @@ def json_sum(description: dict[str, Any]) -> int:
 
 
 def step_of(path: Path) -> int:
-    """Return the step in a checkpoint's name."""
+    """Return the step in the name of a checkpoint directory."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -224,18 +224,18 @@ def list_checkpoints(directory: Path) -> list[Path]:
 def prune(directory: Path, keep: int, step: int) -> None:
     """Delete all but the newest `keep` complete checkpoints up to `step`; rank 0 only.
 
-    Later ones were damaged, or the run would have resumed from them.
+    Later ones are damaged. Otherwise the run would have resumed from them.
     """
     paths = list_checkpoints(directory)
     complete = [x for x in paths if (x / STATE).is_file() and step_of(x) <= step]
     for path in set(paths) - set(complete[-keep:]):
-        shutil.rmtree(path, ignore_errors=True)  # files in use on NFS go at the next save
+        shutil.rmtree(path, ignore_errors=True)  # the next save deletes files in use on NFS
 
 
 def find_newest(output: Path) -> Path | None:
     """Return the newest intact checkpoint of the run in `output`, or None if none was completed.
 
-    Prints a line for each one that is skipped. Raises ValueError if all are damaged.
+    Print a line for each one that is skipped. Raise ValueError if all are damaged.
     """
     paths = ranks.on_rank_zero(list_checkpoints, output / "checkpoints")
     for path in reversed(paths):
@@ -250,9 +250,9 @@ def find_newest(output: Path) -> Path | None:
 
 
 def _verify(path: Path) -> None:
-    """Raise ValueError if one of this rank's share of the files is not as it was saved."""
+    """Raise ValueError if a file in this rank's share of the checkpoint is missing or damaged."""
     if not (path / STATE).is_file():
-        raise ValueError(f"{path} has no {STATE}, as its save was interrupted.")
+        raise ValueError(f"{path} has no {STATE}: its save was interrupted.")
     try:
         saved = json.loads((path / STATE).read_text())
         is_intact = saved.pop("crc") == json_sum(saved) and saved["step"] == step_of(path)
@@ -268,14 +268,14 @@ def _verify(path: Path) -> None:
 def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     """Return the options of the state dicts that are saved and loaded.
 
-    FSDP1 copies the tensors of a state dict. The copies go to the host one by one: on the GPU they
-    would take as much again as the model and its optimizer. FSDP2 and DDP copy nothing.
+    FSDP1 copies the tensors of a state dict. The copies are offloaded one by one: on the GPU they
+    would double the memory of the model and its optimizer. FSDP2 and DDP copy nothing.
     """
     return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP), strict=False)
 
 
 def _describe(state: TrainState) -> dict[str, Any]:
-    """Return the contents of train_state.json, without the sums of the files."""
+    """Return the contents of train_state.json, without the checksums of the files."""
     description = {name: getattr(state, name) for name in COUNTERS}
     description["schedule"] = state.scheduler.last_epoch
     description["scaler"] = state.scaler.state_dict()
@@ -284,16 +284,16 @@ def _describe(state: TrainState) -> dict[str, Any]:
 
 
 def _all_tensors(state: TrainState) -> dict[str, Any]:
-    """Return all tensors that a checkpoint of `state` holds."""
+    """Return all tensors of a checkpoint of `state`."""
     options = _options(state.model)
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer, options=options)
-    # DCP would pickle the settings. A resume uses those of its own optimizer.
+    # DCP would pickle the settings. A resume uses those of the new optimizer.
     del optimizer["param_groups"]
     for path, value in pytree.tree_flatten_with_path(optimizer)[0]:
         if not isinstance(value, torch.Tensor):
             raise ValueError(
                 f"The optimizer's state{pytree.keystr(path[1:])} is {value!r}. "
-                "Checkpoints hold tensors only: keep it as a tensor."
+                "Checkpoints contain only tensors. Keep it as a tensor."
             )
     others = _other_tensors(state)
     return {
@@ -305,7 +305,7 @@ def _all_tensors(state: TrainState) -> dict[str, Any]:
 
 
 def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a model's state dict that is saved: tied weights once, adapters alone."""
+    """Return the saved part of a model's state dict: only adapters if there are any, ties once."""
     inner = unwrapped(model)
     names = {plain_name(name) for name, _ in inner.named_parameters(remove_duplicate=False)}
     tied = names - {plain_name(name) for name, _ in inner.named_parameters()}
@@ -373,16 +373,16 @@ def _read_weights(fill: Callable, model: nn.Module) -> None:
 def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load the moments; learning rate and other settings stay those of this run."""
     options = _options(model)
-    # A forward pass leaves gradients on offloaded parameters. A state dict that finds one takes the
-    # optimizer for one without state, and nothing would be loaded.
+    # A forward pass leaves gradients on offloaded parameters. With one, `get_optimizer_state_dict`
+    # would return an optimizer without state, and nothing would be loaded.
     optimizer.zero_grad()
     if isinstance(model, FSDPModule):
         _make_moments(optimizer)
     state_dict = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
     if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):
-        # The line above made moments of zeros, and copied them. Drop them, or they would be held
-        # beside the loaded ones. Keep those of one parameter: an optimizer without any is given
-        # moments of zeros again.
+        # The line above created moments of zeros and copied them. Drop them, to free memory for the
+        # loaded ones. Keep those of one parameter, because an optimizer without any gets moments
+        # of zeros again.
         for parameter in list(optimizer.state)[1:]:
             del optimizer.state[parameter]
     groups = state_dict.pop("param_groups")
@@ -392,9 +392,9 @@ def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give each trained parameter its state, by a step at rate 0 on a gradient of zeros.
+    """Create the state of each trained parameter by a step at rate 0 on a gradient of zeros.
 
-    `get_optimizer_state_dict` would do so for all at once, and hold a gradient of every parameter.
+    `get_optimizer_state_dict` would do so for all at once, with a gradient of every parameter.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -409,15 +409,15 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights, whatever world size and strategy saved them."""
+    """Load a checkpoint's weights, which any world size and strategy may have saved."""
     _read_weights(open_checkpoint(path), model)
 
 
 def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     """Restore `state`, random states included; at another world size those are reseeded.
 
-    Weights come first, then the optimizer, so that a state dict of both is never held.
-    Raises ValueError on all ranks, naming what differs, if a different run saved it.
+    Weights are loaded before the optimizer, so that a state dict of both is never in memory. Raise
+    ValueError on all ranks, with the differences, if a different run saved the checkpoint.
     """
     saved = json.loads((path / STATE).read_text())
     identity.compare(path, saved["identity"], state.identity)
@@ -440,4 +440,4 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
             generator.set_rng_state(value)
         return
     ranks.set_seed(args.seed + state.step * here[0] + dist.get_rank())
-    ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: reseeded dropout.")
+    ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: dropout reseeded.")

@@ -1,6 +1,6 @@
-"""Hugging Face files out: all ranks gather one tensor at a time, and rank 0 writes it.
+"""Write Hugging Face files: all ranks gather one tensor at a time, and rank 0 writes it.
 
-Names no model. All ranks call a function together unless it says otherwise.
+Works with any model. All ranks call each function together unless its docstring says otherwise.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from .watchdog import touch
 from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FILE_BYTES = 5e9  # of a file at most; rank 0 holds two
+FILE_BYTES = 5e9  # maximum size of a file; rank 0 holds two files
 
 
 def export_model(
@@ -40,8 +40,8 @@ def export_model(
 ) -> None:  # fmt: skip
     """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
 
-    It replaces the one before when it is complete. Floating-point tensors are in --export-dtype,
-    under `save_pretrained`'s keys. `before_each`, called before each tensor, may raise to end it.
+    When complete, it replaces an existing one. Floating-point tensors are in --export-dtype, with
+    `save_pretrained`'s keys. `before_each` is called before each tensor and may raise to stop.
     """
     tensors = whole_tensors(model, EXPORT_DTYPES[args.export_dtype], before_each)
     with new_directory(path) as temporary:
@@ -53,7 +53,7 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each parameter and persistent buffer of a model, tied ones once.
     Floating-point values are cast to `dtype` before they are gathered."""
-    # FSDP1 copies its shards, to the host as for a checkpoint; FSDP2 and DDP copy nothing.
+    # FSDP1 copies its shards to the host, as for a checkpoint. FSDP2 and DDP copy nothing.
     options = StateDictOptions(cpu_offload=isinstance(model, FSDP))
     state_dict = get_model_state_dict(model, options=options)
     firsts = {plain_name(n): plain_name(x) for n, x in first_names(unwrapped(model)).items()}
@@ -65,7 +65,7 @@ def whole_tensors(
 
 
 def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor, or all of a DTensor, gathered on the device though it is offloaded."""
+    """Return the whole tensor, gathered on the device even if it is an offloaded DTensor."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to(tensor.device_mesh.device_type)
     if tensor.is_floating_point():
@@ -77,11 +77,11 @@ def write_model(
     model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]],
     tokenizer: PreTrainedTokenizerBase, directory: Path, args: Namespace,
 ) -> None:  # fmt: skip
-    """Write the tensors that rank 0 gets from `tensors`, by name, with configuration and tokenizer.
+    """Write `tensors`, pairs of name and value that rank 0 receives, with config and tokenizer.
 
     A thread writes each file while the tensors of the next one arrive.
     """
-    # Transformers looks its conversions up by class, and knows its own alone.
+    # Transformers looks up its conversions by class, and knows only its own classes.
     with torch.device("meta"):
         like = library_class(type(model))(model.config)
     like._weight_conversions = getattr(model, "_weight_conversions", None)
@@ -97,7 +97,7 @@ def write_model(
         config.architectures = [library_class(type(model)).__name__]
         config.dtype = EXPORT_DTYPES[args.export_dtype]
         config.save_pretrained(directory)
-        generation = model.generation_config.to_json_string()  # save_pretrained may refuse it
+        generation = model.generation_config.to_json_string()  # save_pretrained may reject it
         (directory / "generation_config.json").write_text(generation)
         tokenizer.save_pretrained(directory)
 
@@ -105,14 +105,14 @@ def write_model(
 
 
 def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield on rank 0 the tensors of each file, in host memory.
+    """Yield the tensors of each file, in host memory; only rank 0 yields any.
 
-    A layer is not divided among files, as a conversion may need all of it.
+    A layer is not split across files, because a conversion may need all of it.
     """
     held: dict[str, Tensor] = {}
     size = 0
     for _, group in itertools.groupby(tensors, lambda item: IN_LAYER.sub(r"\1", item[0])):
-        # The tensors are copied on rank 0 alone; all ranks gather them.
+        # All ranks gather the tensors, but only rank 0 copies them.
         layer = {name: x.to("cpu", copy=True) for name, x in group if dist.get_rank() == 0}
         nbytes = sum(tensor.nbytes for tensor in layer.values())
         if held and size + nbytes > FILE_BYTES:
@@ -125,18 +125,18 @@ def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
 
 
 def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> list[str]:
-    """Write tensors by name as `save_pretrained` does; return their keys."""
+    """Write tensors to a safetensors file as `save_pretrained` does; return their keys."""
     stored = revert_weight_conversion(model, tensors)
     stored = {key: tensor.contiguous() for key, tensor in stored.items()}
     try:
         save_file(stored, path, {"format": "pt"})
-    except SafetensorError as error:  # such as of a full disk
+    except SafetensorError as error:  # for example on a full disk
         raise OSError(str(error)) from None
     return list(stored)
 
 
 def _name_files(keys: list[list[str]], directory: Path) -> None:
-    """Name the files that `_save` wrote, and write their index."""
+    """Rename the files that `_save` wrote to their final names, and write their index."""
     weight_map = {}
     for number, own in enumerate(keys):
         name = f"model-{number + 1:05d}-of-{len(keys):05d}.safetensors"
@@ -166,8 +166,8 @@ def _link(source: str, path: str) -> None:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a directory of rank 0's that replaces `path` on leaving, or goes after an error."""
-    # No name is used twice: a node with NFS may for a minute take the new one for the old one.
+    """Yield a temporary directory that replaces `path` at the end; delete it after an error."""
+    # Never reuse a name: on NFS, a node may see the old directory for up to a minute.
     temporary = path.with_name(f"tmp-{path.name}-{time.time_ns()}")
     on_rank_zero(lambda: temporary.mkdir(parents=True))
     try:
@@ -178,9 +178,9 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise
 
     def replace() -> None:
-        for file in temporary.glob("*.safetensors"):  # safetensors makes them for one user
+        for file in temporary.glob("*.safetensors"):  # safetensors lets only one user read them
             shutil.copymode(temporary / "tokenizer_config.json", file)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
 
-    on_rank_zero(replace)  # the others wait for it
+    on_rank_zero(replace)  # the other ranks wait for it

@@ -1,4 +1,4 @@
-"""The identity of a run: values that all its ranks and all its starts must share, as one dict."""
+"""The identity of a run: a dict of values that all its ranks and all its starts must share."""
 
 import json
 import os
@@ -16,21 +16,21 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from . import ranks, readers
 from .weights import unwrapped, whole_shape
 
-OF_FILES = {  # keys of a configuration that describe its files
+OF_FILES = {  # keys of a config that describe its files
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 PLACES = {"output_dir", "model_name", "dataset", "val_dataset", "data_dir"}  # may differ by node
-SAMPLES = 256  # at most, of a data set whose rows are not a `datasets.Dataset`
+SAMPLES = 256  # most samples that are read of a data set that is not a `datasets.Dataset`
 
 
 def of_flags(args: Namespace) -> dict[str, str]:
-    """Return the flags that all ranks must share."""
+    """Return by name the values of the flags that all ranks must share."""
     flags = {name: value for name, value in vars(args).items() if name not in PLACES}
     return {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
 
 
 def of_model(args: Namespace, script: str, model: nn.Module, tokenizer: Tokenizer) -> dict:
-    """Return the identity of a model before wrapping: names, shapes, configuration, template."""
+    """Return the identity of a model before wrapping: names, shapes, config, chat template."""
     shapes = [(name, list(whole_shape(value))) for name, value in model.named_parameters()]
     config = model.config.to_diff_dict()
     settings = sorted((key, repr(value)) for key, value in config.items() if key not in OF_FILES)
@@ -51,7 +51,7 @@ def of_data(args: Namespace, loader: DataLoader | None, val_loaders: dict) -> di
         sets["training data"] = loader.dataset
         identity["global batch"] = loader.batch_sampler.global_batch
         identity["--group-by-length"] = loader.batch_sampler.lengths is not None
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # the others of a node have its files
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # the node has one copy of the files
     mine = {name: fingerprint(dataset) for name, dataset in sets.items()} if is_first else {}
     return compare_ranks(mine) | identity
 
@@ -59,7 +59,7 @@ def of_data(args: Namespace, loader: DataLoader | None, val_loaders: dict) -> di
 def fingerprint(dataset: Any) -> str:
     """Return the length of a data set and the CRC of its rows, or of up to SAMPLES samples."""
     samples = [dataset[i] for i in range(0, len(dataset), len(dataset) // SAMPLES + 1)]
-    # Arrays print only some of their numbers.
+    # The repr of an array omits numbers.
     text = json.dumps(samples, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
     crc = zlib.crc32(text.encode())
     rows = getattr(dataset, "dataset", dataset)
@@ -69,12 +69,12 @@ def fingerprint(dataset: Any) -> str:
 
 
 def checksum(value: Any) -> str:
-    """Return the CRC-32 of the text of a value."""
+    """Return the CRC-32 of the repr of a value, as text."""
     return f"crc {zlib.crc32(repr(value).encode()):08x}"
 
 
 def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's values; raise ValueError if another rank that has any differs. All ranks."""
+    """Return rank 0's values; raise ValueError if a rank with values has others. All ranks."""
     name = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
     everyone = [pair for pair in ranks.on_every_rank(lambda: (name, values)) if pair[1]]
     first = everyone[0][1] if everyone else {}
@@ -87,7 +87,7 @@ def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raise ValueError with all that differs between the run that saved `path` and this one."""
+    """Raise ValueError with all differences between the run that saved `path` and this one."""
     differing = [name for name in here if here[name] != saved.get(name)]
     if not differing:
         return

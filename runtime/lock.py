@@ -32,13 +32,13 @@ class Lock:
         self.directory.mkdir(parents=True, exist_ok=True)
         seconds, owner = 1.0, self.lease.owner
         who = f"process {owner.pid} on {owner.hostname}" if owner else "another run"
-        # In a container filelock appends the process namespace to the host's name.
+        # In a container, filelock appends the process namespace to the host name.
         host, namespace = socket.gethostname(), Path("/proc/self/ns/pid").stat().st_ino
         if owner and owner.hostname not in (host, f"{host}?pidns-{namespace:x}"):
             seconds = 35.0  # a lease without a heartbeat expires after 30
             ranks.say(f"{self.directory} is in use by {who}. Waiting 35 s in case it was killed.")
         try:
-            self.lease.acquire(timeout=seconds)  # at once if a dead process of this host held it
+            self.lease.acquire(timeout=seconds)  # at once if its holder died on this host
         except Timeout:
             text = f"--output-dir {self.directory} is in use by {who}. Pass another one."
             raise ValueError(text) from None

@@ -1,4 +1,4 @@
-"""The numbers of a run: metrics.jsonl, the lines and the bar on the screen, and trackers."""
+"""The numbers of a run: metrics.jsonl, log lines, the progress bar, and trackers."""
 
 import contextlib
 import json
@@ -28,26 +28,26 @@ SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # 
 
 
 def truncate(path: Path, step: int) -> None:
-    """Drop the events after `step` (0: all) and invalid lines from metrics.jsonl; rank 0 only."""
+    """Delete events after `step` (0: all) and invalid lines from metrics.jsonl; rank 0 only."""
     kept = []
     path.touch()
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):  # torn by a power failure
+        with contextlib.suppress(ValueError):  # cut off by a power failure
             if step and json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
     path.write_text("".join(kept))
 
 
 def peak_memory(device: torch.device) -> float:
-    """Return this process's peak in 10^6 bytes: allocated on a GPU, else RSS."""
+    """Return this process's peak memory in 10^6 bytes: allocated on a GPU, otherwise RSS."""
     if device.type == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3
     return torch.accelerator.max_memory_allocated() / 1e6
 
 
 def product_weights(model: nn.Module) -> int | None:
-    """Return the number of weights that a token is multiplied with: all matrices but embeddings,
-    and the head. None with experts, few of which a token uses. Call it before wrapping."""
+    """Return the number of weights that a token is multiplied with: all matrices except embeddings,
+    or None for a model with experts. Call this before wrapping."""
     if any(parameter.ndim > 2 for parameter in model.parameters()):
         return None
     others = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
@@ -56,7 +56,7 @@ def product_weights(model: nn.Module) -> int | None:
 
 
 def flops_per_token(model: nn.Module, length: float) -> float | None:
-    """Return the FLOP of a token's forward and backward pass, in a document of `length` tokens.
+    """Return the FLOPs of a token's forward and backward pass in a document of `length` tokens.
 
     They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N is `model.product_weights`,
     L the layers, d the hidden size, T the length. Recomputation does not count. Frozen weights
@@ -82,11 +82,11 @@ class Metrics:
         self.flops_per_token: float | None = None  # None: unknown
         self.trackers: Any = None
         self._progress = Progress("step", state.total_steps, "step", state.step)
-        self._seconds = 0.0  # of the steps since the last speed
-        self._tokens = state.tokens  # at the last speed
+        self._seconds = 0.0  # of the steps since the last call of `speed`
+        self._tokens = state.tokens  # at that call
 
     def close(self) -> None:
-        """Clear the bar and close the trackers."""
+        """Clear the progress bar and close the trackers."""
         self._progress.close()
         if self.trackers:
             self.trackers.close()
@@ -96,7 +96,7 @@ class Metrics:
         args, state = self.args, self.state
         model = unwrapped(state.model)
         if state.device.type != "cpu":
-            length = getattr(loader.dataset, "span", None)  # of packs: a document's mean length
+            length = getattr(loader.dataset, "span", None)  # packs: the mean document length
             length = length or loader.collate_fn([loader.dataset[0]])["input_ids"].size(1)
             self.flops_per_token = flops_per_token(model, length)
         if dist.get_rank() != 0:
@@ -128,7 +128,7 @@ class Metrics:
         )
 
     def log(self, event: str, **values: Any) -> None:
-        """Append an event to metrics.jsonl, and print its numbers. Tensors become numbers."""
+        """Append an event to metrics.jsonl and print its numbers. Tensors become numbers."""
         if dist.get_rank() != 0:
             return
         values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
@@ -147,11 +147,11 @@ class Metrics:
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
-        except OSError as error:  # a full disk is no reason to end
+        except OSError as error:  # a full disk should not end the run
             ranks.say(f"metrics.jsonl could not be written ({error.strerror}).")
 
     def count_step(self, seconds: float) -> None:
-        """Note that a step is done."""
+        """Count a finished optimizer step, which took `seconds`."""
         self._seconds += seconds
         self._progress.update()
 

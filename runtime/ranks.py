@@ -1,6 +1,6 @@
-"""The processes of a run: their device, work on all or one of them, and exits with a message.
+"""The ranks of a run: their device, work on all or one of them, and exits with a message.
 
-All ranks call a function together unless it says otherwise.
+All ranks call each function together unless its docstring says otherwise.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tqdm import tqdm
 GRACE_SECONDS = 20  # in which another rank can report the error
 
 _cpu_group: dist.ProcessGroup | None = None
-_store: dist.Store | None = None  # a connection of our own: the process groups' may be blocked
+_store: dist.Store | None = None  # our own connection: the process groups' may block
 
 
 def accelerator() -> str | None:
@@ -35,7 +35,7 @@ def accelerator() -> str | None:
 
 
 def local_device() -> torch.device:
-    """Return this process's accelerator, which becomes the current one, or the CPU."""
+    """Return this process's device; make it the current one if it is an accelerator."""
     if accelerator() is None:
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", 0))
@@ -49,7 +49,7 @@ def device_name(device: torch.device) -> str:
 
 
 def has_bf16() -> bool:
-    """Tell whether there is an accelerator that computes bf16 natively."""
+    """Return whether there is an accelerator that supports bf16 natively."""
     if accelerator() is None:
         return False
     return torch.get_device_module().is_bf16_supported(including_emulation=False)
@@ -70,8 +70,8 @@ def use_all_cores() -> None:
 
 @contextlib.contextmanager
 def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Yield store, rank and world size to the `init_process_group` that is called inside: those of
-    torchrun, or of one process. Then make the group of `cpu_group`."""
+    """Yield store, rank and world size, of torchrun or of one process, for `init_process_group`,
+    which is called inside. Then create the group of `cpu_group`."""
     global _store, _cpu_group
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
@@ -115,12 +115,12 @@ def cpu_group() -> dist.ProcessGroup | None:
 
 
 def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function` on each rank; all ranks return all results. The lowest failing rank's OSError
-    or ValueError is raised on all ranks."""
+    """Run `function` on each rank, and return the results of all ranks. If it raises an OSError or
+    ValueError, raise the lowest rank's error on all ranks."""
     try:
         mine = function(*args), None
     except (OSError, ValueError) as error:
-        mine = None, error.with_traceback(None)  # its frames would keep their variables alive
+        mine = None, error.with_traceback(None)  # the frames would keep their variables alive
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, mine, group=cpu_group())
     for _, error in outcomes:
@@ -130,7 +130,7 @@ def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on rank 0 alone; all ranks return its result, or raise its error."""
+    """Run `function` on rank 0 only; return its result, or raise its error, on all ranks."""
     return on_every_rank(lambda: function(*args) if dist.get_rank() == 0 else None)[0]
 
 
@@ -153,23 +153,23 @@ def ranks_where(condition: bool) -> list[int]:
 
 
 def true_on_any(condition: bool) -> bool:
-    """Tell whether `condition` is true on any rank."""
+    """Return whether `condition` is true on any rank."""
     flag = torch.tensor(int(condition))
     dist.all_reduce(flag, group=cpu_group())
     return flag.item() > 0
 
 
 def say(text: str) -> None:
-    """Print a line on rank 0, above a progress bar."""
+    """Print a line on rank 0, above a progress bar if there is one."""
     if text and int(os.environ.get("RANK", 0)) == 0:
         tqdm.write(text)
 
 
 def exit_with(error: object) -> NoReturn:
-    """End this rank with exit code 1 and a message, which rank 0 prints. Any rank may call it."""
+    """Exit with code 1 and a message, which rank 0 prints. Any rank may call this."""
     report_failure()
     if int(os.environ.get("RANK", 0)) != 0:
-        time.sleep(GRACE_SECONDS)  # rank 0's end ends this one too, unless it fails alone
+        time.sleep(GRACE_SECONDS)  # if rank 0 fails too, its exit ends this rank
     text = f"error: {error}"
     print(text, file=sys.stderr, flush=True)
     _add_to_report(text)
@@ -177,7 +177,7 @@ def exit_with(error: object) -> NoReturn:
 
 
 def say_end(text: str) -> None:
-    """Print how the run ended, and have torchrun's report, the last on the screen, repeat it."""
+    """Print how the run ended, and add it to torchrun's report, which is printed last."""
     _add_to_report(text)
     say(text)
 
@@ -189,14 +189,14 @@ def _add_to_report(text: str) -> None:
 
 
 def report_failure() -> None:
-    """Tell rank 0 that this rank ends with an error, so torchrun's SIGTERM asks for no stop."""
+    """Report that this rank fails, so that torchrun's SIGTERM is not a request to stop."""
     if _store is not None:
-        with contextlib.suppress(RuntimeError):  # torchrun is gone
+        with contextlib.suppress(RuntimeError):  # torchrun has ended
             _store.set("failure", "")
 
 
 def has_failed() -> bool:
-    """Tell whether any rank has reported a failure. Any thread of any rank may call it."""
+    """Return whether any rank has reported a failure. Any thread of any rank may call this."""
     with contextlib.suppress(RuntimeError):
         return _store is not None and _store.check(["failure"])
     return False

@@ -1,4 +1,4 @@
-"""A run: OUTPUT_DIR, its lock and status, its log, saves and exports, and how it ends."""
+"""A run: OUTPUT_DIR, its lock and status, its log, saves, exports and end."""
 
 import contextlib
 import json
@@ -33,13 +33,13 @@ Loaders = dict[str, DataLoader]  # of the validation sets, by name
 
 
 class Run:
-    """A script's run, which owns OUTPUT_DIR while it is entered; all ranks call a method together.
+    """A context that owns OUTPUT_DIR during a script's run. All ranks call its methods together.
 
-    Entering finds the `checkpoint` to resume (None: a new run). A training then calls `describe`,
-    `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving writes the file
-    status: finished, failed, or stopped on request, for which it saves and sets `exit_code` to 75.
-    Before the first step ends and after the last save, a request ends the process at once. An
-    OSError, and a ValueError before the training, become a message and exit code 1.
+    Entering it finds the `checkpoint` to resume (None: a new run). Training calls `describe`,
+    `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving it writes the file
+    status: finished, failed, or stopped on request, after a save, with `exit_code` 75. Before the
+    end of the first step and after the last save, a request ends the process at once. An OSError,
+    and a ValueError before training, become a message and exit code 1.
     """
 
     def __init__(self, args: Namespace, device: torch.device, script: str) -> None:
@@ -56,7 +56,7 @@ class Run:
         self.saver: Saver | None = None  # since `begin`
         self._identity: dict[str, Any] | None = None  # since `describe`
         self._is_finished = False  # by an earlier start
-        self._stack = contextlib.ExitStack()  # closed when the run is left
+        self._stack = contextlib.ExitStack()  # closed at the end of the run
 
     def __enter__(self) -> "Run":
         args = self.args
@@ -66,7 +66,7 @@ class Run:
             identity.compare_ranks(identity.of_flags(args))
             if not args.evaluate_only:
                 self._is_finished = ranks.on_rank_zero(prepare_directory, self.directory)
-            # An evaluation reads --model-name, except for adapters, which are beside its weights.
+            # Evaluation uses --model-name and, with --lora-rank, the newest adapters.
             if not args.evaluate_only or getattr(args, "lora_rank", 0):
                 self.checkpoint = checkpoints.find_newest(self.directory)
         except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ class Run:
         return True
 
     def _end_finished(self) -> None:
-        self.stop.set_nothing_to_lose(False)  # a request comes too late
+        self.stop.set_nothing_to_lose(False)  # from here on, ignore requests
         if self.saver is not None:
             self.saver.finish()
             self._write_status("finished")
@@ -103,10 +103,10 @@ class Run:
         self._write_status("stopped")
         self.exit_code = STOPPED
         ranks.say_end(f"Saved at step {self.state.step}. Run the same command to resume.")
-        dist.barrier(group=ranks.cpu_group())  # a launcher may end all when one rank has left
+        dist.barrier(group=ranks.cpu_group())  # a launcher may end all ranks when one exits
 
     def _fail(self, error: BaseException) -> None:
-        """Note a failure. Raise SystemExit, with a message, where the user can solve it."""
+        """Report a failure. Exit with a message if it is an error that the user can fix."""
         if self.saver is not None:
             self._write_status("failed")
         if isinstance(error, RuntimeError):
@@ -121,7 +121,7 @@ class Run:
             ranks.exit_with(error)
 
     def _end_at_once(self, request: str) -> NoReturn:
-        """End this process on request, from another thread than the main one."""
+        """End this process on request; called from the thread that watches for requests."""
         has_failed = ranks.has_failed()
         if self.lock.lease.is_locked:  # on rank 0
             if not has_failed:
@@ -141,13 +141,13 @@ class Run:
         if dist.get_rank() == 0 and is_training:
             paths = checkpoints.list_checkpoints(self.directory / "checkpoints")
             steps = [checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()]
-            with contextlib.suppress(OSError):  # or it would hide the reason for the end
+            with contextlib.suppress(OSError):  # which would hide the reason for the end
                 text = f"{word}\nsaved step {max(steps, default=0)}\n"
                 (self.directory / "status").write_text(text)
 
     def describe(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Print a model's size; note its identity, the shapes that wrapping hides, and the
-        tokenizer for best/. Call it before wrapping. Raises ValueError if nodes differ."""
+        """Print a model's size, and store its identity, the shapes that wrapping hides, and the
+        tokenizer for best/. Call this before wrapping. Raise ValueError if nodes differ."""
         size = sum(weights.whole_shape(parameter).numel() for parameter in model.parameters())
         trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
         ranks.say(f"{self.args.model_name}: {size:,} parameters, {trained:,} trained")
@@ -161,17 +161,17 @@ class Run:
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, scaler: Any,
         loader: DataLoader, val_loaders: Loaders, **others: Any,
     ) -> None:  # fmt: skip
-        """Take all that is trained, load the checkpoint if there is one, and seed dropout.
+        """Register the state to save, load the checkpoint if there is one, and seed dropout.
 
-        `others` are whatever else the script trains, such as `ema=...`: tensors and numbers in
-        their `state_dict` are saved. DTensors are sharded; plain tensors are each rank's own.
-        Raises ValueError if the ranks have different data, or the checkpoint is of another run.
+        `others` are other objects with state, such as `ema=...`: tensors and numbers in their
+        `state_dict` are saved. DTensors are sharded, and plain tensors belong to each rank. Raise
+        ValueError if the ranks' data differ or a different run saved the checkpoint.
         """
         args = self.args
         if self._identity is None:
             raise RuntimeError("Call run.describe(model, tokenizer) before wrapping the model.")
         whole = self._identity | identity.of_data(args, loader, val_loaders)
-        whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # it has AdamW's state
+        whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # its state is AdamW's
         whole["run.restore's further arguments"] = sorted(others)
         total = args.max_steps or args.epochs * loader.batch_sampler.steps_per_epoch
         trained = (model, optimizer, scheduler, scaler)
@@ -182,7 +182,7 @@ class Run:
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
 
     def begin(self) -> bool:
-        """Begin the training, in status and metrics; return False if no steps are left."""
+        """Start saving and logging; return False if no steps are left."""
         if self.state is None:
             raise RuntimeError("Call run.restore(...) before run.begin().")
         args, state, total = self.args, self.state, self.state.total_steps
@@ -206,11 +206,11 @@ class Run:
 
     @property
     def needs_validation(self) -> bool:
-        """True if a validation is due before the next step: of the initial model, or cut short."""
+        """True if a validation is due before the next step: the first, or an interrupted one."""
         return self.state.step == 0 or self.state.validation_due
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
-        """Yield each step that is left. Raises Stopped, on all ranks, if one was asked to stop."""
+        """Yield the remaining steps. Raise Stopped on all ranks if one was asked to stop."""
         if self.metrics is None:
             raise RuntimeError("Call run.begin() before run.steps(loader).")
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
@@ -229,7 +229,7 @@ class Run:
             raise Stopped
 
     def log_step(self, **values: Any) -> None:
-        """Log numbers of the step that is done, with the speed since the last call."""
+        """Log the `values` of the last step, and the speed since the last call."""
         self.lock.check()
         self.metrics.log("train", **values, **self.metrics.speed())
 
@@ -246,7 +246,7 @@ class Run:
         self.metrics.log("val", **results)
 
     def save(self) -> None:
-        """Save a checkpoint that a run can resume from. After the last step it is complete."""
+        """Save a checkpoint. After the last step, wait until it is complete."""
         self._save()
         if self.state.step == self.state.total_steps:
             self.saver.finish()
@@ -261,7 +261,7 @@ class Run:
         watchdog.touch()
 
     def export(self, model: nn.Module, tokenizer: Tokenizer, **results: float) -> None:
-        """Write final/, and log the end's results."""
+        """Write final/, and log the event "done" with `results`."""
         self._export(model, tokenizer, self.directory / "final")
         state = self.state
         self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
@@ -274,9 +274,9 @@ class Run:
         ranks.say(f"The model is in {path}")
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Write final/ from the newest checkpoint, at any world size."""
+        """Write final/ from the newest checkpoint, which may be of another world size."""
         if self.checkpoint is None:
-            raise ValueError(f"--export-only finds no checkpoint in {self.directory}.")
+            raise ValueError(f"--export-only needs a checkpoint in --output-dir {self.directory}.")
         saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())
         identity.compare(self.checkpoint, saved["identity"], self._identity)
         checkpoints.load_weights(self.checkpoint, model)
@@ -287,15 +287,15 @@ class Run:
         if self.checkpoint:
             checkpoints.load_weights(self.checkpoint, model)
         elif getattr(self.args, "lora_rank", 0):
-            raise ValueError(f"--evaluate-only finds no adapters in {self.directory}.")
-        ranks.say(f"Evaluating {self.checkpoint or self.args.model_name}, without training")
+            raise ValueError(f"--evaluate-only needs adapters in --output-dir {self.directory}.")
+        ranks.say(f"Evaluating {self.checkpoint or self.args.model_name}")
 
     def write_evaluation(self, results: dict[str, Any]) -> None:
-        """Print the results of `validation` and others, and write them to evaluation.json."""
+        """Print `results`, and write them with the arguments to evaluation.json."""
         path = self.directory / "evaluation.json"
         text = json.dumps(results | {"arguments": vars(self.args)}, indent=1)
         ranks.on_rank_zero(path.write_text, text)
-        ranks.say(f"{json.dumps(results, indent=1)}\nThese numbers are in {path}")
+        ranks.say(f"{json.dumps(results, indent=1)}\nThe results are in {path}")
 
 
 def prepare_directory(directory: Path) -> bool:
@@ -303,16 +303,16 @@ def prepare_directory(directory: Path) -> bool:
     ValueError if there are exports, but no run."""
     status = directory / "status"
     if not status.exists() and any((directory / name).exists() for name in ("final", "best")):
-        raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else.")
+        raise ValueError(f"--output-dir {directory} has a final/ or best/ of another program.")
     for path in [*directory.glob("tmp-final-*"), *directory.glob("tmp-best-*")]:
         shutil.rmtree(path, ignore_errors=True)
     return status.exists() and status.read_text(errors="replace").startswith("finished")
 
 
 def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
-    """Run a script's main function, and leave with its exit code, or 1 after an uncaught exception.
+    """Run a script's main function, and exit with its exit code, or 1 after an uncaught exception.
 
-    Python's own exit can hang or abort in NCCL's communicators and gloo's threads.
+    Use os._exit, because Python's own exit can hang or abort in threads of NCCL and gloo.
     """
     try:
         code = main(args)

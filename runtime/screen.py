@@ -1,4 +1,4 @@
-"""Progress of long work on the screen: a bar on a terminal, a line now and then in a file."""
+"""Progress of long work: a bar on a terminal, or a line every LINE_SECONDS in a file."""
 
 import sys
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from .ranks import say
 
 
 class Lines:
-    """The file to which tqdm writes where there is no terminal: each state of a bar is a line."""
+    """A file object for tqdm without a terminal. It prints each state of the bar as a line."""
 
     def write(self, text: str) -> None:
-        """Print the text unless it clears the bar, or moves the cursor for a second bar."""
+        """Print the text, unless it only clears the bar or moves the cursor."""
         say(text.replace("\x1b[A", "").strip())
 
     def flush(self) -> None:
-        """Do nothing: `write` has printed the text."""
+        """Do nothing, because `write` has printed the text."""
 
 
 class Progress(tqdm):
-    """The progress of `total` units of work, on rank 0, until all are done."""
+    """A progress bar of `total` units of work on rank 0, which disappears when all are done."""
 
     def __init__(self, text: str, total: int, unit: str = "it", done: int = 0) -> None:
         options: dict[str, Any] = {"delay": 1e-9}  # the first update draws the bar
@@ -37,7 +37,7 @@ class Progress(tqdm):
         )  # fmt: skip
 
     def update(self, n: float | None = 1) -> bool | None:
-        """Note that `n` units are done; the last one clears the bar."""
+        """Advance the bar by `n` units; the last unit clears it."""
         watchdog.touch()
         is_drawn = super().update(n)
         if self.n >= self.total:
@@ -46,7 +46,7 @@ class Progress(tqdm):
 
 
 def progress(items: Any, text: str) -> Iterator[Any]:
-    """Yield the items, which have a length, and show how many of them are done."""
+    """Yield the items of a sized iterable, with a progress bar."""
     with Progress(text, len(items)) as bar:
         for item in items:
             yield item

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-COUNTERS = (  # of TrainState, that a checkpoint holds as JSON
+COUNTERS = (  # fields of TrainState that a checkpoint stores as JSON
     "step", "epoch", "consumed", "tokens", "best_loss", "best_step", "validation_due", "identity",
 )  # fmt: skip
 
@@ -21,12 +21,12 @@ class TrainState:
     scaler: torch.amp.GradScaler
     device: torch.device
     total_steps: int
-    identity: dict[str, Any]  # what every start of the run must share, see identity.py
-    others: dict[str, Any] = field(default_factory=dict)  # what the script trains besides, by name
+    identity: dict[str, Any]  # values that all starts of the run must share, see identity.py
+    others: dict[str, Any] = field(default_factory=dict)  # other objects with state, by name
     step: int = 0  # optimizer steps done
     epoch: int = 0
     consumed: int = 0  # samples of this epoch, of all ranks
     tokens: int = 0  # of all steps and ranks, without padding
     best_loss: float = float("inf")
     best_step: int = 0  # the step whose weights are in best/
-    validation_due: bool = False  # a stop came before the validation of this step was done
+    validation_due: bool = False  # the validation of this step was interrupted

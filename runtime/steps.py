@@ -1,4 +1,4 @@
-"""The optimizer steps of a run: their micro-batches, and all that must happen around each.
+"""The optimizer steps of a run: their micro-batches, and the work around each step.
 
 Entering a step fetches its micro-batches, and counts targets and requests to stop of all ranks.
 Leaving it counts the step, and checks the one before: the host reads a step's numbers when the
@@ -29,7 +29,7 @@ from .stops import Stopped, StopRequest
 
 
 class AsyncReadback:
-    """Numbers of the device, on their way to the host."""
+    """A copy of numbers from the device to the host that does not block."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
@@ -39,14 +39,14 @@ class AsyncReadback:
             self.arrival.record()
 
     def read(self) -> list[Any]:
-        """Wait for the numbers, but not for later work of the device."""
+        """Return the numbers after waiting for the copy, but not for later work of the device."""
         if self.arrival:
             self.arrival.synchronize()
         return self.numbers.tolist()
 
 
 class Step:
-    """One optimizer step; all ranks enter it. `samples` are those of all ranks."""
+    """One optimizer step; all ranks enter it. `samples` are the sample indices of all ranks."""
 
     def __init__(self, steps: "Steps", fetch: Iterator[Batch], samples: list[int]) -> None:
         self.steps = steps
@@ -73,7 +73,7 @@ class Step:
         self.targets: Tensor = sums[0]  # int64 [], on the device: of all ranks and micro-batches
 
     def micro_batches(self) -> Iterator[tuple[Batch, bool]]:
-        """Yield this rank's micro-batches, on the device, each with whether it is the last one."""
+        """Yield this rank's micro-batches, on the device, and whether each is the last one."""
         if self._batches is None:
             raise RuntimeError("The step was not entered. Put `with step:` around its work.")
         for number, batch in enumerate(self._batches, start=1):
@@ -93,7 +93,7 @@ class Step:
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             is_bad = grad_norm.isfinite().logical_not()
-            place = optimizer.param_groups[0]["params"][0].device  # the host's, under offload
+            place = optimizer.param_groups[0]["params"][0].device  # the CPU with offload
             optimizer.found_inf = is_bad.float().to(place)
             return
         self.steps.check()
@@ -103,7 +103,7 @@ class Step:
         fp16, where that halves the scale, only if it is below 1."""
         step, samples, scaler = self.number, self.samples, self.steps.state.scaler
         if self._counts.read()[0] == 0:
-            ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}.")
+            ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}. Check them.")
         loss, grad_norm = self._numbers.read()
         if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
             return
@@ -112,7 +112,7 @@ class Step:
         suspects = [i for rank in bad_ranks or range(count) for i in samples[rank::count]]
         ranks.exit_with(
             f"Step {step}: gradient norm {grad_norm} at loss scale {scaler.get_scale():g}, "
-            f"loss not finite on ranks {bad_ranks}, samples {suspects}. Lower --lr, or look at "
+            f"loss not finite on ranks {bad_ranks}, samples {suspects}. Lower --lr, or check "
             "these samples, which the script's load_data returns as train_set[i]."
         )
 
@@ -124,14 +124,14 @@ class Step:
         steps, state, args = self.steps, self.steps.state, self.steps.args
         state.step += 1
         state.consumed += len(self.samples)
-        _, tokens, asked = self._counts.read()  # available since the device began the step
+        _, tokens, asked = self._counts.read()  # the device finished them before the step
         state.tokens += tokens
         steps.is_stopping = asked > 0
         is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
         steps.check(waiting=0 if is_due or state.scaler.is_enabled() else 1)
         steps.metrics.count_step(time.perf_counter() - self._start)
         if steps.stop.nothing_to_lose:  # in the first step
-            dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
+            dist.barrier(group=ranks.cpu_group())  # or one might save while another exits
             steps.stop.set_nothing_to_lose(False)
 
     def due(self, every: int) -> bool:
@@ -145,7 +145,7 @@ class Step:
 
 @dataclass
 class Steps:
-    """The steps that are left of a run, from where `state` is; iterate over it on all ranks.
+    """The remaining steps of a run, starting at `state`. Iterate over it on all ranks.
 
     A data set whose samples differ between epochs has a method `set_epoch`.
     """
@@ -156,12 +156,12 @@ class Steps:
     metrics: Metrics
     stop: StopRequest
     unchecked: list[Step] = field(default_factory=list)
-    is_stopping: bool = False  # so the ranks agreed
+    is_stopping: bool = False  # agreed by all ranks
 
     def __iter__(self) -> Iterator[Step]:
         state, loader = self.state, self.loader
         sampler = loader.batch_sampler
-        loader.generator = torch.Generator()  # or each epoch would draw from dropout's
+        loader.generator = torch.Generator()  # or each epoch would use random numbers of dropout
         while state.step < state.total_steps:
             sampler.epoch = state.epoch
             sampler.consumed = state.consumed
@@ -178,13 +178,13 @@ class Steps:
             state.consumed = 0
 
     def check(self, waiting: int = 0) -> None:
-        """Check all steps but the last `waiting` ones; the run ends if one was bad."""
+        """Check all steps except the last `waiting` ones; end the run if one was invalid."""
         while len(self.unchecked) > waiting:
             self.unchecked.pop(0).check()
 
 
 def trace(args: Namespace, step: int) -> contextlib.AbstractContextManager:
-    """Return a profiler of rank 0's CPU and GPU, if this is the step of --profile."""
+    """Return a profiler of rank 0's CPU and GPU if `step` is that of --profile."""
     if step != args.profile or dist.get_rank() != 0:
         return contextlib.nullcontext()
     path = Path(args.output_dir) / f"trace-step-{step}.json.gz"

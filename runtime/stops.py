@@ -12,15 +12,15 @@ from . import ranks
 
 STOPPED = 75  # exit code of a run that stopped on request: the same command resumes it
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PARENT = os.getppid()  # torchrun, if there is one
+PARENT = os.getppid()  # torchrun, if it started this process
 
 
 class Stopped(Exception):
-    """A rank was asked to stop. All ranks raise it together, where nothing is half done."""
+    """A rank was asked to stop. All ranks raise this together, between steps or batches."""
 
 
 class StopRequest:
-    """A watch for requests to stop, while entered: SIGTERM, SIGINT, SIGUSR1, or torchrun's end.
+    """A context that watches for requests to stop: SIGTERM, SIGINT, SIGUSR1, or torchrun's end.
 
     If nothing would be lost, or a rank has failed, a request calls `end` with its name, which ends
     the process. Otherwise the ranks stop together. A thread reads the signals, as Python runs no
@@ -31,7 +31,7 @@ class StopRequest:
         self.end = end
         self.is_asked = False
         self.nothing_to_lose = True
-        self._lock = threading.Lock()  # guards both
+        self._lock = threading.Lock()  # guards the above
 
     def __enter__(self) -> None:
         reader, self._writer = os.pipe()
@@ -66,7 +66,7 @@ class StopRequest:
             self.is_asked = True
 
     def set_nothing_to_lose(self, value: bool) -> None:
-        """Set whether a request should end this process at once; one that has come does so now."""
+        """Set whether a request ends this process at once; if so, an earlier one does now."""
         with self._lock:
             self.nothing_to_lose = value
             if self.is_asked and value:
@@ -83,6 +83,6 @@ os.register_at_fork(after_in_child=_restore)  # or a child of `datasets` would w
 
 
 def kill_forked() -> None:
-    """Kill the processes that tokenize for `datasets`, which would wait for work for ever."""
+    """Kill the worker processes of `datasets`, which would otherwise wait for work forever."""
     for child in multiprocess.active_children():
         child.kill()

@@ -1,4 +1,4 @@
-"""Stacks of a rank that makes no progress, in OUTPUT_DIR/stacks-rank-N.txt."""
+"""Write the stacks of a rank that makes no progress to OUTPUT_DIR/stacks-rank-N.txt."""
 
 import faulthandler
 import time
@@ -11,14 +11,14 @@ _last_touch = 0.0
 
 
 def start(path: Path, seconds: float) -> None:
-    """Write all stacks of this process to `path` if `touch` is not called for so many seconds."""
+    """Start a timer that writes all stacks to `path` if `touch` is not called for `seconds`."""
     global _file, _seconds
     _file, _seconds = path.open("w"), seconds
     touch()
 
 
 def touch() -> None:
-    """Note progress: start the timer again, at most once a second, as that starts a thread."""
+    """Restart the watchdog's timer, at most once a second because that starts a thread."""
     global _last_touch
     if _file is not None and time.monotonic() > _last_touch + 1:
         _last_touch = time.monotonic()
@@ -26,7 +26,7 @@ def touch() -> None:
 
 
 def stop() -> None:
-    """Stop the timer, and delete the file if it is empty."""
+    """Stop the watchdog's timer, and delete its file if it is empty."""
     global _file
     if _file is not None:
         faulthandler.cancel_dump_traceback_later()

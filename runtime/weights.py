@@ -1,6 +1,6 @@
-"""Hugging Face files in: rank 0 reads them, and every rank receives each tensor once.
+"""Read Hugging Face files on rank 0, and send each tensor once to every rank.
 
-Names no model. All ranks call a function together unless it says otherwise.
+Works with any model. All ranks call each function together unless its docstring says otherwise.
 """
 
 import json
@@ -28,13 +28,13 @@ from .screen import Progress
 
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
 WEIGHTS = "model*.safetensors"
-TEXT_PART = "language_model."  # starts the keys of a multimodal model's text part
-IN_LAYER = re.compile(r"(\.\d+\.).*")  # in a tensor's name: a layer's number, and the rest
+TEXT_PART = "language_model."  # prefix of the keys of a multimodal model's text part
+IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, and the rest
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
-Init = Callable[[nn.Module], None]  # gives a module on meta its storage and its weights
+Init = Callable[[nn.Module], None]  # allocates a module on meta and loads its weights
 Place = tuple[str, nn.Module, str]  # a tensor's name, its module, and its key there
-Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones under each name; elsewhere empty
+Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones under each name; empty on others
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -45,18 +45,18 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return a tensor's name before wrapping, and without the adapter beside it."""
+    """Return a tensor's name as it was before wrapping and adding adapters."""
     return WRAPPERS.sub("", name).replace(".base_layer.", ".")
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return a parameter's shape before wrapping, of packed 4 bits that of the weights in them."""
+    """Return a parameter's shape before wrapping and before packing into 4 bits."""
     return torch.Size(getattr(parameter, "whole_shape", parameter.shape))
 
 
 def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:
-    """Return the class of Transformers that a script's, or FSDP2's, extends. Transformers renames
-    and stacks the tensors of files for its own classes only."""
+    """Return the Transformers class that a script's or FSDP2's class extends. Only for its own
+    classes does Transformers rename and stack the tensors of files."""
     return next(base for base in kind.__mro__ if base.__module__.startswith("transformers."))
 
 
@@ -67,7 +67,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return for each name of a parameter or buffer the first name of the same tensor."""
+    """Return the first name of the same tensor for each name of a parameter or buffer."""
     first: dict[Tensor, str] = {}
     return {name: first.setdefault(tensor, name) for name, tensor in tensors_of(model)}
 
@@ -75,10 +75,10 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def open_model(
     name: str, model_class: type[PreTrainedModel]
 ) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
-    """Return the directory of the model `name`, its configuration and its tokenizer.
+    """Return the directory, the config and the tokenizer of the model `name`.
 
-    Only rank 0's node downloads weights. Raises ValueError if the model cannot be had, is not a
-    `model_class`, is quantized, or has no tokenizer that fits.
+    Only rank 0's node downloads weights. Raise ValueError if the model cannot be found, is not a
+    `model_class`, is quantized, or has no suitable tokenizer.
     """
     patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = first_on_node(find_directory, name, patterns)
@@ -101,8 +101,8 @@ def open_model(
 
 
 def find_directory(name: str, patterns: list[str]) -> Path:
-    """Return the directory `name`, or that of the hub's model, with files of these `patterns`.
-    Raises ValueError if there is none. Any process may call it."""
+    """Return the directory `name`, or download files with these `patterns` from the hub. Raise
+    ValueError if neither exists. Any process may call this."""
     if Path(name).is_dir():
         return Path(name)
     try:
@@ -110,7 +110,7 @@ def find_directory(name: str, patterns: list[str]) -> Path:
     except (OSError, HFValidationError) as error:  # gated, unknown, or no network and no cache
         reason = " ".join(str(error).split())
     raise ValueError(
-        f"--model-name {name} is not a directory, and the hub does not give it: {reason} Check the "
+        f"--model-name {name} is not a directory, and its download fails: {reason} Check the "
         "name, set HF_TOKEN or HF_HOME, or pass a directory that contains the model."
     )
 
@@ -118,8 +118,8 @@ def find_directory(name: str, patterns: list[str]) -> Path:
 def text_config(
     config: PretrainedConfig, model_class: type[PreTrainedModel], name: str
 ) -> PretrainedConfig:
-    """Return the configuration of the model `name`, of a multimodal one that of its text part.
-    Raises ValueError if it is not one of `model_class`."""
+    """Return the config of the model `name` or, if it is multimodal, of its text part. Raise
+    ValueError if it does not belong to `model_class`."""
     wanted = model_class.config_class.model_type
     for candidate in (config, getattr(config, "text_config", config)):
         if candidate.model_type == wanted:
@@ -131,13 +131,13 @@ def text_config(
 
 
 def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return a directory's tokenizer; raise ValueError if none fits a vocabulary of this size."""
+    """Return the tokenizer in a directory; raise ValueError if it does not fit the vocabulary."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{directory} has no tokenizer that loads ({error}). Save one.") from None
-    # Without its files Transformers makes some classes of tokenizers with an empty vocabulary.
-    files = tokenizer.vocab_files_names.values()  # none where bytes are tokens
+        raise ValueError(f"{directory} has no valid tokenizer ({error}). Save one.") from None
+    # Without their files, Transformers creates some tokenizers with an empty vocabulary.
+    files = tokenizer.vocab_files_names.values()  # empty if bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
         raise ValueError(f"{directory} has no tokenizer: its vocabulary is missing. Save one.")
     count = len(tokenizer)
@@ -149,18 +149,18 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
 
 
 class _Stored(Tensor):
-    """A tensor of a file. Transformers casts none, as it would copy it, and loads meta ones too."""
+    """A tensor of a file that Transformers does not cast, which would copy it, even on meta."""
 
     def to(self, *_: Any, **__: Any) -> "_Stored":
-        """Return the tensor itself."""
+        """Return the tensor itself, without a cast or copy."""
         return self
 
 
 def _open_files(directory: Path, reads_layers: bool) -> Source:
     """Map a directory's safetensors files; return their tensors by key.
 
-    If `reads_layers` is false, only tensors outside of numbered layers have values: those decide
-    which weights are tied. Raises ValueError if a file cannot be read.
+    If `reads_layers` is false, only tensors outside of numbered layers have values, which determine
+    the tied weights. Raise ValueError if a file cannot be read.
     """
     names = ["model.safetensors"]
     tensors: Source = {}
@@ -192,17 +192,17 @@ def read_model(
     """Return the model in a directory as Transformers loads it in fp32, but with its weights in the
     dtype of its files.
 
-    Weights that need no conversion are views of the mapped files. Rank 0 alone calls it. Raises
-    ValueError if the files cannot be read or do not contain this model.
+    Weights that need no conversion are views of the mapped files. Rank 0 only. Raise ValueError if
+    the files cannot be read or do not contain this model.
     """
     tensors = _open_files(directory, reads_layers)
     text = {key: tensor for key, tensor in tensors.items() if key.startswith(TEXT_PART)}
     if text:
-        print(f"{directory}: {len(tensors) - len(text)} tensors are not of text, and left out")
+        print(f"{directory}: {len(tensors) - len(text)} tensors outside the text part are left out")
         tensors = {key.removeprefix(TEXT_PART): tensor for key, tensor in text.items()}
     transformers.logging.disable_progress_bar()
     try:
-        # A shape that does not match is in the report.
+        # The report lists shapes that do not match.
         options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, report = library_class(kind).from_pretrained(
             None, config=config, state_dict=tensors, dtype=torch.float32, **options
@@ -221,13 +221,13 @@ def new_model(
 ) -> tuple[PreTrainedModel, Source]:  # fmt: skip
     """Return a model on meta and, on rank 0, its tensors: from `directory`, or random ones.
 
-    Weights are tied as in Transformers' model: T5's head may be stored apart whatever its config
-    says. Without `needs_weights`, as a checkpoint is loaded next, only buffers have values. Raises
+    Weights are tied as in Transformers' model, because T5's config does not show whether its head
+    is tied. Without `needs_weights`, before a checkpoint is loaded, only buffers have values. Raise
     ValueError on all ranks if the files do not contain the model.
     """
     with torch.device("meta"):
         model = kind(config)
-    model.to("meta")  # DiffLlama makes some parameters on the CPU
+    model.to("meta")  # DiffLlama creates some parameters on the CPU
     source: Source = {}
 
     def read() -> dict[str, str]:
@@ -235,7 +235,7 @@ def new_model(
             loaded = kind(config)
         else:
             loaded = read_model(kind, config, directory, needs_weights)
-            model._weight_conversions = loaded._weight_conversions  # an export reverts them
+            model._weight_conversions = loaded._weight_conversions  # exports revert them
         for name, tensor in tensors_of(loaded):
             source[name] = tensor.detach().as_subclass(Tensor)
             if isinstance(tensor, nn.Parameter) and not needs_weights:
@@ -254,11 +254,11 @@ def new_model(
 
 
 class Loader:
-    """Gives the modules of a meta model their tensors on `device`, in the meta tensors' dtypes.
+    """Load the tensors of a meta model on `device`, in the dtypes of the meta tensors.
 
-    FSDP1 takes `fill` as `param_init_fn`. Under FSDP2 call `materialize` after sharding, under DDP
-    before wrapping. Rank 0 broadcasts each tensor in the dtype of its file; each rank casts it on
-    the device and keeps its shard. Tensors that the source has on meta are only allocated.
+    FSDP1 takes `fill` as `param_init_fn`. Call `materialize` after sharding by FSDP2, and before
+    wrapping in DDP. Rank 0 broadcasts each tensor in the dtype of its file, and each rank casts it
+    on the device and keeps its shard. Tensors that are on meta in `source` are only allocated.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Loader:
         self.source = source
         stored = {name: (x.shape, x.dtype, x.is_meta) for name, x in source.items()}
         self.stored = on_rank_zero(lambda: stored)
-        # For each tensor of a module: all that are tied to it, itself included.
+        # All places of each tensor: more than one if it is tied.
         self.places: dict[tuple[nn.Module, str], list[Place]] = {}
         tied: dict[str, list[Place]] = defaultdict(list)
         for name, first in first_names(model).items():
@@ -280,7 +280,7 @@ class Loader:
         self.progress = Progress("load", len(tied), " tensors")
 
     def fill(self, module: nn.Module) -> None:
-        """Fill a module, without those inside it; all ranks, in the same order."""
+        """Load the tensors of a module, without its submodules; all ranks, in the same order."""
         for key, meta in (module._parameters | module._buffers).items():
             if meta is None or not meta.is_meta:
                 continue
@@ -290,11 +290,11 @@ class Loader:
                 tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
             for name, owner, key_there in places:
                 setattr(owner, key_there, tensor)
-                self.source.pop(name, None)  # or the run would hold it
+                self.source.pop(name, None)  # to free it
             self.progress.update()
 
     def _receive(self, module: nn.Module, meta: Tensor, name: str) -> Tensor:
-        """Return this rank's part of rank 0's tensor `name`, for a module's tensor `meta`."""
+        """Return this rank's part of rank 0's tensor `name`, to replace a module's `meta`."""
         shape, dtype, is_unread = self.stored[name]
         device = self.shard_device if isinstance(meta, DTensor) else self.device
         if is_unread:
@@ -309,11 +309,11 @@ class Loader:
         if isinstance(meta, DTensor):
             mesh, placements = meta.device_mesh, meta.placements
             tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-        # Rank 0's may be a view of the mapped file.
+        # Rank 0's tensor may be a view of the mapped file.
         return tensor.to(meta.dtype, copy=dist.get_rank() == 0).to(device)
 
 
 def materialize(model: nn.Module, init: Init) -> None:
-    """Fill all modules of a model on meta, outer ones first."""
+    """Load all modules of a model on meta with `init`, outer ones first."""
     for module in model.modules():
         init(module)

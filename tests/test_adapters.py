@@ -220,7 +220,7 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
     words[words.index("--output-dir") + 1] = str(tmp_path / "nothing")
     for more, said in (
-        ([], "finds no adapters in"),
+        ([], "--evaluate-only needs adapters in"),
         (["--model-name", str(run / "final")], "final contains adapters, not a model"),
     ):
         with pytest.raises(SystemExit):

@@ -52,7 +52,7 @@ def test_finished_run_without_checkpoints_stays_finished(finished, flags, capfd)
     said = capfd.readouterr().out
     assert "is finished at 4 steps. Raise --max-steps or --epochs to resume" in said
     assert start(finished, flags, "--max-steps", "6") == 0
-    assert "for which its checkpoints are needed" in capfd.readouterr().out
+    assert "which needs its checkpoints" in capfd.readouterr().out
     assert everything(finished) == before and status(finished) == "finished"
 
 

@@ -162,7 +162,7 @@ def test_nan_loss_ends_all_ranks_and_saves_nothing(flags, tmp_path):
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     (error,) = errors
     assert "Step 5: gradient norm nan" in error and "samples [" in error and "ranks [" in error
-    assert "Lower --lr, or look at these samples, which the script's load_data returns" in error
+    assert "Lower --lr, or check these samples, which the script's load_data returns" in error
     assert error in result.stderr.split("Root Cause")[1]  # the last on the screen
     names = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
     assert names == ["step-00000002", "step-00000004"]

@@ -205,9 +205,9 @@ def test_resume_rejects_changed_seed_data_model_and_batch(finished, flags, t5_di
 
 @pytest.mark.parametrize("flag, said", [
     (["--model-name", "/no/such/directory"], "/no/such/directory is not a directory, and"),
-    (["--model-name", "no-such/model"], "the hub does not give it"),
+    (["--model-name", "no-such/model"], "its download fails"),
     (["--output-dir", "/dev/null/here"], "/dev/null/here"),
-    (["--export-only"], "--export-only finds no checkpoint"),
+    (["--export-only"], "--export-only needs a checkpoint"),
     (["--source-column", "body"], "has columns text, headline"),
 ])  # fmt: skip
 def test_bad_input_is_one_message(flag, said, flags, tmp_path, capfd):
@@ -242,7 +242,7 @@ def test_foreign_files_and_runs_stay(finished, flags, tmp_path, capfd, monkeypat
     one_process(flags, finished)
     assert (finished / "tmp-mine").is_dir()
     (tmp_path / "foreign/final").mkdir(parents=True)
-    assert "of something else" in refused(flags, tmp_path / "foreign", capfd)
+    assert "of another program" in refused(flags, tmp_path / "foreign", capfd)
     monkeypatch.setattr(T5_training, "SCRIPT", "my_script")
     assert "script is my_script, was T5_training" in refused(flags, finished, capfd)
 

@@ -1,4 +1,4 @@
-"""Copy a script with exactly the modules of this repository that it imports.
+"""Copy a script and the modules of this repository that it imports.
 
 python tools/copy_script.py gpt2_fsdp.py ../my_project
 """
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Yield the absolute names of all modules that a file may import, inside functions too."""
+    """Yield the absolute names of all modules that a file imports, also inside functions."""
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -26,7 +26,7 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 def needed_files(path: Path, known: set[Path] | None = None) -> set[Path]:
-    """Return a file and all files of this repository that it imports, directly or not."""
+    """Return `path` and all files of this repository that it imports, directly or indirectly."""
     files = known if known is not None else set()
     files.add(path)
     for name in imported_names(path):
@@ -38,7 +38,7 @@ def needed_files(path: Path, known: set[Path] | None = None) -> set[Path]:
 
 
 def main() -> None:
-    """Copy the files and print their names and number of lines."""
+    """Copy a script and its modules; print the number of lines and the path of each file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("script", choices=["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
     parser.add_argument("directory", type=Path, help="created if it does not exist")

@@ -15,9 +15,9 @@ from runtime import arguments, ranks
 
 
 def load_model(directory: Path) -> transformers.PreTrainedModel:
-    """Load a model, or adapters with their base model.
+    """Return the model in a directory, or the base model with the adapters in it.
 
-    Raises OSError, ValueError or ImportError.
+    Raise OSError, ValueError or ImportError if it cannot be loaded.
     """
     kind = transformers.AutoModelForCausalLM
     is_whole = (directory / "config.json").is_file()
@@ -27,11 +27,11 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
 
 
 def main() -> None:
-    """Print the model's answer to each prompt, which a chat template turns into a user turn."""
+    """Print the model's answer to each prompt, which is a user turn if there is a chat template."""
     parser = arguments.Parser(__doc__)
-    parser.add_argument("directory", type=Path, help="a final/ or best/ of a run")
+    parser.add_argument("directory", type=Path, help="final/ or best/ of a run")
     parser.add_argument("prompt", nargs="?", help="text to continue (default: each line of stdin)")
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="length of an answer")
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="limit for an answer")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()

@@ -5,9 +5,9 @@
     python tools/memory_estimator.py --model-name DIRECTORY --script my_script.py
 
 The first line says how full_shard fits, the second is the command for it, and the tables compare
-all strategies. A GB is 10^9 bytes. No weights are read and nothing is allocated: the model is built
-on the meta device, split into FSDP units by the script's policy, and run forward once to see what
-autograd keeps.
+all strategies. 1 GB is 10^9 bytes. The estimator reads no weights and allocates nothing: it builds
+the model on the meta device, splits it into FSDP units by the script's policy, and runs one forward
+pass to see which tensors autograd keeps.
 
 "fits" compares the largest of three peaks (training, saving, resuming) with the GPU's memory less
 --reserve-gb. The reserve is for the CUDA context, NCCL's buffers, workspaces of kernels, and memory
@@ -87,14 +87,14 @@ SIZES = [  # config class, its keys, organization; published sizes and the scrip
         "flan-t5-xxl": (4096, 64, 10240, 24, 64, 32128),
     }),
 ]  # fmt: skip
-# GPU and CPU bytes per parameter of AdamW's fp32 moments. Paged ones are in unified memory, which
-# the driver moves to the CPU when the GPU is full (Dettmers et al. 2023), so they count there.
+# GPU and CPU bytes per parameter of AdamW's fp32 moments. Paged moments count as CPU memory,
+# because the driver moves them there when the GPU is full (Dettmers et al. 2023).
 OPTIMIZERS = {"adamw": (8, 0), "paged_adamw_32bit": (0, 8)}
 SHARDED = itertools.product(("shard_grad_op", "full_shard", "hybrid_shard"), (False, True))
 MODES = [("ddp", False), *SHARDED]  # strategy, CPU offload
 LENGTH_FLAGS = ("max_seq_length", "block_size", "source_length")  # --seq-length in the scripts
 TERMS = ("parameter", "gradient", "optimizer", "unsharded", "activation", "logit")
-NODE_COUNTS = [*range(1, 65), 128, 256, 512, 1024, 2048, 4096]  # to try
+NODE_COUNTS = [*range(1, 65), 128, 256, 512, 1024, 2048, 4096]  # for "min nodes"
 TABLES = {  # title: the key of an estimate for each column
     "GB on each GPU in training": {
         "params": "parameter_bytes", "grads": "gradient_bytes", "optim.": "optimizer_bytes",
@@ -115,8 +115,8 @@ TABLES = {  # title: the key of an estimate for each column
         "FLOPs": "compute_seconds", "bound by": "bound_by",
     },
 }  # fmt: skip
-LEGEND = """units: unsharded parameters and gradients. peak: activations and gradients do not peak
-together. in node, between: time to send the bytes at full link speed."""
+LEGEND = """units: unsharded parameters and gradients. peak: below the sum, as activations and
+gradients do not peak together. in node, between: time to send the bytes at full link speed."""
 
 
 def short_name(name: str) -> str:
@@ -138,12 +138,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help="hub id, directory, config.json, "
         f"or one of {', '.join(BUILT_IN)}")  # fmt: skip
-    add("--script", help="training script, such as a copy of one of ours (default: ours)")
-    add("--batch-size", type=int, default=1, help="sequences per GPU and micro-batch")
+    add("--script", help="your training script (default: the one for this model type)")
+    add("--batch-size", type=int, default=1, help="samples per GPU and micro-batch")
     add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
-    add("--global-batch-size", type=int, default=0, help="sequences per step on all GPUs")
-    add("--seq-length", type=int, default=0, help="tokens, T5: of the source (0: script's)")
-    add("--target-length", type=int, default=150, help="tokens of T5's target")
+    add("--global-batch-size", type=int, default=0, help="samples per step on all GPUs")
+    add("--seq-length", type=int, default=0, help="tokens, T5: of the source (0: default)")
+    add("--target-length", type=int, default=150, help="tokens of the target (T5)")
     add("--precision", choices=list(policies.PRECISIONS), default="bf16", help="compute dtype")
     add("--fsdp", type=int, choices=[1, 2], help="as in the scripts (default: 1, adapters: 2)")
     add("--lora-rank", type=int, default=0, help="train adapters of this rank (0: all weights)")
@@ -155,12 +155,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument_group("machine (defaults: DGX A100)").add_argument
     add("--nodes", type=int, default=1, help="number of machines")
     add("--gpus-per-node", type=int, default=8, help="GPUs in each machine")
-    add("--gpu-memory-gb", type=float, default=80.0, help="memory of a GPU")
-    add("--reserve-gb", type=float, default=2.0, help="GPU memory left for what is not counted")
-    add("--intranode-gbps", type=float, default=2400.0, help="Gbit/s a GPU sends within its node")
-    add("--internode-gbps", type=float, default=1600.0, help="Gbit/s a node sends to others")
-    add("--peak-tflops", type=float, default=312.0, help="TFLOP/s of a GPU at this precision")
-    parser.add_argument("--json", **arguments.OFF, help="print JSON instead, in bytes and seconds")
+    add("--gpu-memory-gb", type=float, default=80.0, help="memory of each GPU")
+    add("--reserve-gb", type=float, default=2.0, help="GPU memory for what is not counted")
+    add("--intranode-gbps", type=float, default=2400.0, help="Gbit/s that a GPU sends in its node")
+    add("--internode-gbps", type=float, default=1600.0, help="Gbit/s that a node sends")
+    add("--peak-tflops", type=float, default=312.0, help="TFLOP/s of a GPU at --precision")
+    parser.add_argument("--json", **arguments.OFF, help="print JSON, in bytes and seconds")
     parser.set_defaults(**lora.DEFAULTS)
     args = parser.parse_args(argv)
     gpus = max(1, args.nodes * args.gpus_per_node)
@@ -173,9 +173,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     ranges = {name: (low, arguments.ANY) for name, low in limits.items()}
     problems = arguments.out_of_range(args, ranges) + problems
     if args.fsdp == 2 and args.optimizer != "adamw":
-        problems.append(f"--optimizer {args.optimizer} requires --fsdp 1 without adapters")
+        problems.append(f"--optimizer {args.optimizer} needs --fsdp 1 and no adapters.")
     if problems:
-        parser.error("; ".join(problems))
+        parser.error(" ".join(problems))
     args.fsdp = args.fsdp or 1
     return args
 
@@ -187,7 +187,7 @@ def built_in_size(name: str) -> str | None:
 
 
 def load_config(name: str) -> transformers.PretrainedConfig:
-    """Return the config of a path, a built-in size or a hub id; raise ValueError if it has none."""
+    """Return the config of a path, a built-in size or a hub id; raise ValueError if none exists."""
     path = Path(name)
     size = built_in_size(name)
     if size:
@@ -199,13 +199,13 @@ def load_config(name: str) -> transformers.PretrainedConfig:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(
-            f"--model-name {name}: cannot read its config ({type(error).__name__}). Name a "
+            f"--model-name {name}: cannot read its config ({type(error).__name__}). Pass a "
             "directory with the config.json of a model that Transformers knows."
         ) from None
 
 
 def hub_id(name: str) -> str:
-    """Return the --model-name that a script takes for this model."""
+    """Return the --model-name to pass to a script for the estimator's model `name`."""
     if Path(name).is_file():  # a config.json
         return str(Path(name).parent)
     size = built_in_size(name)
@@ -215,8 +215,8 @@ def hub_id(name: str) -> str:
 
 
 def load_script(args: Namespace, config: transformers.PretrainedConfig) -> ModuleType:
-    """Return the module of --script, or of our script for the model's type. Raises ValueError if
-    there is none, or if it trains models of another type."""
+    """Return the module of --script, or of our script for the model's type. Raise ValueError if
+    there is none or if it trains another model type."""
     if args.script is None:
         if config.model_type not in SCRIPTS:
             raise ValueError(
@@ -226,8 +226,8 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
         return importlib.import_module(SCRIPTS[config.model_type])
     path = Path(args.script)
     if not path.is_file():
-        raise ValueError(f"--script {path} is not a file")
-    sys.path.append(str(path.parent))  # its data set module may be in the same directory
+        raise ValueError(f"--script {path} does not exist.")
+    sys.path.append(str(path.parent))  # for its data module, which may be in the same directory
     spec = importlib.util.spec_from_file_location(path.stem, path)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -236,7 +236,7 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
 
 
 def script_flags(script: ModuleType) -> dict[str, Any]:
-    """Return the names and the defaults of a script's flags."""
+    """Return the defaults of a script's flags by name."""
     parser = argparse.ArgumentParser()
     arguments.add_model(parser)
     for name in ("data", "lora", "paged"):  # modules with flags, as the scripts import them
@@ -253,12 +253,12 @@ def model_class(script: ModuleType) -> type[nn.Module]:
 
 
 class FusedAttention(torch.autograd.Function):
-    """Keep what a fused attention kernel keeps for the backward pass: not the scores."""
+    """Save the tensors that a fused attention kernel saves for the backward pass: no scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Return an output [batch, length, heads, head size] for a query [batch, heads, length,
-        head size], and keep the fp32 log-sum-exp of its scores too."""
+        """Return an empty output [batch, length, heads, head size] for a query [batch, heads,
+        length, head size], and save an empty fp32 log-sum-exp of the scores."""
         batch, heads, length, size = query.shape
         output = query.new_empty(batch, length, heads, size)
         log_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
@@ -270,8 +270,8 @@ def fused_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None,
     position_bias: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Stand in for a fused kernel behind Transformers' attention interface. T5's bias is masked by
-    each sequence's padding, so every layer keeps [batch, heads, length, length]."""
+    """Replace a fused kernel in Transformers' attention interface. Each sequence's padding masks
+    T5's bias, so every layer keeps [batch, heads, length, length]."""
     if position_bias is not None:
         shape = (query.size(0), 1, 1, key.size(2))
         padding = torch.empty(shape, dtype=torch.bool, device=query.device)
@@ -289,7 +289,7 @@ ATTENTIONS = {"fused": fused_attention, "eager": eager_attention}
 
 
 class Weight(NamedTuple):
-    """A parameter and how it is held."""
+    """A parameter's shape and storage."""
 
     shape: torch.Size
     trained: bool = True  # frozen weights are held in the compute dtype
@@ -330,11 +330,11 @@ class Model:
 
 
 def read_model(args: Namespace) -> Model:
-    """Return the model that `args` names, built on meta; set a --seq-length that is 0. Raises
-    ValueError if it does not exist, or does not fit the script or the sequences.
+    """Return the sizes of the model --model-name, built on meta; set a --seq-length of 0. Raise
+    ValueError if the model does not exist or does not fit the script or the sequence length.
 
     T5_training.py holds the logits of all target tokens: as computed, in fp32, and their fp32
-    log-softmax or its gradient. The others hold the logits of CHUNK tokens at a time.
+    log-softmax or its gradient. The other scripts hold the logits of CHUNK tokens at a time.
     """
     config = load_config(args.model_name)
     script = load_script(args, config)
@@ -342,7 +342,7 @@ def read_model(args: Namespace) -> Model:
     for name, default in (("lora_rank", 0), ("optimizer", "adamw")):
         if getattr(args, name) != default and name not in flags:
             flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag}: the script of {args.model_name} has no such flag. Drop it.")
+            raise ValueError(f"{flag} is not a flag of the script for {args.model_name}.")
     config = weights.text_config(config, script.MODEL, args.model_name)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
     model_checks.check_length("--seq-length", args.seq_length, config)
@@ -355,7 +355,7 @@ def read_model(args: Namespace) -> Model:
     policies.fuse_gelu(model)
     if args.lora_rank:
         add_adapters(args, script, model, compute)
-    if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5, whose head is not tied
+    if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
     policy = policies.wrap_policy(script.units(model))
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
@@ -390,7 +390,7 @@ def read_model(args: Namespace) -> Model:
 def weights_by_unit(
     args: Namespace, model: nn.Module, wrapped: list[nn.Module]
 ) -> list[list[Weight]]:
-    """Return the parameters of the root unit and of each of the `wrapped` modules."""
+    """Return the parameters of the root unit, then those of each module in `wrapped`."""
     in_4bit = set()
     if args.load_in_4bit:
         for name, parameter in model.named_parameters():
@@ -406,33 +406,33 @@ def weights_by_unit(
 
 
 def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: torch.dtype) -> None:
-    """Add adapters of --lora-rank to a model on meta. Weights stay in `dtype`; `Weight.in_4bit`
+    """Add adapters of --lora-rank to a model on meta. Weights stay in `dtype`. `Weight.in_4bit`
     marks those that --load-in-4bit quantizes."""
     without_4bit = Namespace(**vars(args) | {"load_in_4bit": False})
     adapters.add(without_4bit, model, {}, script.BLOCKS, dtype)
 
 
 def storages(weights: set[int], *tensors: Any) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of tensors, less `weights`, by address. Holding the storages keeps their
-    addresses unique."""
+    """Return the storages of tensors by address, except those in `weights`. Keep them referenced,
+    so that no address is reused."""
     all_storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
     return {storage._cdata: storage for storage in all_storages if storage._cdata not in weights}
 
 
 def storage_bytes(*parts: dict[int, torch.UntypedStorage]) -> int:
-    """Return the bytes of the union of storages by address."""
+    """Return the bytes of all storages in `parts`, each address counted once."""
     return sum(storage.nbytes() for storage in ChainMap(*parts).values())
 
 
 def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, Any]:
-    """Return the bytes that autograd keeps of a forward pass on meta, and its FLOPs.
+    """Return the bytes that autograd keeps after a forward pass on meta, and its FLOPs.
 
     Each tensor counts once, and weights do not count. With activation checkpointing the blocks'
     inputs stay, and one block's tensors at a time.
 
     For a GPT-2 block Korthikanti et al. 2022 (section 4.1) derive 34 s b h bytes with fused
     attention and 2 s b h with checkpointing: b sequences of s tokens, width h, 16 bits. Chowdhery
-    et al. 2022 (PaLM, appendix B) derive 2 N + 4 L a q T FLOPs of a token: N weights in matrix
+    et al. 2022 (PaLM, appendix B) derive 2 N + 4 L a q T FLOPs per token: N weights in matrix
     products, L layers, a heads of size q, T tokens.
     """
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -440,7 +440,7 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     outside: dict[int, torch.UntypedStorage] = {}
     blocks: list[dict[int, torch.UntypedStorage]] = []
     inputs: dict[int, torch.UntypedStorage] = {}  # of all blocks
-    scopes = [outside]  # a stack: its last item is the part of the model that is running
+    scopes = [outside]  # a stack; the last item is for the module that is running
 
     def keep(tensor: Tensor) -> Tensor:
         scopes[-1].update(storages(weights, tensor))
@@ -459,7 +459,7 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
         if isinstance(module, classes):
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
-        if isinstance(module, nn.Dropout) and module.p:  # a GPU keeps a mask of bytes
+        if isinstance(module, nn.Dropout) and module.p:  # on a GPU, autograd keeps a mask of bytes
             module.forward = lambda x, p=module.p: torch.native_dropout(x, p, True)[0]
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     ids = torch.empty(args.batch_size, args.seq_length, dtype=torch.int64, device="meta")
@@ -484,8 +484,8 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
 @functools.cache
 def flat_parameter(sizes: tuple[int, ...], shards: int, aligned: int) -> tuple[int, int]:
     """Return the elements of an FSDP1 unit with padding, and rank 0's elements without padding.
-    With use_orig_params=True (torch/distributed/fsdp/_flat_param.py) each parameter begins at a
-    multiple of `aligned` elements, 16 bytes in the compute dtype, and all shards are equal."""
+    With use_orig_params=True (torch/distributed/fsdp/_flat_param.py) each parameter starts at a
+    multiple of `aligned` elements, 16 bytes in the compute dtype, and all shards have one size."""
     spans, end = [], 0
     for size in sizes:
         start = -(-end // aligned) * aligned
@@ -496,9 +496,9 @@ def flat_parameter(sizes: tuple[int, ...], shards: int, aligned: int) -> tuple[i
 
 
 def sharded_by_rows(weights: list[Weight], shards: int, itemsize: int) -> Unit:
-    """Return an FSDP2 unit; `itemsize` is the bytes of the compute dtype. Each parameter is split
-    by rows and padded to rank 0's number of rows (torch/distributed/fsdp/_fully_shard/
-    _fsdp_param.py). 4-bit weights are rows of one byte."""
+    """Return the sizes of an FSDP2 unit. Each parameter is split by rows and padded to rank 0's
+    number of rows (torch/distributed/fsdp/_fully_shard/_fsdp_param.py). 4-bit weights are rows of
+    one byte. `itemsize` is the bytes of the compute dtype."""
     unit = Unit(gathered=0, held=0, trained=0)
     for weight in weights:
         mine = -(-weight.shape[0] // shards) * weight.shape[1:].numel()
@@ -517,8 +517,8 @@ def sharded_by_rows(weights: list[Weight], shards: int, itemsize: int) -> Unit:
 
 
 def scale_bytes(model: Model) -> int:
-    """Return the bytes of the scales of 4-bit weights, which every GPU holds whole: 8 bits for 64
-    weights, 32 bits for 256 of those, and for each tensor their mean and the 16 values in fp32."""
+    """Return the bytes of the scales of 4-bit weights, all of which every GPU holds: 8 bits per 64
+    weights, 32 bits per 256 of those, and for each tensor their mean and the 16 values in fp32."""
     total = 0
     for weight in itertools.chain.from_iterable(model.units):
         if weight.in_4bit:
@@ -553,13 +553,13 @@ def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list
 def state_dicts(
     fsdp: int, strategy: str, offload: bool, states: list[int], moments: int, unit: int
 ) -> tuple[int, int, int]:
-    """Return a GPU's peak bytes of a save and of a resume, and the bytes of the save's CPU copies.
+    """Return a GPU's peak bytes in a save and in a resume, and the bytes of the save's CPU copies.
 
-    `states` are the GPU bytes of parameters, gradients and moments, `moments` those of all moments,
-    also on the CPU, `unit` those of the largest FSDP unit in fp32. Measured on a simulated device:
-    FSDP1 starts a save with the last gradients, frees them when it gathers the first unit, and
-    holds two units, with offload three. Its resume makes moments, which needs gradients; with
-    offload the loaded moments pass through the GPU. FSDP2 and DDP save the tensors themselves.
+    `states` are the GPU bytes of parameters, gradients and moments, `moments` the bytes of all
+    moments, also on the CPU, `unit` those of the largest FSDP unit in fp32. Measured on a simulated
+    device: FSDP1 starts a save with the last gradients, frees them when it gathers the first unit,
+    and holds two units, or three with offload. Its resume creates moments, which needs gradients.
+    With offload the loaded moments pass through the GPU. FSDP2 and DDP copy nothing.
     """
     parameters, gradients, optimizer = states
     if strategy == "ddp":
@@ -575,12 +575,12 @@ def state_dicts(
 
 
 def memory(model: Model, args: Namespace, *choice: Any) -> dict[str, int]:
-    """Return bytes on each GPU by term and at the peaks, and of CPU memory in each node, for a
-    `choice`: strategy, CPU offload, activation checkpointing, optimizer.
+    """Return the bytes on each GPU, by term and at the peaks, and of CPU memory in each node. A
+    `choice` is strategy, CPU offload, activation checkpointing, optimizer.
 
     Parameters, gradients and AdamW's moments take 4 + 4 + 8 bytes per parameter, divided by the
-    shards (Rajbhandari et al. 2020, ZeRO, section 3.1); with offload on the CPU. Frozen weights are
-    held in the compute dtype, or in half a byte plus the scales, which every GPU holds whole.
+    shards (Rajbhandari et al. 2020, ZeRO, section 3.1). Offload moves them to the CPU. Frozen
+    weights take the bytes of the compute dtype, or half a byte plus the scales.
     """
     strategy, offload, checkpointing, optimizer = choice
     shards, mine, units = layout(model, args, strategy)
@@ -620,8 +620,8 @@ def memory(model: Model, args: Namespace, *choice: Any) -> dict[str, int]:
 
 def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) -> int:
     """Return the bytes of pinned memory for a GPU's offloaded parameters and gradients. PyTorch's
-    CachingHostAllocator rounds each piece, a unit's shard under FSDP1 and a parameter's under
-    FSDP2, up to a power of two."""
+    CachingHostAllocator rounds each allocation up to a power of two: the shard of a unit under
+    FSDP1, of a parameter under FSDP2."""
     pieces = units
     if args.fsdp == 2:
         itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
@@ -632,9 +632,9 @@ def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) 
 
 
 def loss_bytes(model: Model, itemsize: int) -> int:
-    """Return the bytes that the loss holds at once; `itemsize` is the bytes of the compute dtype.
-    While the chunked loss recomputes a chunk, it holds three tensors in fp32 (log-softmax, its
-    gradient, the logits' gradient), and the gradient of a trained head in the compute dtype."""
+    """Return the peak bytes of the loss; `itemsize` is the bytes of the compute dtype. When the
+    chunked loss recomputes a chunk, it holds three tensors in fp32 (log-softmax, its gradient, the
+    logits' gradient), and the gradient of a trained head in the compute dtype."""
     if not model.chunked:
         return model.logits
     gradient = itemsize * model.head if model.head_is_trained else 0
@@ -646,17 +646,17 @@ def fsdp1_peak(
 ) -> tuple[int, int, int]:
     """Return FSDP1's and DDP's bytes of unsharded tensors, of the loss, and at the peak.
 
-    `states` are the bytes of parameters, gradients and moments, `kept` those that autograd keeps,
-    `block` those that it adds while it recomputes a block.
+    `states` are the bytes of parameters, gradients and moments, `kept` the bytes that autograd
+    keeps, `block` those added while a block is recomputed.
 
     FULL_SHARD and HYBRID_SHARD hold unsharded parameters, in the compute dtype, of the root, the
     current unit and the prefetched one; SHARD_GRAD_OP those of all units. Unsharded gradients are
-    those of the root, the current unit and the one being reduced. One GPU alone shards nothing, but
-    casts a unit at a time. DDP holds what autocast has cast; its gradients stay in buckets.
+    those of the root, the current unit and the one being reduced. A single GPU shards nothing, but
+    casts a unit at a time. DDP holds the casts of autocast, and its gradients are in buckets.
 
     The peak is in the loss, before there are gradients, or in the blocks, after the logits are
-    freed. There activations are freed as gradients arrive, so only the larger of the two counts.
-    With accumulation both phases have all gradients.
+    freed. In the blocks activations are freed as gradients arrive, so only the larger of the two
+    counts. With accumulation both phases have all gradients.
     """
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
     shards, _, units = layout(model, args, strategy)
@@ -685,10 +685,10 @@ def fsdp2_peak(
     """Return FSDP2's bytes of unsharded tensors in a block's backward pass, of the loss, and at
     the peak. The arguments are those of `fsdp1_peak`.
 
-    The peak is in one of three phases, as FSDPMemTracker of torch 2.13 finds them: the loss, with
+    The peak is in one of three phases, according to FSDPMemTracker of torch 2.13: the loss, with
     the last block gathered if the head is frozen; a block, with its parameters and gradients, the
-    next block's parameters and the previous block's gradients; or the root, with all gradients, and
-    for a tied weight those of both uses and their sum.
+    next block's parameters and the previous block's gradients; or the root, with all gradients and,
+    for a tied weight, those of both uses and their sum.
     """
     precision = policies.PRECISIONS[args.precision]
     compute, reduce = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize
@@ -721,16 +721,16 @@ def fsdp2_peak(
 def traffic(
     model: Model, args: Namespace, strategy: str, checkpointing: bool | str
 ) -> dict[str, Any]:
-    """Return the bytes that each GPU and each node sends in a step, and the least seconds it takes.
+    """Return the bytes that each GPU and each node sends in a step, and the minimum seconds for it.
 
     In a ring of k GPUs each sends (k - 1) / k of a tensor to gather or reduce-scatter it, and twice
-    that to all-reduce it (Rajbhandari et al. 2020, section 7). A micro-batch all-reduces gradients
-    in fp32 under ddp. Otherwise it gathers parameters in the compute dtype, except under
-    shard_grad_op twice for all units but the root, and reduce-scatters gradients. hybrid_shard does
-    so within a node, and all-reduces shards between nodes. A ring leaves each node once.
+    that to all-reduce it (Rajbhandari et al. 2020, section 7). Under ddp a micro-batch all-reduces
+    gradients in fp32. Otherwise it gathers parameters in the compute dtype (all units but the root
+    twice, except under shard_grad_op) and reduce-scatters gradients. hybrid_shard does this within
+    a node and all-reduces shards between nodes. A ring leaves each node once.
 
-    A step costs the FLOPs of three forward passes, or of two where weights are frozen, plus those
-    of recomputed blocks and chunked logits. PCIe traffic and the optimizer's step are not counted.
+    A step takes the FLOPs of three forward passes, or of two for frozen weights, plus those of
+    recomputed blocks and chunked logits. PCIe traffic and the optimizer's step are not counted.
     """
     precision = policies.PRECISIONS[args.precision]
     steps = args.gradient_accumulation_steps
@@ -765,7 +765,7 @@ def traffic(
 
 
 def smallest_nodes(model: Model, args: Namespace, *choice: Any) -> int | None:
-    """Return the first of NODE_COUNTS on which a `choice` of `memory` fits, or None."""
+    """Return the smallest of NODE_COUNTS on which a `choice` of `memory` fits, or None."""
     for nodes in NODE_COUNTS:
         if memory(model, Namespace(**vars(args) | {"nodes": nodes}), *choice)["fits"]:
             return nodes
@@ -773,7 +773,7 @@ def smallest_nodes(model: Model, args: Namespace, *choice: Any) -> int | None:
 
 
 def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
-    """Return a row of the tables for a `choice` of `memory`."""
+    """Return all estimates for a `choice` of `memory`, as one row of the tables."""
     strategy, offload, checkpointing, optimizer = choice
     return {
         "strategy": strategy,
@@ -811,9 +811,9 @@ def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
 def verdict(model: Model, args: Namespace) -> str | None:
     """Return a line that says how full_shard fits and a line with its command, or None.
 
-    The first of these that fits: the flags as given; activation checkpointing, which costs a third
-    more compute; CPU offload, which is slower but needs no more machines; more nodes; more nodes
-    with CPU offload.
+    Use the first of these that fits: the flags as given; activation checkpointing, which costs a
+    third more compute; CPU offload, which is slower but needs no more machines; more nodes; more
+    nodes with CPU offload.
     """
     options = [(False, model.checkpointing, args.optimizer), (False, True, args.optimizer)]
     if takes_offload(args):
@@ -852,7 +852,7 @@ def command(model: Model, args: Namespace, row: dict[str, Any]) -> str:
     values = vars(args) | row | dict.fromkeys(LENGTH_FLAGS, args.seq_length)
     for name in names:
         flag, value = name.replace("_", "-"), values[name]
-        if model.flags.get(name, value) == value:  # its default, or the script lacks the flag
+        if model.flags.get(name, value) == value:  # the default, or a flag that the script lacks
             continue
         if value is False:
             words.append(f"--no-{flag}")
@@ -864,7 +864,7 @@ def command(model: Model, args: Namespace, row: dict[str, Any]) -> str:
 
 
 def cell(key: str, value: Any) -> str:
-    """Return a value of a row as a table shows it, bytes as GB."""
+    """Return the value of `key` in a row as text for a table, with bytes in GB."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if "bytes" in key:
@@ -886,7 +886,7 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
 
 
 def print_estimates(model: Model, args: Namespace, rows: list[dict[str, Any]]) -> None:
-    """Print a line about the model and the flags, and the tables."""
+    """Print the model and the flags on one line, then the tables."""
     recomputed = "with" if model.checkpointing else "no"
     print(
         f"{args.model_name}: {model.parameters:,} parameters in {len(model.units)} units; "
@@ -918,7 +918,7 @@ def main(argv: list[str] | None = None) -> None:
         peak = memory(model, most, "full_shard", False, True, args.optimizer)["peak_bytes"]
         ranks.exit_with(
             f"{args.model_name} does not fit on GPUs of {args.gpu_memory_gb:g} GB. On {most.nodes} "
-            f"nodes full_shard takes {peak / 1e9:.1f} GB, and --reserve-gb {args.reserve_gb:g}. "
+            f"nodes full_shard needs {peak / 1e9:.1f} GB plus --reserve-gb {args.reserve_gb:g}. "
             "Reduce --batch-size or --seq-length, or raise --gpu-memory-gb."
         )
 

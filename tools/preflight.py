@@ -1,11 +1,11 @@
-"""Check in about a minute that every device is present and none is slower than the others.
+"""Check in a minute that every device is present and none is slower than the others.
 
     torchrun --nnodes 1 --nproc_per_node 8 tools/preflight.py --model-name llama-2-7b
     sbatch --nodes 4 launch.slurm tools/preflight.py --output-dir /shared/run
 
 Counts the devices of each node. Times matrix products, copies in device memory and to and from the
 host, FSDP's three collectives within a node and across nodes, and the disk of --output-dir. Reports
-what bounds a step of the model at the measured speeds. Exits with 1 if something is wrong.
+what limits a step of the model at the measured speeds. Exits with 1 if something is wrong.
 
 A rank is slow if it takes longer than the median of the others, by more than 10% (20% on a CPU) and
 by more than three times its own spread, the median distance of its samples from their median. A
@@ -64,7 +64,7 @@ Seconds = dict[Members, list[float]]  # seconds per call, one for each round
 
 @dataclass
 class Place:
-    """A rank's host and node, and the devices that it sees."""
+    """A rank's host, its node, and the number of devices that it sees."""
 
     host: str
     node: int
@@ -75,7 +75,7 @@ class Place:
 
 @dataclass
 class Probe:
-    """A timed call. All ranks have the same probes in the same order."""
+    """A call to measure. All ranks have the same probes in the same order."""
 
     name: str
     unit: str
@@ -92,7 +92,7 @@ class Probe:
 
 
 def preflight(args: Namespace) -> int:
-    """Run all checks and print the report; return the exit code. All ranks."""
+    """Check the machines and print a report; return the exit code. All ranks."""
     try:
         wrong = check_machines(args)
     except (OSError, ValueError, RuntimeError) as error:
@@ -100,7 +100,7 @@ def preflight(args: Namespace) -> int:
     finally:
         shutil.rmtree(scratch_directory(args), ignore_errors=True)
     if wrong:
-        ranks.exit_with("; ".join(wrong))
+        ranks.exit_with(" ".join(wrong))
     return 0
 
 
@@ -110,23 +110,23 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--model-name", default="llama-2-7b", help="built-in size, hub id, directory or "
         "config.json, as for memory_estimator.py")  # fmt: skip
-    add("--output-dir", default="output", help="directory whose disk is measured")
-    add("--gpus-per-node", type=int, default=0, help="expected number of GPUs (0: as given by "
+    add("--output-dir", default="output", help="its disk is measured")
+    add("--gpus-per-node", type=int, default=0, help="expected number of GPUs (0: from "
         "Slurm, or one per process)")  # fmt: skip
-    add("--timeout-seconds", type=float, default=30.0, help="limit of one measurement")
+    add("--timeout-seconds", type=float, default=30.0, help="limit for one measurement")
     args = parser.parse_args(argv)
     limits = {"gpus_per_node": (0, arguments.ANY), "timeout_seconds": (1, arguments.ANY)}
     problems = arguments.out_of_range(args, limits)
     if problems:
-        parser.error("; ".join(problems))
+        parser.error(" ".join(problems))
     return args
 
 
 def check_machines(args: Namespace) -> list[str]:
-    """Count, measure, and print on rank 0; return one message for each fault. All ranks.
+    """Check devices, disk and speed, and print a report; return a message for each fault.
 
-    Raises ValueError if a device is missing, the model is unknown or the disk cannot be used, and
-    RuntimeError that names the ranks that stop responding.
+    All ranks. Raise ValueError if a device is missing, the model is unknown or the disk cannot be
+    used, and RuntimeError with the ranks that stop responding.
     """
     device, places, notes = join(args)
     precision = "bf16" if ranks.has_bf16() else "fp32"
@@ -147,7 +147,7 @@ def check_machines(args: Namespace) -> list[str]:
         parts = [f"{name} {step[f'{key}_seconds']:.3g} s" for key, name in BOUNDS.items()]
         print(f"a step of {args.model_name} ({step['tokens']:,} tokens per process, {STRATEGY})")
         print(f"is bound by {BOUNDS[step['bound_by']]}: at least {', '.join(parts)}")
-        print(*notes, *(wrong or ["all ranks are fine"]), sep="\n", flush=True)
+        print(*notes, *(wrong or ["All ranks are fine."]), sep="\n", flush=True)
     dist.barrier(group=ranks.cpu_group())
     return wrong
 
@@ -155,14 +155,14 @@ def check_machines(args: Namespace) -> list[str]:
 def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
     """Join the process group; return this rank's device, all places, and notes about devices.
 
-    Raises ValueError if a device is missing.
+    Raise ValueError if a device is missing.
     """
     timeout = timedelta(minutes=JOIN_MINUTES)
     with ranks.rendezvous(timeout) as meeting:
-        places = introduce(**meeting)  # the process group would fail without the devices
+        places = introduce(**meeting)  # first, as the process group needs the devices
         wrong, notes = count_devices(args, places)
         if wrong:
-            raise ValueError("; ".join(wrong))
+            raise ValueError(" ".join(wrong))
         device = ranks.local_device()
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
@@ -174,7 +174,7 @@ def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
 
 
 def introduce(store: dist.Store, rank: int, world_size: int) -> list[Place]:
-    """Return the place of each rank, exchanged through the store."""
+    """Exchange the places of all ranks through the store, and return them by rank."""
     place = Place(
         host=socket.gethostname().split(".")[0],
         node=int(os.environ.get("GROUP_RANK", 0)),
@@ -188,12 +188,12 @@ def introduce(store: dist.Store, rank: int, world_size: int) -> list[Place]:
 
 
 def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list[str]]:
-    """Return faults and notes about the number of nodes and devices."""
+    """Return two lists of messages about numbers of nodes and devices: faults and notes."""
     nodes = {place.node: place for place in places}
     wrong, notes = [], []
     in_job = int(os.environ.get("SLURM_NNODES", len(nodes)))
     if len(nodes) != in_job:
-        wrong.append(f"only {len(nodes)} of the Slurm job's {in_job} nodes take part")
+        wrong.append(f"only {len(nodes)} of the Slurm job's {in_job} nodes take part.")
     expected = args.gpus_per_node or int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
     for number, place in nodes.items():
         name = f"node {number} ({place.host})"
@@ -201,9 +201,9 @@ def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list
         if any(other.devices for other in places):
             needed = max(expected, place.processes)
         if place.devices < needed:
-            wrong.append(f"{name} has {place.devices} devices instead of {needed}")
+            wrong.append(f"{name} has {place.devices} devices instead of {needed}.")
         if place.devices > place.processes:
-            notes.append(f"{name} has {place.devices} devices for {place.processes} processes")
+            notes.append(f"{name} has {place.devices} devices for {place.processes} processes.")
     return wrong, notes
 
 
@@ -221,7 +221,7 @@ def read_model(
 
 
 def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
-    """Create this rank's groups within its node and across nodes, if they have several ranks."""
+    """Return this rank's process groups, within its node and across nodes, of several ranks."""
     groups = {}
     for where, key in (("in node", "node"), ("across", "local_rank")):
         members = defaultdict(list)
@@ -235,10 +235,10 @@ def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
 def sample(call: Callable[[], object], count: int, timeout: timedelta) -> float:
     """Return the mean seconds of `count` calls, which all ranks start together.
 
-    Raises RuntimeError that names the ranks that do not come within `timeout`.
+    Raise RuntimeError with the ranks that do not arrive within `timeout`.
     """
     dist.monitored_barrier(ranks.cpu_group(), timeout, wait_all_ranks=True)
-    dist.barrier(group=ranks.cpu_group())  # releases all ranks at the same time
+    dist.barrier(group=ranks.cpu_group())  # starts all ranks at the same time
     start = time.perf_counter() - seconds_without_core()
     for _ in range(count):
         call()
@@ -248,7 +248,7 @@ def sample(call: Callable[[], object], count: int, timeout: timedelta) -> float:
 
 
 def seconds_without_core() -> float:
-    """Return how long this thread was ready and waited for a core; 0 with an accelerator."""
+    """Return the seconds that this thread has waited for a core; 0 with an accelerator."""
     file = Path("/proc/thread-self/schedstat")
     if ranks.accelerator() is not None or not file.exists():
         return 0.0
@@ -256,7 +256,7 @@ def seconds_without_core() -> float:
 
 
 def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
-    """Return probes of matrix products, and of copies in device memory and to and from the host."""
+    """Return probes of matrix products and of copies in device memory and to and from the host."""
     on_gpu = device.type != "cpu"
     width, size = (8192, 1 << 28) if on_gpu else (1024, 1 << 26)
     matrix = torch.randn(width, width, device=device, dtype=dtype)
@@ -294,7 +294,7 @@ def collectives(
 def collective_probes(
     where: str, group: dist.ProcessGroup, unit: int, device: torch.device
 ) -> list[Probe]:
-    """Return probes of each collective: latency of 64 kB, and bandwidth of `unit` bytes."""
+    """Return probes of each collective: its latency with 64 kB and bandwidth with `unit` bytes."""
     count = dist.get_world_size(group)
     members = tuple(dist.get_process_group_ranks(group))
     probes = []
@@ -311,14 +311,14 @@ def collective_probes(
 
 
 def scratch_directory(args: Namespace) -> Path:
-    """Return the directory of the test files. A killed run leaves it to the next."""
+    """Return the directory of the test files. After a kill, the next run deletes it."""
     return Path(args.output_dir) / "tmp-preflight"
 
 
 def check_disk(args: Namespace, places: list[Place]) -> list[str]:
     """Write a file on the first node; return a message for each node that does not see it.
 
-    Raises ValueError on all ranks if a node cannot write to --output-dir.
+    Raise ValueError on all ranks if a node cannot write to --output-dir.
     """
     directory, place = scratch_directory(args), places[dist.get_rank()]
     flag = f"--output-dir {args.output_dir} on"
@@ -329,19 +329,19 @@ def check_disk(args: Namespace, places: list[Place]) -> list[str]:
             if place.local_rank == 0:
                 (directory / f"node-{place.node}").touch()
         except OSError as error:
-            raise ValueError(f"{flag} {place.host} cannot be written: {error.strerror}") from None
+            raise ValueError(f"{flag} {place.host} cannot be written: {error.strerror}.") from None
 
     ranks.on_every_rank(write)
     sees_first = ranks.on_every_rank((directory / "node-0").exists)
     unshared = {p.host for p, sees in zip(places, sees_first, strict=True) if not sees}
-    return [f"{flag} {host} is not the first node's directory" for host in sorted(unshared)]
+    return [f"{flag} {host} is not the first node's directory." for host in sorted(unshared)]
 
 
 def disk_probes(args: Namespace, places: list[Place]) -> list[Probe]:
-    """Return probes of each node's first rank, which writes a file and reads it back."""
+    """Return probes of the disk: the first rank of each node writes a file and reads it back."""
     place = places[dist.get_rank()]
     path = scratch_directory(args) / f"node-{place.node}"
-    data = bytearray(os.urandom(FILE_BYTES))  # random, so that no file system compresses it
+    data = bytearray(os.urandom(FILE_BYTES))  # random, because a file system may compress data
 
     def write() -> None:
         with path.open("wb", buffering=0) as file:
@@ -362,7 +362,7 @@ def disk_probes(args: Namespace, places: list[Place]) -> list[Probe]:
 
 
 def measure(probes: list[Probe], timeout: timedelta) -> dict[str, Seconds]:
-    """Return the seconds per call, by probe; for a group, those of each round's slowest rank."""
+    """Return by probe the seconds per call in each round; for a group, of its slowest rank."""
     calls = [probe.call if probe.members else lambda: None for probe in probes]
     counts = []
     for call in calls:
@@ -393,7 +393,7 @@ def spread(samples: list[float]) -> float:
 def find_outliers(seconds: Seconds) -> dict[Members, float]:
     """Return the members that take longer than the others, with the ratio to the others' median.
 
-    The median excludes the members themselves, so that of two the slow one is found.
+    Members are compared with the median of the others, so that the slower one of two is found.
     """
     tolerance = CPU_TOLERANCE if ranks.accelerator() is None else TOLERANCE
     medians = {members: statistics.median(samples) for members, samples in seconds.items()}
@@ -409,7 +409,7 @@ def find_outliers(seconds: Seconds) -> dict[Members, float]:
 
 
 def find_slow(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, dict[Members, float]]:
-    """Return the outliers of each probe that are outliers in all probes of its kind."""
+    """Return the outliers by probe, without those that are normal in another probe of its kind."""
     outliers = {p.name: find_outliers(results[p.name]) for p in probes}
     slow = {}
     for probe in probes:
@@ -425,8 +425,8 @@ def find_slow(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, dic
 def measure_twice(
     probes: list[Probe], timeout: timedelta
 ) -> tuple[dict[str, Seconds], dict[str, dict[Members, float]]]:
-    """Return the seconds by name of the probe, and the members that are slow in two measurements.
-    The second one repeats only the probes with outliers."""
+    """Return the seconds by probe, and the members that are slow in two measurements. The second
+    measurement repeats only the probes with outliers."""
     results = measure(probes, timeout)
     suspects = find_slow(probes, results)
     doubtful = [probe for probe in probes if suspects[probe.name]]
@@ -438,7 +438,7 @@ def measure_twice(
 
 
 def name_members(members: Members, places: list[Place]) -> str:
-    """Return the name of a rank or a node with its host, or of one local rank across nodes."""
+    """Return a name for members: a rank or a node with its host, or a local rank of each node."""
     place = places[members[0]]
     if len(members) == 1:
         return f"rank {members[0]} on {place.host}"
@@ -454,13 +454,13 @@ def describe_slow(slow: dict[str, dict[Members, float]], places: list[Place]) ->
         for members, ratio in ratios.items():
             times[members].append(f"{name} {ratio:.2f} times")
     return [
-        f"{name_members(members, places)} is slow: {', '.join(ratios)} the others' time"
+        f"{name_members(members, places)} is slow: {', '.join(ratios)} the others' time."
         for members, ratios in sorted(times.items())
     ]
 
 
 def slowest_speeds(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, float]:
-    """Return the slowest members' figure of each probe, in its unit."""
+    """Return by probe the figure of the slowest members, in the probe's unit."""
     slowest = {name: max(map(statistics.median, found.values())) for name, found in results.items()}
     return {probe.name: probe.value(slowest[probe.name]) for probe in probes}
 
@@ -470,7 +470,7 @@ def bound(
 ) -> dict[str, Any]:
     """Return the estimator's traffic and minimum seconds of a step at the slowest ranks' speeds.
 
-    full_shard gathers twice for each reduce-scatter. All ranks of a node send across at once.
+    full_shard gathers twice per reduce-scatter. All ranks of a node send to other nodes at once.
     """
     measured = {"peak_tflops": speeds[MATMUL]}
     for flag, where, senders in (
@@ -487,7 +487,7 @@ def bound(
 
 
 def print_table(probes: list[Probe], results: dict[str, Seconds], places: list[Place]) -> None:
-    """Print each probe's median and slowest rank, in its unit."""
+    """Print a table: median, slowest value and slowest members of each probe."""
     print(f"{'':30}{'unit':>8}{'median':>8}{'slowest':>8}{'spread':>7}  slowest is")
     for probe in probes:
         seconds = results[probe.name]
