@@ -1,4 +1,4 @@
-"""Fine-tune T5 to summarise articles, with PyTorch FSDP.
+"""Fine-tune T5 to summarize articles with PyTorch FSDP.
 
     python T5_training.py --model-name tiny --dataset docstrings  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 T5_training.py  # t5-base on WikiHow
@@ -6,10 +6,10 @@
         --rdzv-endpoint HOST:29500 --rdzv-id 1 T5_training.py  # each node
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes samples.
-Run the same command again to resume; OUTPUT_DIR/final is a Hugging Face model. To make a script of
-your own, copy this one with `tools/copy_script.py`. Another model of its kind, such as BART, needs
-another import in place of T5Block's, and other MODEL, BLOCKS and TINY. Then come `load_data`,
-`token_loss`, and in `train` the optimizer, the schedule and the step.
+Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. To make your own
+script, copy this one with `tools/copy_script.py`. For another model of its kind, such as BART,
+replace the import of T5Block, and MODEL, BLOCKS and TINY. Next, change `load_data`, `token_loss`,
+and in `train` the optimizer, the schedule and the step.
 """
 
 import sys
@@ -38,25 +38,26 @@ import policies
 import summarization_dataset as data
 from runtime import arguments, batches, optimization, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
+from runtime.generation import generation
 from runtime.model_checks import check_decoder, check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
-# What to change for another model of its kind; tools/memory_estimator.py reads these, too.
+# Change these for another model of its kind. tools/memory_estimator.py reads them too.
 MODEL = transformers.T5ForConditionalGeneration
 BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}  # of its config
 TINY_TOKEN_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-DEFAULTS = {"model_name": "google-t5/t5-base"}  # of flags, where they differ from the other scripts
+DEFAULTS = {"model_name": "google-t5/t5-base"}  # flags that differ from the other scripts
 TINY_DEFAULTS = {"source_length": 256, "target_length": 64, "num_train_samples": 600, "epochs": 1}
 SCRIPT = Path(__file__).stem
 
 
 @record
 def fsdp_main(args: Namespace) -> int:
-    """Train from the pretrained weights, or a checkpoint, and export; return the exit code."""
+    """Train from pretrained weights or a checkpoint, then export; return the exit code."""
     device = setup(args)
     try:
-        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
+        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR and finds its newest checkpoint
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             run.describe(model, tokenizer)
             if args.prepare_only or args.export_only or args.evaluate_only:
@@ -85,7 +86,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def setup(args: Namespace) -> torch.device:
-    """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
+    """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
     with ranks.rendezvous(timeout) as place:  # store, rank and world_size; adds gloo for CPUs
@@ -97,12 +98,12 @@ def setup(args: Namespace) -> torch.device:
         )
     ranks.set_seed(args.seed)
     if args.cpu_offload:
-        ranks.use_all_cores()  # for the optimizer, which is on the CPU then
+        ranks.use_all_cores()  # because the optimizer runs on the CPU
     return device
 
 
 def cleanup() -> None:
-    """Leave the process group; not after an error with nccl, which would wait for absent ranks."""
+    """Leave the process group, except after an error: nccl would wait for the missing ranks."""
     if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
@@ -110,8 +111,8 @@ def cleanup() -> None:
 def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
-    """Return the model on meta, its tokenizer, and the function that gives a module its weights,
-    or given a `checkpoint` only memory for them. Raises ValueError if the model does not fit."""
+    """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
+    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -124,14 +125,14 @@ def load_model(
 
 
 def units(model: nn.Module) -> policies.Classes:
-    """Return the classes of FSDP units; all else, such as tied weights, is in the root unit."""
+    """Return the classes that become FSDP units; the root has the rest, such as tied weights."""
     return BLOCKS
 
 
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
-    """Return the model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
+    """Return the model wrapped in FSDP1, FSDP2 or DDP, in fp32 on `device`; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     policy = policies.wrap_policy(units(model))
@@ -142,10 +143,10 @@ def wrap_model(
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
-        for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
+        for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
             fully_shard(module, **options)
         policies.plan_gathers(model)
-        register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
+        register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
         weights.materialize(model, init)  # each rank keeps its rows
     else:
         model = FSDP(
@@ -159,13 +160,13 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:  # after FSDP, which then stays outside
-        policies.checkpoint_activations(model, BLOCKS, args.activation_checkpointing)
+    if args.activation_checkpointing:  # after FSDP, so that FSDP stays outside
+        policies.checkpoint_activations(model, BLOCKS)
     return model
 
 
 def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
-    """Return the training set, None with --evaluate-only, and the validation sets by name.
+    """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     A data set of your own needs len() and [i], which returns what `data.collate` takes.
     """
@@ -173,12 +174,12 @@ def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """Return the keywords of the model's forward that a batch holds, without the targets."""
+    """Return the part of a batch that the model's forward takes, without the targets."""
     return {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless decoder inputs are the model's own, and the loss a sum; all ranks."""
+    """Raise ValueError unless the loss is a sum and decoder inputs equal the model's; all ranks."""
     rows = data.probe_batch()
     collate = data.collator(model)
     batch, alone = collate(rows), [collate([row]) for row in rows]
@@ -210,18 +211,16 @@ def train(
     device = run.device
     lengths = data.source_lengths(args, train_set)  # None: do not group by length
     sampler = batches.train_sampler(args, train_set, lengths)  # the same on any number of ranks
+    collate = data.collator(model)
     loader = DataLoader(
-        train_set,
-        batch_sampler=sampler,
-        collate_fn=data.collator(model),
-        pin_memory=device.type != "cpu",
+        train_set, batch_sampler=sampler, collate_fn=collate, pin_memory=device.type != "cpu"
     )
     groups = optimization.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
     factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
     scheduler = LambdaLR(optimizer, factor)
-    scaler = policies.gradient_scaler(args, device, optimizer)  # passes all through but in fp16
+    scaler = policies.gradient_scaler(args, device, optimizer)  # does nothing except in fp16
     run.restore(model, optimizer, scheduler, scaler, loader, val_loaders)
     check_loss(args, device, model)
     if not run.begin():
@@ -242,10 +241,10 @@ def train(
                 loss += share.detach()
             scaler.unscale_(optimizer)
             grad_norm = policies.clip_gradients(model, args.max_grad_norm)
-            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing, and ends the run
+            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing and ends the run
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()  # in fp16 also after a step that the scaler skips
+            scheduler.step()  # in fp16 also if the scaler skipped the step
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
@@ -259,7 +258,7 @@ def train(
 
 @torch.no_grad()
 def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
-    """Return the mean loss over the target tokens of all validation sets, and of each; all ranks.
+    """Return the mean loss per target token of all validation sets and of each; all ranks.
 
     Every example counts once: a rank without examples left gets batches without targets.
     """
@@ -282,7 +281,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
 def without_training(
     args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
-    """Export, prepare data or evaluate, as --export-only and its like ask for; all ranks."""
+    """Do what --export-only, --prepare-only or --evaluate-only asks for; all ranks."""
     device = run.device
     if args.export_only:
         run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
@@ -293,11 +292,12 @@ def without_training(
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(args, val_sets, data.collator(model))
-    run.load_evaluated(model, val_loaders)
+    run.load_evaluated(model)
     check_loss(args, device, model)
     results = validation(args, model, val_loaders, run)
     triples = summarize(args, device, model, tokenizer, val_loaders)
-    run.write_evaluation(val_loaders, results | rouge.score(triples), triples)
+    run.write_evaluation(results | rouge.score(triples))
+    ranks.on_rank_zero(rouge.write, run.directory / "predictions.jsonl", triples)
 
 
 @torch.no_grad()
@@ -306,8 +306,9 @@ def summarize(
 ) -> list[tuple[str, str, str]]:
     """Return source, reference and summary of --rouge-samples validation examples; all ranks."""
     loader = batches.first(next(iter(loaders.values())), args.rouge_samples)
+    dtype = policies.PRECISIONS[args.precision].param_dtype
     mine = []
-    with policies.generation(args, model, device, args.num_beams) as generate:
+    with policies.evaluation(model), generation(model, device, dtype, args.num_beams) as generate:
         for batch in screen.progress(loader, "summaries"):
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)

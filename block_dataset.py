@@ -20,7 +20,7 @@ from runtime import arguments, readers, tokens
 from runtime.ranks import say
 
 FEATURES = {"input_ids": List(Value("int32"))}
-BUILT_IN = {"docstrings": (2000, 500)}  # blocks by default
+BUILT_IN = ("docstrings",)
 WIKITEXT = "Salesforce/wikitext"
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
     add("--dataset", **arguments.WORDS, default=[WIKITEXT], help="docstrings (built in), text, "
-        "JSONL or Parquet files, globs, a folder of *.txt or hub ids; NAME:train[:1000] takes a "
+        "JSONL or Parquet files, directories of *.txt or hub ids; NAME:train[:1000] takes a "
         f"split or a part (default: {WIKITEXT})")  # fmt: skip
     add("--val-dataset", **arguments.WORDS, default=[], help="validate on these (default: each "
         "--dataset's split validation, or the last 5%% of its blocks)")  # fmt: skip
@@ -37,21 +37,20 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
     add("--block-size", **arguments.COUNT, default=1024, help="tokens in a sample")
     add("--bad-rows", **arguments.BAD_ROWS)
-    blocks = "blocks of each {} set (0: all; default: all, except {} of docstrings)"
-    add("--num-train-samples", **arguments.COUNT, help=blocks.format("training", 2000))
-    add("--num-val-samples", **arguments.COUNT, help=blocks.format("validation", 500))
+    for kind, flag in ("training", "--num-train-samples"), ("validation", "--num-val-samples"):
+        add(flag, **arguments.COUNT, default=0, help=f"blocks per {kind} set (0: all)")
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[list[dict]]:
-    """Return the tokens of rows of text, as a list of a sample for each; of an empty text [].
+    """Return for each text a list with one sample, its tokens, or an empty list if it is empty.
 
-    A row is a document, which EOS ends, unless it ends in a newline, as the rows of WikiText do:
-    then the next row continues it.
+    EOS is appended to a text, unless it ends in a newline, as the rows of WikiText do: then the
+    next row continues it.
     """
     for text in texts:
         if not isinstance(text, str):
             raise ValueError(f"{text} is not text")
-    options = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is text here
+    options = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is plain text
     ids = tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
     samples = []
     for text, tokens_of_text in zip(texts, ids, strict=True):
@@ -61,8 +60,8 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[list[dict]]:
 
 
 def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
-    """Cut the joined documents into blocks; each ends with the token that the next begins with,
-    so that every token but the first is predicted once. The last block has what is left."""
+    """Join the documents and yield blocks of `size` + 1 tokens; the last one may be shorter. Each
+    starts with the last token of the one before, so every token but the first is a target once."""
     pending: list[int] = []
     for row in rows:
         pending += row["input_ids"]
@@ -86,7 +85,7 @@ def read_parts(name: str, args: Namespace) -> dict[str, Dataset]:
 
 def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
     """Return the blocks of a word of --dataset by split; ValueError if there are none."""
-    name, split = readers.split_word(word, list(BUILT_IN))
+    name, split = readers.split_word(word, BUILT_IN)
     if Path(name).expanduser().is_dir() and any(Path(name).expanduser().glob("*.txt")):
         name = f"{name}/*.txt"
     parts = readers.pick(name, read_parts(name, args), split)
@@ -118,12 +117,12 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     if "input_ids" in columns:
         tokens.check_origin(name, args, tokenizer)
         return readers.samples(name, rows, from_tokens, FEATURES, args, *identity)
-    raise ValueError(f"--dataset {name} has no column {column}, only "
+    raise ValueError(f"--dataset {name} has no column {column}. Its columns are "
                      f"{', '.join(columns)}. Pass --text-column.")  # fmt: skip
 
 
 def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
-    """Return the blocks to train on, and the last 5%, neighbours of few, to validate on."""
+    """Return the blocks to train on, and the last 5% of them to validate on."""
     first = len(rows) - max(1, len(rows) // 20)
     if first == 0:
         raise ValueError(f"--dataset {word} gives one block, so none can be held out for "
@@ -133,16 +132,16 @@ def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
 
 
 def draw_blocks(word: str, split: str, rows: Dataset, args: Namespace) -> Dataset:
-    """Return the random, but always same, --num-train-samples or --num-val-samples of blocks."""
-    flag = args.num_train_samples if split == "train" else args.num_val_samples
-    default = BUILT_IN.get(word, (0, 0))[split != "train"]
-    number = min((default if flag is None else flag) or len(rows), len(rows))
+    """Return a random choice of blocks, the same in every run: --num-train-samples, or
+    --num-val-samples, of them."""
+    limit = args.num_train_samples if split == "train" else args.num_val_samples
+    number = min(limit or len(rows), len(rows))
     say(f"{word}, {split}: {number:,} of {len(rows):,} blocks used")
     return rows.select(sorted(random.Random(0).sample(range(len(rows)), number)))
 
 
 def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[str, Dataset]]:
-    """Return the training set, None with --evaluate-only, and the validation sets by name.
+    """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     Raises ValueError if data or flags cannot be used.
     """
@@ -174,10 +173,10 @@ def probe_batch(args: Namespace) -> list[dict[str, list[int]]]:
 
 
 def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
-    """Return int64 input_ids and labels, the tokens that follow, [batch, length]; labels are -100
-    past a block's end. The ints `targets` and `tokens` count the labels that are not -100.
+    """Return int64 `input_ids` and `labels` (the next tokens) [batch, length]. Padding is 0, in
+    labels -100. The ints `targets` and `tokens` both count the labels that are not -100.
 
-    Without examples the batch is one row without labels, for a rank that has none left.
+    Without examples, as for a rank that has none left, the batch is one row without targets.
     """
     rows = [example["input_ids"] for example in examples] or [[0]]
     lengths = [len(row) - 1 for row in rows]

@@ -43,43 +43,43 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
     add("--dataset", **arguments.WORDS, default=["docstrings"], help="docstrings (built in), "
-        "JSONL, JSON, Parquet or CSV files, save_to_disk directories or hub ids; NAME:train[:1000] "
+        "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
         "takes a split or a part (default: docstrings)")  # fmt: skip
-    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these instead of a part "
+    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these, not on a part "
         "of each --dataset")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
-    add("--text-column", default="content", help="column of plain documents")
+    add("--text-column", default="content", help="column with plain documents")
     add("--max-seq-length", **arguments.COUNT, default=2048, help="tokens in a sequence; "
-        "the rest is cut")  # fmt: skip
+        "longer documents are cut")  # fmt: skip
     add("--chat-template", metavar="NAME|FILE", help="chatml, llama-2 or a Jinja file (default: "
         "the tokenizer's, or llama-2 if it has none)")  # fmt: skip
-    add("--packing", **arguments.ON, help="fill sequences with several documents")
-    add("--train-on-prompt", **arguments.OFF, help="train on all turns of a chat, rendered whole")
+    add("--packing", **arguments.ON, help="pack several documents into a sequence")
+    add("--train-on-prompt", **arguments.OFF, help="train on all tokens of a chat")
     add("--bad-rows", **arguments.BAD_ROWS)
     for flag in "--num-train-samples", "--num-val-samples":
         add(flag, **arguments.COUNT, default=0, help="documents per data set (0: all)")
 
 
 def with_date(template: str) -> str:
-    """Return a chat template that writes DATE in place of today, so that every start of a run
-    renders the same on all nodes. Raises ValueError if a format is not a literal."""
+    """Return a chat template that writes DATE instead of today, so that all nodes and all starts of
+    a run render the same text. Raise ValueError if a date format is not a literal."""
     call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"
     dated = re.sub(call, lambda match: json.dumps(DATE.strftime(match[2])), template)
     if "strftime_now(" in dated:
         raise ValueError("the chat template calls strftime_now without a format in quotes. Pass "
-                         "--chat-template FILE with a fixed date.")  # fmt: skip
+                         "a --chat-template FILE with a fixed date")  # fmt: skip
     return dated
 
 
 def render(
     chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, args: Namespace
 ) -> list[tuple[str, list[tuple[int, int]], bool]]:
-    """Return the texts of a chat's documents, each with the characters from which and up to which
-    the assistant speaks, and whether it ends with an answer.
+    """Return the documents of a chat: the text, the assistant's spans (start and end character),
+    and whether the text ends with an answer.
 
-    Every answer is in one text, as the chat is rendered without the turns after it. Usually there
-    is one text, the whole chat; some templates drop the thoughts before the last question, or put
-    the system's turn there. Raises ValueError if the template refuses the chat or drops a part.
+    Each answer is trained in one text, rendered without the turns after it. Usually that is the
+    whole chat, but some templates drop thoughts before the last question or move the system turn
+    there. Raise ValueError if the template rejects the chat or drops a part of it.
     """
     template = with_date(tokenizer.get_chat_template(tools=tools))
     options = {"tools": tools, "chat_template": template, "tokenize": False}
@@ -88,7 +88,7 @@ def render(
         try:
             return tokenizer.apply_chat_template(turns, **options, **more)
         except Exception as error:  # a template is a program and may raise anything
-            raise ValueError(f"the chat template refuses the chat: {error}") from error
+            raise ValueError(f"the chat template rejects the chat: {error}") from error
 
     whole = text_of(chat).rstrip()  # a line break after the end marker belongs to no turn
     for turn in chat:
@@ -108,7 +108,7 @@ def render(
             prompt = os.path.commonprefix([text, text_of([{"role": "assistant", "content": ""}])])
         if not text.startswith(prompt):
             raise ValueError(f"turn {i + 1}: the chat template does not start the answer with its "
-                             "generation prompt, so training would not match use")  # fmt: skip
+                             "generation prompt, so training would differ from use")  # fmt: skip
         chats.check_written(turn, None, text[len(prompt) :])
         if texts and text.startswith(texts[-1]):
             texts[-1] = text
@@ -125,11 +125,11 @@ def render(
 def encode(
     rows: list[tuple[list[dict], list[dict] | None]], tokenizer: Tokenizer, args: Namespace
 ) -> list[list[tuple[list, list]]]:
-    """Return the documents of each chat, given with its tools: token ids, and labels, which are the
-    id of a target, else -100. The first token is not a target.
+    """Return the documents of each chat as token ids and labels, which are the ids of targets and
+    otherwise -100. `rows` are chats with their tools. The first token is not a target.
 
-    Targets are the tokens that end in an assistant's turn, after the header through the end marker;
-    with --train-on-prompt all. An answer at a document's end without EOS gets it.
+    Targets are the tokens of the assistant's turns, from after the header through the end marker,
+    or all tokens with --train-on-prompt. EOS is appended to an answer that ends a document.
     """
     rendered = [render(chat, tools, tokenizer, args) for chat, tools in rows]
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
@@ -164,8 +164,8 @@ def encode(
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, list]]:
-    """Return ids and labels of plain documents: BOS if the tokenizer adds it, text, EOS. Raises
-    ValueError if one has no text."""
+    """Return ids and labels of plain documents: BOS if the tokenizer adds it, text, EOS. Raise
+    ValueError if one is empty or not text."""
     for text in texts:
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"the document is {text!r}, not text")
@@ -183,17 +183,17 @@ def check_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, li
     ids = tokens.check_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
     if len(labels) != len(ids) or not {*labels} <= {-100, *ids} or {*labels} == {-100}:
-        raise ValueError("labels are not one for each token, -100 or the token, or all -100")
+        raise ValueError("labels must be one per token, -100 or the token, and not all -100")
     return ids, labels
 
 
 def row_encoder(
     name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace
 ) -> abc.Callable[[list[dict]], list[list[dict]]]:
-    """Return the function that makes the documents of some rows of data set `name`, see FEATURES.
+    """Return the function that turns rows of data set `name` into documents, see FEATURES.
 
-    They have at most --max-seq-length + 1 tokens. `cut` is how many more there were, `key` a hash
-    of 56 bits of all before the first answer, `begins` the position of the first target.
+    They have at most --max-seq-length + 1 tokens. `cut` is the number of tokens cut off, `key` a
+    56-bit hash of everything before the first answer, `begins` the position of the first target.
     """
     length = args.max_seq_length + 1
     columns = readers.column_names(name, rows)
@@ -250,7 +250,7 @@ def load_documents(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str
     identity = [args.max_seq_length, args.train_on_prompt, args.text_column, template]
     identity += [readers.tokenizer_fingerprint(tokenizer), readers.fingerprint(chats.read_chat)]
     if "strftime_now" in str(template):
-        say(f"The chat template writes a date: it is always {DATE}.")
+        say(f"The chat template writes a date, which is always {DATE}.")
     documents = {}
     for key, rows in readers.pick(name, parts, split).items():
         encode_rows = row_encoder(name, rows, tokenizer, args)
@@ -259,14 +259,14 @@ def load_documents(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str
 
 
 def hold_out(name: str, rows: Dataset) -> dict[str, Dataset]:
-    """Return the documents to train on, and those of 5% of the keys, at least one, to validate on.
+    """Return the documents to train on, and those of 5% of the keys (at least one) to validate on.
 
-    Documents with the same key stay together. Raises ValueError if all have the same.
+    Documents with the same key stay together. Raise ValueError if there is only one key.
     """
     keys = rows.with_format("numpy")["key"][:]
     distinct = np.unique(keys)  # sorted hashes: the lowest are a random choice
     if len(distinct) < 2:
-        raise ValueError(f"--dataset {name}: all rows ask the same, so none can be held out for "
+        raise ValueError(f"--dataset {name} has only one prompt, so none can be held out for "
                          "validation. Pass --val-dataset.")  # fmt: skip
     is_held_out = keys < distinct[max(1, len(distinct) // 20)]
     return {
@@ -276,8 +276,8 @@ def hold_out(name: str, rows: Dataset) -> dict[str, Dataset]:
 
 
 def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dataset:
-    """Return a random `limit` of the documents (0: all), without those whose first answer begins
-    after --max-seq-length. Raises ValueError if these are more than half."""
+    """Return `limit` random documents (0: all), without those whose first answer starts after
+    --max-seq-length. Raise ValueError if these are more than half."""
     total = len(rows)
     limit = min(limit or total, total)
     if limit < total:
@@ -288,20 +288,20 @@ def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dat
     dropped = limit - len(kept)
     say(f"{name}: {limit:,} of {total:,} documents, with {count_targets(rows):,} target tokens; "
         f"{np.count_nonzero(columns['cut']):,} are cut to --max-seq-length, {dropped:,} left out, "
-        "because their answers begin after it")  # fmt: skip
+        "because their answers start after it")  # fmt: skip
     if 2 * dropped > limit:
         enough = np.sort(begins)[-(-9 * limit // 10) - 1]
-        raise ValueError(f"{name}: the answers of {dropped:,} of {limit:,} documents begin after "
+        raise ValueError(f"{name}: the answers of {dropped:,} of {limit:,} documents start after "
                          f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of "
                          "ten.")  # fmt: skip
     return rows.select_columns(["input_ids", "labels"]).select(kept)
 
 
 def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[str, "Packs"]]:
-    """Return the training set, None with --evaluate-only, and the validation sets by name.
+    """Return the training set (None with --evaluate-only) and the validation sets by name.
 
-    Each data set is validated on by itself: on its split validation, else on 5% of it, or on all of
-    each --val-dataset instead. Raises ValueError if data or flags cannot be used.
+    Each data set has its own validation set: its split `validation`, else 5% of it. --val-dataset
+    replaces them. Raise ValueError if data or flags cannot be used.
     """
     train_sets: list[Dataset] = []
     val_sets = {}
@@ -329,14 +329,14 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
 
 
 def count_targets(rows: Dataset) -> int:
-    """Return the number of labels that are trained on: not -100."""
+    """Return the number of labels in the rows that are not -100."""
     tables = rows.with_format("arrow").select_columns("labels").iter(10_000)
     labels = (table["labels"].combine_chunks().flatten().to_numpy() for table in tables)
     return sum(int((part != -100).sum()) for part in labels)
 
 
 def marked(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:
-    """Return the beginning of the text of `input_ids`, with what `labels` train on in « and »."""
+    """Return the start of the example's text, with the targets in « and »."""
     text = ""
     pairs = zip(example["input_ids"], example["labels"], strict=True)
     for learned, group in itertools.groupby(pairs, key=lambda pair: pair[1] != -100):
@@ -346,10 +346,10 @@ def marked(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
-    """Return the indices of `lengths` in packs of at most `capacity`; a longer one is alone.
+    """Return the indices of `lengths`, grouped so that each group sums to at most `capacity`; a
+    longer one is alone. Each group takes the longest that fits, until none does.
 
-    Each pack takes the longest that fits, until none does. Of equal lengths a random one is taken.
-    That changes no sum, so the number of packs, and of steps, is the same in every epoch.
+    Equal lengths are drawn at random, so the number of groups is the same in every epoch.
     """
     packs: list[list[int]] = []
     by_length = defaultdict(list)
@@ -369,10 +369,10 @@ def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) 
 
 
 class Packs(torch.utils.data.Dataset):
-    """The packs of the documents `dataset`, planned for each epoch.
+    """Sequences of packed documents, planned separately for each epoch.
 
-    A document of n tokens takes n - 1 positions, for the last one has nothing to predict. `span` is
-    the mean over positions of their document's length.
+    A document of n tokens takes n - 1 positions, because its last token has no target. `span` is
+    the length of a document, averaged over positions.
     """
 
     def __init__(self, documents: Dataset, args: Namespace):
@@ -393,7 +393,7 @@ class Packs(torch.utils.data.Dataset):
         return self.plans[self.epoch]
 
     def set_epoch(self, epoch: int) -> None:
-        """Pack the documents as in this epoch from now on."""
+        """Use the packing of this epoch from now on."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -404,14 +404,14 @@ class Packs(torch.utils.data.Dataset):
 
 
 def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
-    """Return packs as rows, padded with 0 to a multiple of 8; without samples one row of padding.
+    """Return a batch with a row per pack, padded to a multiple of 8; one row if there are no packs.
 
-    int64 [batch, length]: `input_ids`; `labels`, the token that follows, or -100; `position_ids`,
-    from 0 in each document, 0 in padding. int32 `cu_seq_lens`: 0 and the ends, in the flattened
-    batch, of the documents and of each row's padding; the int `longest_document` is the longest of
-    these. The ints `targets` and `tokens` count the labels that are not -100, and the positions
-    that are not padding. int64 `target_positions` are those of the labels in the flattened batch,
-    [0] if there is none, because the head needs at least one.
+    int64 [batch, length]: `input_ids`; `labels`, the next token or -100; `position_ids`, which
+    start at 0 in each document. `input_ids` and `position_ids` are 0 in padding. int32
+    `cu_seq_lens`: 0 and the ends, in the flattened batch, of the documents and of each row's
+    padding. int `longest_document`: the longest of these. ints `targets` and `tokens`: the labels
+    that are not -100, and the positions that are not padding. int64 `target_positions`: the targets
+    in the flattened batch, [0] if there are none, because the head needs at least one.
     """
     rows = samples or [[]]
     used = [sum(len(document["labels"]) - 1 for document in row) for row in rows]

@@ -7,16 +7,18 @@
         --model-name openai-community/gpt2-xl --strategy hybrid_shard
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
-Run the same command again to resume; OUTPUT_DIR/final is a Hugging Face model. To make a script of
-your own, copy this one with `tools/copy_script.py`. Another model of its kind, such as OPT, needs
-another import in place of GPT2Block's, and other MODEL, BLOCKS and TINY. Then come `load_data`,
-`token_loss`, and in `train` the optimizer, the schedule and the step.
+Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. To make your own
+script, copy this one with `tools/copy_script.py`. For another model of its kind, such as OPT,
+replace the import of GPT2Block, and MODEL, BLOCKS and TINY. Next, change `load_data`, `token_loss`,
+and in `train` the optimizer, the schedule and the step.
 
-Attention does not stop at document boundaries here: see llama_fsdp.py.
+Attention crosses document boundaries here. In llama_fsdp.py it does not.
 """
 
 import sys
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffload, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -44,22 +47,22 @@ from runtime.chunked_loss import LossHead
 from runtime.model_checks import check_logits, check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
-# What to change for another model of its kind; tools/memory_estimator.py reads these, too.
+# Change these for another model of its kind. tools/memory_estimator.py reads them too.
 MODEL = transformers.GPT2LMHeadModel
 BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}  # names of its config
 TINY_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": None}
-DEFAULTS = {"model_name": "openai-community/gpt2"}  # of flags, where they differ from other scripts
+DEFAULTS = {"model_name": "openai-community/gpt2"}  # flags that differ from the other scripts
 TINY_DEFAULTS = {"block_size": 256, "num_train_samples": 800, "num_val_samples": 100, "epochs": 1}
 SCRIPT = Path(__file__).stem
 
 
 @record
 def fsdp_main(args: Namespace) -> int:
-    """Train from the pretrained weights, or a checkpoint, and export; return the exit code."""
+    """Train from pretrained weights or a checkpoint, then export; return the exit code."""
     device = setup(args)
     try:
-        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
+        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR and finds its newest checkpoint
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             run.describe(model, tokenizer)
             if args.prepare_only or args.export_only or args.evaluate_only:
@@ -69,7 +72,6 @@ def fsdp_main(args: Namespace) -> int:
                 model = wrap_model(args, device, model, init)
                 val_loaders = batches.val_loaders(args, val_sets, data.collate)
                 if train(args, model, train_set, val_loaders, run):
-                    continue_prompts(args, device, model, tokenizer, next(iter(val_sets.values())))
                     run.export(model, tokenizer)
         return run.exit_code
     finally:
@@ -80,15 +82,21 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     """Parse and validate the flags; exit with a message on error."""
     parser = arguments.Parser(__doc__)
     add = arguments.add_model(parser)
-    add("--from-scratch", **arguments.OFF, help="use only its config")
-    add("--wrap", default="block", help="FSDP units: block, or size:NUMBER (of parameters) or more")
+    add("--from-scratch", **arguments.OFF, help="use the model's config, not its weights")
+    add("--wrap", type=unit_size, default="block", metavar="block|size:NUMBER", help="FSDP "
+        "units: blocks, or modules with at least NUMBER parameters (default: block)")  # fmt: skip
     data.add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     return arguments.validate(parser.parse(argv, DEFAULTS, TINY_DEFAULTS), policies)
 
 
+def unit_size(text: str) -> int:
+    """Return the NUMBER of --wrap size:NUMBER, or 0 for block; argparse reports a ValueError."""
+    return 0 if text == "block" else int(text.removeprefix("size:"))
+
+
 def setup(args: Namespace) -> torch.device:
-    """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
+    """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
     with ranks.rendezvous(timeout) as place:  # store, rank and world_size; adds gloo for CPUs
@@ -100,12 +108,12 @@ def setup(args: Namespace) -> torch.device:
         )
     ranks.set_seed(args.seed)
     if args.cpu_offload:
-        ranks.use_all_cores()  # for the optimizer, which is on the CPU then
+        ranks.use_all_cores()  # because the optimizer runs on the CPU
     return device
 
 
 def cleanup() -> None:
-    """Leave the process group; not after an error with nccl, which would wait for absent ranks."""
+    """Leave the process group, except after an error: nccl would wait for the missing ranks."""
     if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
@@ -120,21 +128,21 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LossModel(MODEL):
-    """Hugging Face's model, whose forward returns the loss if it gets targets."""
+    """Hugging Face's model; its forward returns the loss if it gets targets."""
 
     def __init__(self, config: transformers.PretrainedConfig) -> None:
         super().__init__(config)
         head = LossHead(self.get_output_embeddings(), config, token_loss)
         self.set_output_embeddings(head)
-        self.post_init()  # ties the weights of the new head, or initialises them
+        self.post_init()  # ties or initializes the weights of the new head
 
     def forward(
         self, input_ids: Tensor | None = None, targets: Tensor | None = None, **options: Any
     ) -> Any:
-        """Hugging Face's forward; given `targets`, returns the sum of `token_loss`.
+        """Call Hugging Face's forward or, given `targets`, return the sum of `token_loss`.
 
-        `input_ids` and `targets` are int64 [batch, length]: a target follows its input, and is -100
-        where nothing is learned.
+        `input_ids` and `targets` are int64 [batch, length]. A target is the token after its input,
+        or -100 where nothing is learned.
         """
         if targets is None:
             return super().forward(input_ids, **options)
@@ -142,14 +150,14 @@ class LossModel(MODEL):
         return self.get_output_embeddings()(hidden.flatten(0, 1), targets.flatten())
 
 
-LossModel.__name__ = MODEL.__name__  # which is written into config.json
+LossModel.__name__ = MODEL.__name__  # the name in config.json
 
 
 def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
-    """Return the model on meta, its tokenizer, and the function that gives a module its weights,
-    or given a `checkpoint` only memory for them. Raises ValueError if the model does not fit."""
+    """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
+    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -164,19 +172,33 @@ def load_model(
 
 
 def units(model: nn.Module) -> policies.Classes:
-    """Return the classes of FSDP units; all else, such as tied weights, is in the root unit."""
+    """Return the classes that become FSDP units; the root has the rest, such as tied weights."""
     return BLOCKS
+
+
+def size_policy(model: nn.Module, smallest: int) -> Callable[..., bool]:
+    """Return a policy that makes modules of `smallest` parameters or more FSDP units, except those
+    with a tied parameter: both its uses must be in one unit, the root."""
+    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
+    tied = {parameter for parameter, count in uses.items() if count > 1}
+    in_root = {module for module in model.modules() if tied & set(module.parameters())}
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        is_large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, smallest)
+        return is_large and (recurse or module not in in_root)
+
+    return policy
 
 
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
-    """Return the model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
+    """Return the model wrapped in FSDP1, FSDP2 or DDP, in fp32 on `device`; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     policy = policies.wrap_policy(units(model))
-    if args.wrap != "block":
-        policy = policies.size_policy(model, args.wrap)
+    if args.wrap:
+        policy = size_policy(model, args.wrap)
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
@@ -184,10 +206,10 @@ def wrap_model(
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
-        for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
+        for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
             fully_shard(module, **options)
         policies.plan_gathers(model)
-        register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
+        register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
         weights.materialize(model, init)  # each rank keeps its rows
     else:
         model = FSDP(
@@ -201,13 +223,13 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:  # after FSDP, which then stays outside
-        policies.checkpoint_activations(model, BLOCKS, args.activation_checkpointing)
+    if args.activation_checkpointing:  # after FSDP, so that FSDP stays outside
+        policies.checkpoint_activations(model, BLOCKS)
     return model
 
 
 def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
-    """Return the training set, None with --evaluate-only, and the validation sets by name.
+    """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     A data set of your own needs len() and [i], which returns what `data.collate` takes.
     """
@@ -215,12 +237,12 @@ def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """Return the keywords of the model's forward that a batch holds, without the targets."""
+    """Return the part of a batch that the model's forward takes, without the targets."""
     return {"input_ids": batch["input_ids"]}
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the loss sums over tokens of the model's own logits; all ranks."""
+    """Raise ValueError unless the loss is a sum over the model's own logits; all ranks."""
     rows = data.probe_batch(args)
     batch, alone = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
@@ -248,7 +270,7 @@ def train(
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
     factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
     scheduler = LambdaLR(optimizer, factor)
-    scaler = policies.gradient_scaler(args, device, optimizer)  # passes all through but in fp16
+    scaler = policies.gradient_scaler(args, device, optimizer)  # does nothing except in fp16
     run.restore(model, optimizer, scheduler, scaler, loader, val_loaders)
     check_loss(args, device, model)
     if not run.begin():
@@ -269,10 +291,10 @@ def train(
                 loss += share.detach()
             scaler.unscale_(optimizer)
             grad_norm = policies.clip_gradients(model, args.max_grad_norm)
-            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing, and ends the run
+            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing and ends the run
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()  # in fp16 also after a step that the scaler skips
+            scheduler.step()  # in fp16 also if the scaler skipped the step
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
@@ -286,7 +308,7 @@ def train(
 
 @torch.no_grad()
 def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
-    """Return the mean loss over the target tokens of all validation sets, and of each; all ranks.
+    """Return the mean loss per target token of all validation sets and of each; all ranks.
 
     Every example counts once: a rank without examples left gets batches without targets.
     """
@@ -309,7 +331,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
 def without_training(
     args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
-    """Export, prepare data or evaluate, as --export-only and its like ask for; all ranks."""
+    """Do what --export-only, --prepare-only or --evaluate-only asks for; all ranks."""
     device = run.device
     if args.export_only:
         run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
@@ -320,29 +342,9 @@ def without_training(
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(args, val_sets, data.collate)
-    run.load_evaluated(model, val_loaders)
+    run.load_evaluated(model)
     check_loss(args, device, model)
-    run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
-
-
-@torch.no_grad()
-def continue_prompts(
-    args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, samples: Any
-) -> None:
-    """Print three prompts from the samples and the model's continuations; all ranks."""
-    with policies.generation(args, model, device) as generate:
-        for index in range(min(3, len(samples))):
-            ids = torch.tensor(samples[index]["input_ids"][:32], dtype=torch.int64)
-            prompt = ids[None].to(device)
-            (output,) = generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=32,
-                pad_token_id=tokenizer.eos_token_id,
-            )
-            length = prompt.size(1)
-            ranks.say(f"   prompt: {tokenizer.decode(output[:length])!r}")
-            ranks.say(f"continued: {tokenizer.decode(output[length:])!r}")
+    run.write_evaluation(validation(args, model, val_loaders, run))
 
 
 if __name__ == "__main__":

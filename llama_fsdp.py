@@ -6,10 +6,10 @@
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes sequences of
 --max-seq-length tokens, each packed with documents that do not see each other.
-Run the same command again to resume; OUTPUT_DIR/final is a Hugging Face model. To make a script of
-your own, copy this one with `tools/copy_script.py`. Another model of its kind, such as Qwen 3,
-needs another import in place of LlamaDecoderLayer's, and other MODEL, BLOCKS and TINY. Then come
-`load_data`, `token_loss`, and in `train` the optimizer, the schedule and the step.
+Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. To make your own
+script, copy this one with `tools/copy_script.py`. For another model of its kind, such as Qwen 3,
+replace the import of LlamaDecoderLayer, and MODEL, BLOCKS and TINY. Next, change `load_data`,
+`token_loss`, and in `train` the optimizer, the schedule and the step.
 """
 
 import sys
@@ -52,7 +52,7 @@ from runtime.chunked_loss import LossHead
 from runtime.model_checks import check_logits, check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
-# What to change for another model of its kind; tools/memory_estimator.py reads these, too.
+# Change these for another model of its kind. tools/memory_estimator.py reads them too.
 MODEL = transformers.LlamaForCausalLM
 BLOCKS = (LlamaDecoderLayer,)  # FSDP units, compiled and recomputed one by one
 TINY = {  # names of its config
@@ -64,7 +64,7 @@ TINY = {  # names of its config
 }
 TINY_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": 1}
 TINY_DEFAULTS = {"max_seq_length": 512, "num_train_samples": 600, "num_val_samples": 60}
-DEFAULTS = {  # of flags, where they differ from the other scripts: the Llama-2-70B recipe
+DEFAULTS = {  # flags that differ from the other scripts: the Llama-2-70B recipe
     "model_name": "meta-llama/Llama-2-7b-hf",
     "lr": 5e-5,
     "lr_schedule": "cosine",
@@ -75,7 +75,7 @@ DEFAULTS = {  # of flags, where they differ from the other scripts: the Llama-2-
     "eval_every": 100,
     "save_every": 250,
     "timeout_minutes": 90.0,
-    "activation_checkpointing": "blocks",
+    "activation_checkpointing": True,
     "export_dtype": "bf16",
 }
 SCRIPT = Path(__file__).stem
@@ -83,10 +83,10 @@ SCRIPT = Path(__file__).stem
 
 @record
 def fsdp_main(args: Namespace) -> int:
-    """Train from the pretrained weights, or a checkpoint, and export; return the exit code."""
+    """Train from pretrained weights or a checkpoint, then export; return the exit code."""
     device = setup(args)
     try:
-        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR, and finds its newest checkpoint
+        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR and finds its newest checkpoint
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             run.describe(model, tokenizer)
             if args.prepare_only or args.export_only or args.evaluate_only:
@@ -116,7 +116,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 
 
 def setup(args: Namespace) -> torch.device:
-    """Join the process group, of nccl on GPUs and gloo on CPUs; return the device."""
+    """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
     with ranks.rendezvous(timeout) as place:  # store, rank and world_size; adds gloo for CPUs
@@ -128,12 +128,12 @@ def setup(args: Namespace) -> torch.device:
         )
     ranks.set_seed(args.seed)
     if args.cpu_offload:
-        ranks.use_all_cores()  # for the optimizer, which is on the CPU then
+        ranks.use_all_cores()  # because the optimizer runs on the CPU
     return device
 
 
 def cleanup() -> None:
-    """Leave the process group; not after an error with nccl, which would wait for absent ranks."""
+    """Leave the process group, except after an error: nccl would wait for the missing ranks."""
     if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
 
@@ -148,13 +148,13 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LossModel(MODEL):
-    """Hugging Face's model, whose forward returns the loss if it gets targets."""
+    """Hugging Face's model; its forward returns the loss if it gets targets."""
 
     def __init__(self, config: transformers.PretrainedConfig) -> None:
         super().__init__(config)
         head = LossHead(self.get_output_embeddings(), config, token_loss)
         self.set_output_embeddings(head)
-        self.post_init()  # ties the weights of the new head, or initialises them
+        self.post_init()  # ties or initializes the weights of the new head
 
     def forward(
         self,
@@ -163,15 +163,15 @@ class LossModel(MODEL):
         target_positions: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Hugging Face's forward; given `targets`, returns the sum of `token_loss`.
+        """Call Hugging Face's forward or, given `targets`, return the sum of `token_loss`.
 
-        `input_ids` and `targets` are int64 [batch, length]: a target follows its input, and is -100
-        where nothing is learned.
+        `input_ids` and `targets` are int64 [batch, length]. A target is the token after its input,
+        or -100 where nothing is learned.
         """
         if targets is None:
             return super().forward(input_ids, **options)
         if self.config._attn_implementation == "packed":
-            # Without any mask Transformers would look for documents itself, and wait for the GPU.
+            # Without a mask, Transformers would look for documents itself and wait for the GPU.
             options["attention_mask"] = torch.ones_like(input_ids)
         hidden = self.model(input_ids, use_cache=False, **options).last_hidden_state
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
@@ -180,14 +180,14 @@ class LossModel(MODEL):
         return self.get_output_embeddings()(hidden, targets)
 
 
-LossModel.__name__ = MODEL.__name__  # which is written into config.json
+LossModel.__name__ = MODEL.__name__  # the name in config.json
 
 
 def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
-    """Return the model on meta, its tokenizer, and the function that gives a module its weights,
-    or given a `checkpoint` only memory for them. Raises ValueError if the model does not fit."""
+    """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
+    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -195,11 +195,11 @@ def load_model(
     else:
         directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
     fit_config(args, LossModel, config, "max_seq_length")
-    chats.set_chat_template(tokenizer, args.chat_template)  # final/ has it too
+    chats.set_chat_template(tokenizer, args.chat_template)  # final/ contains it too
     kernel = attention.set_attention(args, config, MODEL)
-    needs_weights = checkpoint is None or args.lora_rank > 0  # it has nothing but the adapters
+    needs_weights = checkpoint is None or args.lora_rank > 0  # it contains only the adapters
     model, source = weights.new_model(LossModel, config, directory, needs_weights)
-    model.attention_kernel = kernel  # for the run's record
+    model.attention_kernel = kernel  # for metrics.jsonl
     if args.lora_rank:
         from runtime import adapters  # needs peft; a copy may leave it out
 
@@ -209,7 +209,7 @@ def load_model(
 
 
 def units(model: nn.Module) -> policies.Classes:
-    """Return the classes of FSDP units; all else, such as tied weights, is in the root unit."""
+    """Return the classes that become FSDP units; the root has the rest, such as tied weights."""
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         return BLOCKS
     return (*BLOCKS, nn.Embedding, LossHead)
@@ -218,7 +218,7 @@ def units(model: nn.Module) -> policies.Classes:
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
-    """Return the model under FSDP1, FSDP2 or DDP, on `device` with fp32 weights; all ranks."""
+    """Return the model wrapped in FSDP1, FSDP2 or DDP, in fp32 on `device`; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     policy = policies.wrap_policy(units(model))
@@ -229,10 +229,10 @@ def wrap_model(
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
-        for module in policies.fsdp2_units(model, policy):  # inner ones first, at last the root
+        for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
             fully_shard(module, **options)
         policies.plan_gathers(model)
-        register_fsdp_forward_method(model, "generate")  # which gathers the root, as forward does
+        register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
         weights.materialize(model, init)  # each rank keeps its rows
     else:
         model = FSDP(
@@ -246,13 +246,13 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:  # after FSDP, which then stays outside
-        policies.checkpoint_activations(model, BLOCKS, args.activation_checkpointing)
+    if args.activation_checkpointing:  # after FSDP, so that FSDP stays outside
+        policies.checkpoint_activations(model, BLOCKS)
     return model
 
 
 def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
-    """Return the training set, None with --evaluate-only, and the validation sets by name.
+    """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     A data set of your own needs len() and [i], which returns what `data.collate` takes.
     """
@@ -260,13 +260,13 @@ def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any
 
 
 def model_inputs(batch: Batch) -> Batch:
-    """Return the keywords of the model's forward that a batch holds, without the targets."""
+    """Return the part of a batch that the model's forward takes, without the targets."""
     names = ("input_ids", "position_ids", "cu_seq_lens", "longest_document", "target_positions")
     return {name: batch[name] for name in names}
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the loss sums over tokens of the model's own logits; all ranks."""
+    """Raise ValueError unless the loss is a sum over the model's own logits; all ranks."""
     rows = data.probe_batch(args)
     batch, alone = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
@@ -298,7 +298,7 @@ def train(
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
     factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
     scheduler = LambdaLR(optimizer, factor)
-    scaler = policies.gradient_scaler(args, device, optimizer)  # passes all through but in fp16
+    scaler = policies.gradient_scaler(args, device, optimizer)  # does nothing except in fp16
     run.restore(model, optimizer, scheduler, scaler, loader, val_loaders)
     check_loss(args, device, model)
     if not run.begin():
@@ -319,10 +319,10 @@ def train(
                 loss += share.detach()
             scaler.unscale_(optimizer)
             grad_norm = policies.clip_gradients(model, args.max_grad_norm)
-            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing, and ends the run
+            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing and ends the run
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()  # in fp16 also after a step that the scaler skips
+            scheduler.step()  # in fp16 also if the scaler skipped the step
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
@@ -336,7 +336,7 @@ def train(
 
 @torch.no_grad()
 def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
-    """Return the mean loss over the target tokens of all validation sets, and of each; all ranks.
+    """Return the mean loss per target token of all validation sets and of each; all ranks.
 
     Every example counts once: a rank without examples left gets batches without targets.
     """
@@ -359,7 +359,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
 def without_training(
     args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
-    """Export, prepare data or evaluate, as --export-only and its like ask for; all ranks."""
+    """Do what --export-only, --prepare-only or --evaluate-only asks for; all ranks."""
     device = run.device
     if args.export_only:
         run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
@@ -370,9 +370,9 @@ def without_training(
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(args, val_sets, data.collate)
-    run.load_evaluated(model, val_loaders)
+    run.load_evaluated(model)
     check_loss(args, device, model)
-    run.write_evaluation(val_loaders, validation(args, model, val_loaders, run))
+    run.write_evaluation(validation(args, model, val_loaders, run))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
-"""How any model is parallel: precision, wrapping, sharding, recomputation, compilation."""
+"""Parallelism for any model: precision, wrapping, sharding, recomputation, compilation."""
 
 import contextlib
 import functools
 import itertools
 import os
-import re
 import warnings
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -29,20 +27,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 from transformers.activations import NewGELUActivation
 
-from runtime import ranks, weights
+from runtime import ranks
 from runtime.batches import Batch
 from runtime.steps import Step
 
-# FSDP1 on one process always becomes NO_SHARD, and says so in three ways.
+# On one process FSDP1 always falls back to NO_SHARD, with three different warnings.
 warnings.filterwarnings("ignore", message=r".*NO_SHARD")
 # A block may return a view, such as a position bias, which no script here changes in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
@@ -64,9 +58,7 @@ STRATEGIES = {
     "no_shard": ShardingStrategy.NO_SHARD,
     "ddp": None,  # DistributedDataParallel, the baseline
 }
-# Operators that compute a whole attention: PyTorch's and flash-attn's.
-ATTENTION = re.compile(r"^aten\._scaled_dot_product_|^torch_attn\._varlen_attn|^flash_attn")
-Classes = tuple[type[nn.Module], ...]  # of a model's blocks, such as an encoder's and a decoder's
+Classes = tuple[type[nn.Module], ...]  # the classes of a model's blocks
 
 
 def resolve_arguments(args: Namespace) -> dict[str, Any]:
@@ -78,12 +70,11 @@ def resolve_arguments(args: Namespace) -> dict[str, Any]:
 
 
 def check_arguments(args: Namespace) -> list[str]:
-    """Return an error message for each setting of the parallelism that cannot work."""
+    """Return an error message for each combination of parallelism flags that cannot work."""
     if args.prepare_only:
         return []
     processes = int(os.environ.get("WORLD_SIZE", 1))
     group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    wrap = getattr(args, "wrap", "block")
     strategy = args.strategy
     fsdp1 = args.fsdp == 1 and strategy != "ddp"
     fsdp2 = args.fsdp == 2
@@ -91,28 +82,25 @@ def check_arguments(args: Namespace) -> list[str]:
     accumulates = fsdp1 and args.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
     whole = fsdp1 and (processes == 1 or strategy == "no_shard")
     offloads = args.cpu_offload and ranks.device_count() > 0 and strategy != "ddp"
-    with_sync = "accumulates gradients only with --fsdp 2, or with --accumulate-no-sync on two"
+    with_sync = "with accumulation needs --fsdp 2, or --accumulate-no-sync on two or more"
     rules = {
-        f"--wrap {wrap} is neither block nor size:NUMBER, such as size:1000000": (
-            not re.fullmatch(r"block|size:[1-9]\d*", wrap)
-        ),
-        "--wrap size:NUMBER needs --fsdp 1": wrap != "block" and fsdp2,
-        "--cpu-offload needs a GPU, and not --strategy ddp": args.cpu_offload and not offloads,
+        "--wrap size:NUMBER needs --fsdp 1.": fsdp2 and getattr(args, "wrap", 0),
+        "--cpu-offload needs a GPU, and not --strategy ddp.": args.cpu_offload and not offloads,
         # The scaler would ask the other ranks about gradients that are on the CPU.
-        "--cpu-offload with --precision fp16 needs --fsdp 1": (
+        "--cpu-offload with --precision fp16 needs --fsdp 1.": (
             offloads and fsdp2 and args.precision == "fp16"
         ),
         # CUDA trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
-        "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards": (
+        "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards.": (
             offloads and whole and not (args.export_only or args.evaluate_only)
         ),
-        f"--cpu-offload {with_sync} processes or more": offloads and accumulates,
+        f"--cpu-offload {with_sync} processes.": offloads and accumulates,
         # FSDP1's gradient has another shape or dtype than the parameter in the next forward pass.
-        f"--compile {with_sync} processes or more, or with ddp": args.compile and accumulates,
-        f"--strategy {strategy} requires --fsdp 1": fsdp2 and strategy in ("no_shard", "ddp"),
-        "--accumulate-no-sync cannot be used with no_shard": no_sync and strategy == "no_shard",
-        # Gradients are never synchronised in a group of 1.
-        "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes": (
+        f"--compile {with_sync} processes, or --strategy ddp.": args.compile and accumulates,
+        f"--strategy {strategy} needs --fsdp 1.": fsdp2 and strategy in ("no_shard", "ddp"),
+        "--accumulate-no-sync cannot be used with no_shard.": no_sync and strategy == "no_shard",
+        # A group of 1 never synchronizes gradients.
+        "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes.": (
             strategy == "hybrid_shard" and (group <= 1 or processes % group)
         ),
     }
@@ -133,29 +121,14 @@ def check_blocks(model: nn.Module, blocks: Classes) -> None:
     if missing:
         raise ValueError(
             f"BLOCKS does not fit {type(model).__name__}: it lacks {', '.join(sorted(missing))}. "
-            "Name the classes of all layers of the model."
+            "List the classes of all layers of the model."
         )
 
 
 def wrap_policy(blocks: Classes) -> functools.partial:
-    """Return a policy that makes each module of these classes an FSDP unit, and leaves all others,
+    """Return a policy that makes each module of these classes an FSDP unit and leaves all others,
     such as those with tied weights, in the root unit."""
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(blocks))
-
-
-def size_policy(model: nn.Module, wrap: str) -> Callable[..., bool]:
-    """Return the policy of --wrap size:NUMBER: modules of NUMBER parameters or more become units,
-    except those with a tied parameter: both its uses must be in one unit, the root."""
-    smallest = int(wrap.removeprefix("size:"))
-    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    tied = {parameter for parameter, count in uses.items() if count > 1}
-    in_root = {module for module in model.modules() if tied & set(module.parameters())}
-
-    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        is_large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, smallest)
-        return is_large and (recurse or module not in in_root)
-
-    return policy
 
 
 def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
@@ -193,8 +166,8 @@ def fsdp2_options(args: Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def plan_gathers(model: nn.Module) -> None:
-    """Have FSDP2 gather each unit before the previous one computes, keep the head gathered for the
-    backward pass, and not gather embeddings in it; call this after the root is sharded."""
+    """Make FSDP2 gather each unit before the previous one computes, keep the head gathered for the
+    backward pass, and not gather embeddings in it. Call this after sharding the root."""
     units = [x for x in model.modules() if isinstance(x, FSDPModule) and x is not model]
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
@@ -205,43 +178,13 @@ def plan_gathers(model: nn.Module) -> None:
             unit.set_unshard_in_backward(False)
 
 
-def checkpoint_activations(model: nn.Module, blocks: Classes, how: str = "blocks") -> None:
-    """Recompute each block in the backward pass; call it after FSDP, which then stays outside.
-
-    If `how` is "attention", keep the output of each attention kernel and recompute the rest.
-    """
-    if how == "blocks":
-        apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
-        return
-    contexts = functools.partial(create_selective_checkpoint_contexts, _attention_policy)
-    for module in model.modules():
-        if isinstance(module, blocks):
-            module.forward = _recomputed(module.forward, contexts)
-
-
-def _attention_policy(_: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
-    if not ATTENTION.match(str(operator)):
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    names = [argument.name for argument in operator._schema.arguments]
-    options |= dict(zip(names, args, strict=False))
-    if options.get("dropout_p"):  # what follows would draw its random numbers
-        flag = "--activation-checkpointing"
-        ranks.exit_with(f"{flag} attention needs attention without dropout. Use {flag} blocks.")
-    return CheckpointPolicy.MUST_SAVE
-
-
-def _recomputed(forward: Callable, contexts: Callable) -> Callable:
-    # Replaces the block's forward: outside of a compiled block, torch.compile would overwrite kept
-    # tensors. It skips a functools.partial of `checkpoint`.
-    @functools.wraps(forward)
-    def keeps_attention(*args: Any, **options: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **options)
-
-    return keeps_attention
+def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
+    """Recompute each block in the backward pass. Call this after FSDP, which stays outside."""
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
 
 
 def fuse_gelu(model: nn.Module) -> None:
-    """Replace `gelu_new` by a fused kernel: eight times fewer launches, a quarter of the memory."""
+    """Replace `gelu_new` with a fused kernel: 1/8 of the launches, 1/4 of the memory."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -249,9 +192,9 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, blocks: Classes) -> None:
-    """Compile each block separately; call it before FSDP, which then stays outside."""
-    # torch.compile gives up after 8 variants. T5 needs more: encoder and decoder, the first block
-    # and the others, training and validation, one length and any.
+    """Compile each block separately. Call this before FSDP, which stays outside."""
+    # torch.compile gives up after 8 variants. T5 needs more: encoder or decoder, first or later
+    # block, training or validation, static or dynamic length.
     torch.compiler.config.recompile_limit = 64
     for module in model.modules():
         if isinstance(module, blocks):
@@ -260,7 +203,7 @@ def compile_blocks(model: nn.Module, blocks: Classes) -> None:
 
 # The functions below contain all differences between FSDP1, FSDP2 and DistributedDataParallel.
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return mixed precision for DDP; FSDP casts by its MixedPrecision policy instead."""
+    """Return the autocast context for DDP; FSDP casts by its MixedPrecision policy instead."""
     dtype = PRECISIONS[args.precision].param_dtype
     enabled = args.strategy == "ddp" and dtype != torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled)
@@ -280,28 +223,14 @@ def gradient_scaler(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradients to a global norm, and return the norm before; all ranks.
-
-    FSDP1's own `clip_grad_norm_` launches about three small kernels per parameter. FSDP2's DTensors
-    cannot communicate if they are offloaded to the CPU.
-    """
-    sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
-    if not (sharded or isinstance(model, FSDPModule)):
-        return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    """Clip the gradients to a global norm and return the norm before clipping; all ranks."""
+    if isinstance(model, FSDP):
+        return model.clip_grad_norm_(max_norm)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if sharded:
-        device, group = model.compute_device, model.process_group
-    else:
-        mesh = gradients[0].device_mesh
-        device, group = mesh.device_type, mesh.get_group(mesh.ndim - 1)
-        gradients = [gradient.to_local() for gradient in gradients]
-    square = nn.utils.get_total_norm(gradients).square().to(device)
-    dist.all_reduce(square, group=group)  # over the ranks that share a model
-    norm = square.sqrt()
-    if gradients:  # under FSDP1 a rank may have none
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        # torch.nn.utils would scale DTensors one by one.
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    norm = nn.utils.get_total_norm(gradients, foreach=True)
+    if isinstance(norm, DTensor):  # on the CPU under offload, where NCCL cannot reduce it
+        norm = norm.to(norm.device_mesh.device_type).full_tensor()
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm, foreach=True)
     return norm
 
 
@@ -321,8 +250,8 @@ def micro_batches(args: Namespace, model: nn.Module, step: Step) -> Iterator[Bat
 
 @contextlib.contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode for forward passes without a backward pass, until which FSDP2 would keep
-    units gathered: a state dict would have other parameters than the optimizer. All ranks."""
+    """Set evaluation mode, and reshard FSDP2's units at the end. Without a backward pass they stay
+    gathered, and a state dict would have other parameters than the optimizer. All ranks."""
     training = model.training
     model.eval()
     yield
@@ -330,26 +259,3 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-@contextlib.contextmanager
-def generation(
-    args: Namespace, model: nn.Module, device: torch.device, num_beams: int | None = None
-) -> Iterator[Callable]:
-    """Yield the model's `generate`, without sampling and in evaluation mode; all ranks.
-
-    By default the number of beams is that of the model's generation config.
-
-    Generation runs outside the root's forward, so FSDP1's root is gathered around it. The blocks
-    gather themselves, and `synced_gpus` gives all ranks the same number of forward passes.
-    """
-    dtype = PRECISIONS[args.precision].param_dtype
-    half = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    root = contextlib.nullcontext()
-    if isinstance(model, FSDP):
-        root = FSDP.summon_full_params(model, recurse=False, writeback=False)
-    options = {"do_sample": False, "synced_gpus": dist.get_world_size() > 1}
-    if num_beams is not None:
-        options["num_beams"] = num_beams
-    with evaluation(model), root, half:
-        yield functools.partial(weights.unwrapped(model).generate, **options)

@@ -1,12 +1,12 @@
-"""Summarisation pairs for a sequence-to-sequence model, from raw text to padded batches.
+"""Summarization pairs for a sequence-to-sequence model, from raw text to padded batches.
 
 `--dataset` names `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
 Python, no download), CSV, TSV, JSONL, JSON or Parquet files, or hub ids. `load` cleans and splits
-the rows (`clean_rows`, `split_rows`), draws as many as asked for and tokenizes them (`encode`);
+the rows (`clean_rows`, `split_rows`), draws the requested number and tokenizes them (`encode`);
 `collate` pads a batch. Results stay in the `datasets` cache: let one process per node load first.
 
-Copy this file along with the script that imports it and the folder runtime/. For data of your own
-return the rows of another built-in name from `load_rows`.
+Copy this file along with the script that imports it and the folder runtime/. For your own data,
+return its rows from `load_rows` under another built-in name.
 """
 
 import contextlib
@@ -52,30 +52,30 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`."""
     add = parser.add_argument_group("data").add_argument
     add("--dataset", **arguments.WORDS, default=["wikihow"], help="wikihow, docstrings (built in), "
-        "CSV, TSV, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
+        "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
         "takes a split or a part (default: wikihow)")  # fmt: skip
-    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these instead of a part "
-        "of each --dataset, such as wikihow:test")  # fmt: skip
-    add("--data-dir", help="folder with WikiHow's CSV files and title lists", default="data")
+    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these, not on a part "
+        "of each --dataset; for example wikihow:test")  # fmt: skip
+    add("--data-dir", help="directory of WikiHow's CSV files and title lists", default="data")
     add("--wikihow-part", help="whole articles or paragraphs", choices=list(WIKIHOW), default="all")
     add("--dataset-config", help="configuration of a hub data set")
     add("--source-column", help="column with the texts", default="text")
     add("--target-column", help="column with the summaries", default="headline")
-    add("--source-prefix", help="put before each text", default="summarize: ")
-    add("--source-length", **arguments.COUNT, default=512, help="most tokens in a text with EOS")
-    add("--target-length", **arguments.COUNT, default=150, help="most tokens in a summary with EOS")
+    add("--source-prefix", help="prepended to each text", default="summarize: ")
+    add("--source-length", **arguments.COUNT, default=512, help="tokens in a text; more are cut")
+    add("--target-length", **arguments.COUNT, default=150, help="tokens in a summary; more are cut")
     for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
-        text = f"per data set (0: all; default: all, except {number} of wikihow and docstrings)"
+        text = f"rows of a data set (0: all; default: all but {number} of wikihow and docstrings)"
         add(flag, **arguments.COUNT, help=text)
     add("--bad-rows", **arguments.BAD_ROWS)
-    add("--group-by-length", help="batch texts of about one length, to pad less", **arguments.ON)
+    add("--group-by-length", help="batch texts of similar length, to pad less", **arguments.ON)
 
 
 def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[str, Dataset]]:
-    """Return the training set, None with --evaluate-only, and the validation sets by name.
+    """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     Their columns are TOKENS: `length` is that of `input_ids`, and EOS is last. The choice of rows
-    depends on the data alone. Raises ValueError if data or flags cannot be used.
+    depends only on the data. Raise ValueError if data or flags cannot be used.
     """
     train_sets = []
     val_sets = {}
@@ -100,7 +100,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
 def load_rows(
     word: str, args: Namespace, tokenizer: Tokenizer, hold_out: bool
 ) -> dict[str, Dataset]:
-    """Return the rows of a word of --dataset by split; `hold_out` makes a split validation."""
+    """Return the rows of a word of --dataset by split; `hold_out` adds a split `validation`."""
     name, split = readers.split_word(word, list(BUILT_IN))
     if name in BUILT_IN:
         rows = open_wikihow(args) if name == "wikihow" else readers.docstring_rows()
@@ -115,7 +115,7 @@ def load_rows(
 
 
 def open_wikihow(args: Namespace) -> Dataset:
-    """Return the rows of WikiHow's CSV file; ValueError says where to get it."""
+    """Return the rows of WikiHow's CSV file; raise ValueError with its source if it is missing."""
     path = Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
     if not path.is_file():
         raise ValueError(
@@ -127,7 +127,7 @@ def open_wikihow(args: Namespace) -> Dataset:
 
 
 def read_title_lists(args: Namespace) -> dict[str, str]:
-    """Return the split of each title by the lists of WikiHow's authors; {} without lists."""
+    """Return the split of each title in the lists of WikiHow's authors; {} without lists."""
     titles = {}
     for split, name in TITLE_LISTS.items():
         path = Path(args.data_dir).expanduser() / name
@@ -138,7 +138,7 @@ def read_title_lists(args: Namespace) -> dict[str, str]:
 
 
 def title_key(title: str) -> str:
-    """Return the letters and digits of a title, because the authors' lists hold file names."""
+    """Return the letters and digits of a title, because the authors' lists are of file names."""
     return "".join(filter(str.isalnum, title))
 
 
@@ -169,7 +169,7 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
         if name == "wikihow":
             return clean_wikihow(text, summary, title_key(*key), titles)
         if not text or not summary:
-            raise ValueError("its text or its summary is empty")
+            raise ValueError("the text or the summary is empty")
         pair = {"text": text, "summary": summary}
         if name == "docstrings":
             pair = {column: on_one_line(value) for column, value in pair.items()}
@@ -186,7 +186,7 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
 def clean_wikihow(
     text: str, summary: str, key: str, titles: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Return a row of WikiHow, cleaned and filtered as its authors do, in a list; or []."""
+    """Return a list with the cleaned row, or [] if WikiHow's authors would leave it out."""
     if not text or not summary or len(summary) >= 0.75 * len(text):
         return []
     if titles and key not in titles:
@@ -220,9 +220,9 @@ def check_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer
 
 
 def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, Dataset]:
-    """Return rows by split: that of the title lists, else by key, so that equal keys stay together.
+    """Return rows by split: by the title lists, or by key, so that equal keys stay together.
 
-    Without lists every split gets at least one key. Raises ValueError if rows are too few.
+    Without lists every split gets at least one key. Raise ValueError if there are too few rows.
     """
     splits = list(percent)
     keys = rows.with_format("numpy")["key"][:]
@@ -244,7 +244,7 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
 
 
 def finish(word: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return a random, but always same, choice of rows as tokens, in their order."""
+    """Return the requested number of random rows, the same ones every time, as tokens."""
     flag = args.num_train_samples if split == "train" else args.num_val_samples
     default = BUILT_IN.get(word.partition(":")[0], (0, 0))[split != "train"]
     total = len(rows)
@@ -257,13 +257,13 @@ def finish(word: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tok
     if "input_ids" not in rows.column_names:
         rows = encode(word, rows, args, tokenizer)
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    say(f"{word}, {split}: {len(rows):,} of {total:,} examples, {full:,} as long as "
+    say(f"{word}, {split}: {len(rows):,} of {total:,} rows used, {full:,} as long as "
         "--source-length or cut to it")  # fmt: skip
     return rows
 
 
 def encode(word: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Tokenize cleaned rows into columns input_ids, labels, and length, of input_ids."""
+    """Return cleaned rows as tokens, with the columns of TOKENS."""
     prefix = args.source_prefix
     lengths = args.source_length, args.target_length
     options = {"truncation": True, "return_attention_mask": False}
@@ -288,9 +288,9 @@ def encode(word: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> D
 
 
 def collator(model: nn.Module) -> Callable:
-    """Return `collate` with the tokens that a model's decoder starts and is padded with.
+    """Return `collate` with the decoder start token and the padding token of a model.
 
-    Raises ValueError if it has none.
+    Raise ValueError if it has none.
     """
     model = unwrapped(model)
     start = getattr(model.config, "decoder_start_token_id", None)
@@ -302,8 +302,8 @@ def collator(model: nn.Module) -> Callable:
             start, _, padding = shifted[0].tolist()
     if start is None or padding is None:
         raise ValueError(
-            "the model has no token to start its decoder with, or none for padding: set "
-            "decoder_start_token_id and pad_token_id in its config.json"
+            "The model has no decoder start token or no padding token. Set "
+            "decoder_start_token_id and pad_token_id in its config.json."
         )
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
@@ -318,8 +318,8 @@ def source_lengths(args: Namespace, samples: Sequence[dict]) -> list[int] | None
 
 
 def probe_batch() -> list[dict[str, range]]:
-    """Return three samples for the checks of the model. Two have one source, and the second's
-    target is how the first's begins; the third has a shorter source and target."""
+    """Return three samples for the checks of the model. The first two have the same source, and the
+    second target is the start of the first. The third has a shorter source and target."""
     source, target = range(10, 27), range(30, 46)
     pairs = (source, target), (source, target[:8]), (source[:9], target[:5])
     return [{"input_ids": one, "labels": other} for one, other in pairs]
@@ -328,15 +328,15 @@ def probe_batch() -> list[dict[str, range]]:
 def collate(
     examples: list[dict], pad_token_id: int, decoder_start_token_id: int
 ) -> dict[str, torch.Tensor | int]:
-    """Pad examples to the longest of them; on a GPU to a multiple of 8, for its kernels.
+    """Return a batch padded to the longest example, or on a GPU to a multiple of 8 for its kernels.
 
-    Returns int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels`,
+    It has int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels`,
     `decoder_input_ids` and `decoder_attention_mask` [batch, target]; padding is `pad_token_id`, in
     `labels` -100. The int `targets` counts the labels that are not -100, `tokens` these and the
-    source's tokens. Without examples the batch has one without any target, so that a rank with
-    nothing left can go along.
+    source's tokens. Without examples, as for a rank that has none left, the batch is one row
+    without targets.
     """
-    # One position stays visible: attention over none would be NaN.
+    # One position stays visible, because attention over none would be NaN.
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
     sources = [example["input_ids"] for example in examples]
     targets = [example["labels"] for example in examples]

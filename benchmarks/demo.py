@@ -134,7 +134,7 @@ def show(directory: Path) -> None:
         print(f"  after:  {now['generated']}")
     words = [sys.executable, str(Path(__file__).with_name("plot_runs.py")), str(directory)]
     words += ["--panels", "loss", "tokens_per_second", "--picture", str(directory / "losses.png")]
-    words += ["--title", f"make demo: of {len(after)} unseen dates {right(after)} are read right"]
+    words += ["--title", f"make demo: {right(after)} of {len(after)} unseen dates are correct"]
     code = subprocess.run(words).returncode
     if code:
         sys.exit(code)

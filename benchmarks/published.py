@@ -132,7 +132,7 @@ def estimate(row: Row) -> float:
     loss = int(row.logit_bytes * logits)
     kept, block = model.activations, 0
     if args.activation_checkpointing:
-        kept, block = model.stays[True], model.block[True]
+        kept, block = model.stays, model.block
     if row.selective:
         # The first, third, fifth and last of a block's seven products (q, v, the MLP's gate and
         # output), and the attention with an fp32 sum per head: _save_list in torchtitan.

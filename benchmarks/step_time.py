@@ -2,7 +2,7 @@
 
     python benchmarks/step_time.py                              # 98M parameters, two CPU processes
     python benchmarks/step_time.py --model 1.1B --length 2048 --processes 8                 # GPUs
-    python benchmarks/step_time.py --loops ours-fsdp2 ours-attention ours-blocks    # recomputation
+    python benchmarks/step_time.py --loops ours-fsdp2 ours-blocks    # recomputation
 
 - ours: `train` of llama_fsdp.py as it stands, from one step's end to the next: data, the count of
   tokens, forward, backward, clip, optimizer, schedule, bar and log.
@@ -15,12 +15,12 @@
   FSDP1 ends ("There are currently no available devices found").
 
 All train from the same weights on the same batches, in which every position is a target, with fused
-AdamW in the same precision; so the loss of the last step agrees. They recompute nothing, but for
-ours-blocks and ours-attention: these are under FSDP2, and recompute the blocks, whole or all but
-attention. The peers need two processes: on one, Transformers shards nothing and leaves the model on
-the CPU in fp32. Each loop runs in a thread of its own that waits while the others make their step,
-after a barrier of all ranks. On GPUs a turn is ten steps, so that a step need not wait for the GPU.
-CPU seconds are those of rank 0, and steadier than the clock.
+AdamW in the same precision; so the loss of the last step agrees. They recompute nothing, except
+ours-blocks: it is under FSDP2, and recomputes the blocks. The peers need two processes: on one,
+Transformers shards nothing and leaves the model on the CPU in fp32. Each loop runs in a thread of
+its own that waits while the others make their step, after a barrier of all ranks. On GPUs a turn is
+ten steps, so that a step need not wait for the GPU. CPU seconds are those of rank 0, and steadier
+than the clock.
 """
 
 import argparse
@@ -53,10 +53,7 @@ OURS = {
     "ours-fsdp1": ["--fsdp", "1"],
     "ours-fsdp2": ["--fsdp", "2"],
 }
-RECOMPUTING = {
-    "ours-attention": ["--fsdp", "2", "--activation-checkpointing", "attention"],
-    "ours-blocks": ["--fsdp", "2", "--activation-checkpointing"],
-}
+RECOMPUTING = {"ours-blocks": ["--fsdp", "2", "--activation-checkpointing"]}
 
 
 class Ours(TimedRun):
@@ -208,7 +205,7 @@ def main() -> None:
         "--loops",
         nargs="+",
         choices=[*OURS, *PEERS, *RECOMPUTING],
-        help="which (default: all but those that recompute; peers from two processes on)",
+        help="which (default: all but ours-blocks; peers from two processes on)",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # directory
     options = parser.parse_args()

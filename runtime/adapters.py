@@ -1,7 +1,7 @@
-"""LoRA: small trainable matrices beside frozen weights, which may be held in 4 bits (QLoRA).
+"""LoRA: small trainable matrices next to frozen weights, which may be in 4 bits (QLoRA).
 
-Names no model. It needs peft, and for 4 bits bitsandbytes, which are imported where they are used.
-All ranks call a function together.
+Works with any model. Needs peft, and for 4 bits bitsandbytes. All ranks call each function
+together.
 """
 
 import logging
@@ -29,13 +29,13 @@ def add(
     blocks: tuple[type[nn.Module], ...],
     dtype: torch.dtype,
 ) -> None:
-    """Freeze a model on meta, and add adapters in fp32 to the projections in its `blocks`.
+    """Freeze a model on meta, and add fp32 adapters to the projections in its `blocks`.
 
-    The frozen weights are held in `dtype`, in which the model computes, or with --load-in-4bit the
-    blocks' projections in NF4. Rank 0's `source` gains the adapters' first values. Raises
-    ValueError if a target does not exist, or is no projection.
+    Frozen weights are held in `dtype`, the compute dtype, and with --load-in-4bit the blocks'
+    projections in NF4. The adapters' initial values are added to rank 0's `source`. Raise
+    ValueError if a target is not a projection.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of kernels for CPUs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs a hint about CPU kernels
     import peft
 
     projections = _projections(model, blocks)
@@ -43,7 +43,7 @@ def add(
     targets = set(args.lora_targets or kinds)
     if not targets <= kinds:
         raise ValueError(
-            f"--lora-targets {' '.join(sorted(targets - kinds))}: the projections are "
+            f"--lora-targets {' '.join(sorted(targets - kinds))}: no such projection. Pass some of "
             f"{', '.join(sorted(kinds))}."
         )
     if args.load_in_4bit:
@@ -64,9 +64,9 @@ def add(
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     if not adapted <= projections.keys():  # such as experts
         raise ValueError(
-            f"--lora-targets {' '.join(sorted(targets))} gives {min(adapted - projections.keys())} "
-            "adapters too, which is not a projection of a block. Pass the projections of "
-            "attention alone."
+            f"--lora-targets {' '.join(sorted(targets))} names {min(adapted - projections.keys())} "
+            "too, which is not a projection of a block. Pass only the projections of the "
+            "attention."
         )
     config.inference_mode = True  # as peft writes it
     for parameter in model.parameters():
@@ -83,20 +83,20 @@ def _projections(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[
     for name, block in model.named_modules():
         if isinstance(block, blocks):
             for inner, module in block.named_modules():
-                # Llama 4's router is a Linear too, and gives a tuple.
+                # Llama 4's router is a Linear too, but returns a tuple.
                 if type(module).forward in (nn.Linear.forward, Conv1D.forward):
                     projections[f"{name}.{inner}"] = module
     return projections
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a projection may be held in 4 bits: T5 looks at the dtype of some."""
+    """Return whether a projection may be in 4 bits. T5 checks the dtype of some."""
     return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
 
 
 def _first_values(model: nn.Module) -> weights.Source:
-    """Return what the adapters are at first, by name: one projection as peft initializes it, the
-    other zeros."""
+    """Return the initial adapters by name: lora_A as peft initializes it, and zeros for
+    lora_B."""
     values = {}
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
@@ -107,15 +107,15 @@ def _first_values(model: nn.Module) -> weights.Source:
 
 
 class Lora:
-    """The adapters of a model, which alone are trained, saved and exported."""
+    """The adapters of a model: the only part that is trained, saved and exported."""
 
     def __init__(self, source: weights.Source) -> None:
-        # A value of each of rank 0's tensors tells whether a resume has the same base.
+        # One value of each of rank 0's tensors shows whether a resume has the same base.
         values = {name: x.flatten()[x.numel() // 2].item() for name, x in source.items()}
         self.checksum = checksum(sorted(values.items()))
 
     def identity(self, args: Namespace, model: nn.Module) -> dict[str, Any]:
-        """Return what a run with adapters and its continuation must share."""
+        """Return the values that a run with adapters and its continuation must share."""
         (config,) = model.peft_config.values()
         targets = " ".join(sorted(config.target_modules))
         return {
@@ -134,7 +134,7 @@ class Lora:
     ) -> None:  # fmt: skip
         """Write the adapters, in fp32, as a directory that `PeftModel.from_pretrained` loads.
 
-        With --merge it is a whole model in --export-dtype: rank 0 maps the files of the base again
+        With --merge, write a whole model in --export-dtype: rank 0 maps the files of the base again
         and adds the adapters' product in fp32.
         """
         adapters = {}
@@ -165,8 +165,8 @@ def _write_adapters(
 def _merged(
     model: nn.Module, adapters: dict[str, Tensor], args: Namespace, before_each: Callable[[], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the base, on rank 0 from its files with the adapters' products added in
-    fp32, elsewhere on meta."""
+    """Yield name and value of each tensor of the base: on rank 0 from the files, with the adapters'
+    products added in fp32, on other ranks on meta."""
     layers = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):

@@ -1,4 +1,4 @@
-"""The flags that mean the same in every script, and the check of all values at once."""
+"""The flags that all scripts share, and the check of all values at once."""
 
 import argparse
 import difflib
@@ -20,7 +20,7 @@ NUMBER = {"type": float, "metavar": "X"}
 
 
 class Extend(argparse.Action):
-    """Collect the words of a flag that may be repeated; argparse's own keeps the default too."""
+    """Collect the words of a repeated flag. argparse's own `extend` would keep the default too."""
 
     def __call__(self, parser: Any, namespace: Namespace, values: Any, _: Any = None) -> None:
         before = getattr(namespace, self.dest)
@@ -29,12 +29,12 @@ class Extend(argparse.Action):
 
 WORDS = {"nargs": "+", "action": Extend, "metavar": "DATA"}
 BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: leave out unusable rows"}
-INSTALL = "pip install -r requirements-extras.txt"
+INSTALL = "Run `pip install -r requirements-extras.txt`."
 TRACKERS = ["tensorboard", "wandb", "trackio"]
 
 POSITIVE = 1e-12  # lower limit of values that must be above 0
 ANY = 2**31  # upper limit that no user reaches
-LIMITS = {  # of all scripts' flags, each of which may be missing or None
+LIMITS = {  # of the flags of all scripts; a flag may be missing or None
     **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
     **dict.fromkeys(("log_every", "keep_checkpoints", "num_beams"), (1, ANY)),
     **dict.fromkeys(("source_length", "target_length", "block_size"), (2, ANY)),
@@ -51,7 +51,7 @@ LIMITS = {  # of all scripts' flags, each of which may be missing or None
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Show defaults, and the description as it is written."""
+    """Show the default of each flag, and the description verbatim."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         # argparse has no public hook for this, and its own shows "(default: None)".
@@ -61,9 +61,9 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that takes no abbreviations, and whose errors are one message from rank 0.
+    """A parser without abbreviations, whose errors are one message from rank 0.
 
-    Its help starts with the first line and the commands of a docstring.
+    Its help starts with the first line and the commands of a script's docstring.
     """
 
     def __init__(self, docstring: str) -> None:
@@ -78,15 +78,15 @@ class Parser(argparse.ArgumentParser):
     def parse(
         self, argv: list[str] | None, defaults: dict[str, Any], tiny_defaults: dict[str, Any]
     ) -> Namespace:
-        """Parse the command line with a script's own `defaults`, and with `tiny_defaults` for
-        --model-name tiny."""
+        """Return the flags of the command line. `defaults` are the script's, `tiny_defaults` those
+        of --model-name tiny."""
         self.set_defaults(**defaults)
         if self.parse_args(argv).model_name == "tiny":
             self.set_defaults(**tiny_defaults)
         return self.parse_args(argv)
 
     def error(self, message: str) -> None:
-        """Exit with code 1; suggest a flag for a misspelled one."""
+        """Exit with code 1 and the message, with a suggestion for each misspelled flag."""
         flags = re.findall(r"--[\w-]+", self.format_help())
         for word in message.partition("unrecognized arguments: ")[2].split():
             for flag in difflib.get_close_matches(word, flags, n=1):
@@ -106,28 +106,28 @@ def add_common(
 ) -> None:
     """Declare the flags of every script; `strategies` and `precisions` are the choices."""
     add = parser.add_argument_group("run").add_argument
-    add("--output-dir", default="output", metavar="DIR", help="checkpoints, metrics, exports")
-    add("--evaluate-only", **OFF, help="validate --model-name, or the adapters of --output-dir")
-    add("--export-only", **OFF, help="write the newest checkpoint to final/")
-    add("--prepare-only", **OFF, help="write the tokens to OUTPUT_DIR/prepared, for --dataset")
+    add("--output-dir", default="output", metavar="DIR", help="for checkpoints, metrics, exports")
+    add("--evaluate-only", **OFF, help="validate --model-name, or the adapters in --output-dir")
+    add("--export-only", **OFF, help="export the newest checkpoint to final/")
+    add("--prepare-only", **OFF, help="tokenize into OUTPUT_DIR/prepared, for --dataset")
     add("--log-every", **COUNT, default=10, help="steps between training metrics")
     add("--eval-every", **COUNT, default=0, help="steps between validations (0: epochs only)")
     add("--save-every", **COUNT, default=50, help="steps between checkpoints (0: epochs only)")
     add("--checkpoint-type", choices=["sharded", "full"], default="sharded", help="one file per "
-        "rank, or one file, for which rank 0 holds the whole state")  # fmt: skip
+        "rank; full: one file, for which rank 0 holds the whole state")  # fmt: skip
     add("--async-save", **OFF, help="save in the background, from a copy in host memory")
     add("--keep-checkpoints", **COUNT, default=2, help="newest checkpoints to keep")
     add("--save-best", **ON, help="export best/ after each validation with the lowest loss so far")
     add("--export-dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of best/, final/")
-    add("--track", nargs="+", choices=TRACKERS, default=[], help="send metrics to these as well")
+    add("--track", nargs="+", choices=TRACKERS, default=[], help="also send metrics to these")
     add("--profile", **COUNT, default=0, help="trace step N of rank 0 (0: none)")
-    add("--timeout-minutes", **NUMBER, default=30.0, help="limit of a collective or a download")
+    add("--timeout-minutes", **NUMBER, default=30.0, help="limit for a collective or download")
 
     add = parser.add_argument_group("optimization").add_argument
     add("--batch-size", **COUNT, default=4, help="samples per rank and micro-batch")
     add("--gradient-accumulation-steps", **COUNT, default=1, help="micro-batches per step")
     add("--global-batch-size", **COUNT, default=0, help="samples per step on all "
-        "ranks, in micro-batches of at most --batch-size (0: see the two flags above)")  # fmt: skip
+        "ranks, in micro-batches of at most --batch-size (0: by the two flags above)")  # fmt: skip
     add("--accumulate-no-sync", **OFF, help="communicate once per step, not per micro-batch; every "
         "rank then holds the whole gradient")  # fmt: skip
     add("--epochs", **COUNT, default=2, help="passes over the training set")
@@ -137,29 +137,20 @@ def add_common(
         help="after the warm-up; step multiplies by --gamma every epoch")  # fmt: skip
     add("--gamma", **NUMBER, default=0.85, help="factor of --lr-schedule step")
     add("--warmup-ratio", **NUMBER, default=0.03, help="share of warm-up steps")
-    add("--weight-decay", **NUMBER, default=0.01, help="not for biases and norms")
+    add("--weight-decay", **NUMBER, default=0.01, help="except for biases and norms")
     add("--max-grad-norm", **NUMBER, default=1.0, help="clip gradients to this norm")
-    add("--seed", **COUNT, default=0, help="of weights, data order and dropout")
+    add("--seed", **COUNT, default=0, help="for weights, data order and dropout")
 
     add = parser.add_argument_group("sharding").add_argument
-    add("--fsdp", type=int, choices=[1, 2], help="1: FullyShardedDataParallel; 2: fully_shard; "
-        "None: 1, with adapters 2")  # fmt: skip
-    add("--strategy", choices=list(strategies), default="full_shard", help="what is sharded")
-    add("--shard-group-size", **COUNT, default=0, help="hybrid_shard's (0: the ranks of a node)")
+    add("--fsdp", type=int, choices=[1, 2], help="1: FullyShardedDataParallel; 2: fully_shard "
+        "(default: 1, with adapters 2)")  # fmt: skip
+    add("--strategy", choices=list(strategies), default="full_shard", help="what to shard")
+    add("--shard-group-size", **COUNT, default=0, help="for hybrid_shard (0: ranks of a node)")
     add("--cpu-offload", **OFF, help="keep parameters, gradients and optimizer state on the CPU")
     add("--precision", choices=["auto", *precisions], default="auto", help="of the computation; "
-        "auto: bf16 where the GPU has it, else fp32")  # fmt: skip
-    add_recomputation(add)
+        "auto: bf16 if the GPU supports it, else fp32")  # fmt: skip
+    add("--activation-checkpointing", **OFF, help="recompute each block in the backward pass")
     add("--compile", **OFF, help="torch.compile each block")
-
-
-def add_recomputation(add: Callable, default: str | bool | None = False) -> None:
-    """Declare --activation-checkpointing, alone or with a value, and its --no- form."""
-    add("--activation-checkpointing", nargs="?", choices=["blocks", "attention"], const="blocks",
-        default=default, help="recompute blocks in the backward pass; attention: everything but "
-        "attention")  # fmt: skip
-    add("--no-activation-checkpointing", action="store_false", dest="activation_checkpointing",
-        default=default, help="recompute nothing")  # fmt: skip
 
 
 def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMITS) -> list[str]:
@@ -173,7 +164,7 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMIT
         if high < ANY:
             bounds += f" and below {high:,}"
         flag = f"--{name.replace('_', '-')}"
-        problems.append(f"{flag} {value} is out of range: it must be {bounds}")
+        problems.append(f"{flag} {value} is out of range. It must be {bounds}.")
     return problems
 
 
@@ -181,20 +172,20 @@ def check_arguments(args: Namespace) -> list[str]:
     """Return a message for each mistake in the flags of every script."""
     problems = out_of_range(args)
     if args.export_only + args.prepare_only + args.evaluate_only > 1:
-        problems.append("--export-only, --prepare-only and --evaluate-only exclude each other")
+        problems.append("Pass only one of --export-only, --prepare-only and --evaluate-only.")
     for name in args.track:
         if importlib.util.find_spec(name) is None:
-            problems.append(f"--track {name} requires {name}: {INSTALL}")
+            problems.append(f"--track {name} is not installed. {INSTALL}")
     return problems
 
 
 def resolve(
     args: Namespace, *modules: ModuleType, processes: int | None = None
 ) -> tuple[Namespace, list[str]]:
-    """Return the arguments with defaults that depend on other flags, and a message per mistake.
+    """Return the arguments, with defaults that depend on other flags, and a message per mistake.
 
     Each module has `check_arguments`, which returns messages, and may have `resolve_arguments`,
-    which returns such defaults by name. `processes` is the world size (None: torchrun's).
+    which returns defaults by name. `processes` is the world size (None: torchrun's).
     """
     args, problems = _resolve_micro_batches(args, processes or int(os.environ.get("WORLD_SIZE", 1)))
     for module in modules:
@@ -206,11 +197,11 @@ def resolve(
 
 
 def validate(args: Namespace, *modules: ModuleType) -> Namespace:
-    """Return the arguments with all defaults, or exit with every mistake in one message."""
+    """Return the arguments with all defaults, or exit with one message that lists all mistakes."""
     args, problems = resolve(args, *modules)
     problems = check_arguments(args) + problems
     if problems:
-        ranks.exit_with("; ".join(problems))
+        ranks.exit_with(" ".join(problems))
     return args
 
 
@@ -220,11 +211,11 @@ def _resolve_micro_batches(args: Namespace, processes: int) -> tuple[Namespace, 
     if total <= 0 or most < 1 or getattr(args, "export_only", False):
         return args, []
     if args.gradient_accumulation_steps > 1:
-        return args, ["--global-batch-size and --gradient-accumulation-steps exclude each other"]
+        return args, ["Pass --global-batch-size or --gradient-accumulation-steps, not both."]
     per_rank, rest = divmod(total, processes)
     if rest:
-        return args, [f"--global-batch-size {total} must be a multiple of {processes} (processes): "
-                      f"use {total - rest + processes}"]  # fmt: skip
+        return args, [f"--global-batch-size {total} is not a multiple of {processes} processes. "
+                      f"Pass {total - rest + processes}."]  # fmt: skip
     steps = next(n for n in range(1, per_rank + 1) if per_rank % n == 0 and per_rank // n <= most)
     batch = {"batch_size": per_rank // steps, "gradient_accumulation_steps": steps}
     return Namespace(**vars(args) | batch), []

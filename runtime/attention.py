@@ -1,5 +1,5 @@
-"""Attention for packed documents: a kernel of flash-attn or PyTorch, or on a CPU
-scaled_dot_product_attention for one document at a time, registered in Transformers."""
+"""Attention for packed documents, registered in Transformers: a kernel of flash-attn or PyTorch, or
+on a CPU scaled_dot_product_attention for one document at a time."""
 
 import contextlib
 import importlib
@@ -24,23 +24,23 @@ HELP = "flash-attn's kernel, torch's own, or one with a mask; auto: the first th
 
 
 def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
-    """Return the attention kernel for packed documents that `name` (flash or varlen) means.
+    """Return the attention kernel for packed documents called `name` (flash or varlen).
 
-    It takes queries, keys and values [positions, heads, head size], the latter two maybe with fewer
-    heads, cumulative document lengths (int32), the largest length and the scale. Its attribute
-    `origin` is its module and version. Raise ValueError if it cannot run here.
+    It takes queries, keys and values [positions, heads, head size], where keys and values may have
+    fewer heads, cumulative document lengths (int32), the largest length and the scale. Its
+    attribute `origin` is its module and version. Raise ValueError if it cannot run here.
     """
     if name == "varlen" and ranks.accelerator() is None:
         return per_document
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
-        raise ValueError(f"--attention {name} needs a GPU of compute capability 8.0 or newer")
+        raise ValueError(f"--attention {name} needs a GPU of compute capability 8.0 or newer.")
     if precision == "fp32":
-        raise ValueError(f"--attention {name} needs --precision bf16 or fp16")
+        raise ValueError(f"--attention {name} needs --precision bf16 or fp16.")
     return varlen_of_torch() if name == "varlen" else flash_attn()
 
 
 def varlen_of_torch() -> Callable[..., Tensor]:
-    """Return PyTorch's kernel."""
+    """Return PyTorch's attention kernel for documents of different lengths."""
     from torch.nn.attention.varlen import varlen_attn
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float):
@@ -52,8 +52,8 @@ def varlen_of_torch() -> Callable[..., Tensor]:
 
 
 def flash_attn() -> Callable[..., Tensor]:
-    """Return the kernel of flash-attn 3 on Hopper GPUs if it is installed, otherwise that of
-    flash-attn 2. Raise ValueError if neither can be imported."""
+    """Return the kernel of flash-attn 3 if it is installed and the GPU is a Hopper, otherwise that
+    of flash-attn 2. Raise ValueError if neither can be imported."""
     names = ["flash_attn"]
     if torch.cuda.get_device_capability()[0] == 9:
         names = ["flash_attn_interface", "flash_attn"]
@@ -63,10 +63,10 @@ def flash_attn() -> Callable[..., Tensor]:
             module = importlib.import_module(name)
             function = module.flash_attn_varlen_func
             break
-        except Exception as error:  # of any type, if it was built for another torch or driver
+        except Exception as error:  # of any type if it was built for another torch or driver
             errors.append(f"{name}: {error}")
     else:
-        raise ValueError(f"--attention flash needs the package flash-attn ({'; '.join(errors)})")
+        raise ValueError(f"--attention flash needs flash-attn ({'; '.join(errors)}). Install it.")
 
     def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float):
         limits = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
@@ -81,7 +81,7 @@ def flash_attn() -> Callable[..., Tensor]:
 def per_document(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Compute on a CPU what the kernels compute, one document at a time, without a mask."""
+    """Compute attention within each document, one document at a time; replaces a kernel on CPUs."""
     outputs = []
     lengths = ends.diff().tolist()
     options = {"is_causal": True, "scale": scale, "enable_gqa": True}
@@ -106,7 +106,7 @@ def check_arguments(args: Namespace) -> list[str]:
 
 
 def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str:
-    """Return the first attention that runs here and computes what the model asks for."""
+    """Return the first attention that runs here and supports the model."""
     if not model_class._supports_sdpa:
         return "eager"
     window = getattr(config, "sliding_window", None)
@@ -126,9 +126,9 @@ def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTr
 
 
 def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
-    """Register an attention "packed" in Transformers, with the `cu_seq_lens` of the batch in place
-    of a mask. A layer raises ValueError if it asks for what the kernel does not compute: a mask or
-    bias, a soft cap, sinks, dropout, or a window shorter than `longest` tokens.
+    """Register `kernel` in Transformers as the attention "packed", which uses the `cu_seq_lens` of
+    the batch instead of a mask. It raises ValueError if a layer passes something that the kernel
+    does not support: a mask or bias, a soft cap, sinks, dropout, or a window below `longest`.
     """
 
     def packed(
@@ -141,7 +141,7 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
         if cu_seq_lens is None:
             raise ValueError(
                 f"--attention flash and varlen need cu_seq_lens, which the layer of {name} does "
-                "not pass on: use --attention sdpa"
+                "not pass on. Pass --attention sdpa."
             )
         batch, _, length, _ = query.shape
         features = {"attention_mask": attention_mask} | options
@@ -154,8 +154,8 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
         missing = [feature for feature, x in features.items() if isinstance(x, Tensor) or x]
         if missing:
             raise ValueError(
-                f"--attention flash and varlen have no {', '.join(missing)}, which {name} asks "
-                "for: use --attention eager, or sdpa for a window or dropout"
+                f"--attention flash and varlen do not support {', '.join(missing)}, which {name} "
+                "needs. Pass --attention eager, or sdpa for a window or dropout."
             )
         # Under autocast the rotary embedding leaves queries and keys in fp32.
         parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
@@ -167,7 +167,7 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
 
 
 def _needs_mask(args: Namespace, config: PretrainedConfig) -> bool:
-    """Return whether layers have dropout, or attend in chunks as Llama 4's, which no kernel has."""
+    """Return whether layers have dropout or attend in chunks (Llama 4), which kernels lack."""
     chunk = getattr(config, "attention_chunk_size", None)
     has_chunks = chunk is not None and chunk < args.max_seq_length
     return has_chunks or bool(getattr(config, "attention_dropout", 0.0))
@@ -176,22 +176,22 @@ def _needs_mask(args: Namespace, config: PretrainedConfig) -> bool:
 def set_attention(
     args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]
 ) -> str:
-    """Set --attention in `config`, and return its name and kernel; raise ValueError if the model
-    cannot use it."""
+    """Set --attention in `config`; return its name and kernel. Raise ValueError if the model cannot
+    use it."""
     if args.prepare_only:
         return "none"  # nothing is computed
     name = args.attention
     if name == "auto":
         name = automatic(args, config, model_class)
     if name == "sdpa" and not model_class._supports_sdpa:
-        raise ValueError(f"--attention sdpa: {model_class.__name__} has none, use eager")
+        raise ValueError(f"--attention sdpa: {model_class.__name__} has none. Pass eager.")
     if name not in ("flash", "varlen"):
         config._attn_implementation = name
         return name
     if not model_class._supports_attention_backend or _needs_mask(args, config):
         raise ValueError(
             f"--attention {name}: {model_class.__name__} needs its own attention, dropout or "
-            f"chunks: use --attention {'sdpa' if model_class._supports_sdpa else 'eager'}"
+            f"chunks. Pass --attention {'sdpa' if model_class._supports_sdpa else 'eager'}."
         )
     kernel = varlen_kernel(name, args.precision)
     register(kernel, args.max_seq_length)

@@ -1,6 +1,6 @@
-"""The order of samples, cut into global batches, and what brings a batch to the device.
+"""The order of samples, its division into global batches, and the copy to the device.
 
-Sample order is a function of the seed, the epoch and the global batch, and of the lengths where
+Sample order is a function of the seed, the epoch and the global batch, and of the lengths if
 batches are grouped by length. It does not depend on the number of ranks.
 """
 
@@ -22,16 +22,16 @@ Batch = dict[str, Tensor | int]  # as a script's `collate` makes it
 class GlobalBatchSampler:
     """The batch sampler of a DataLoader: this rank's micro-batches of each global batch.
 
-    The epoch's permutation is cut into global batches, one per optimizer step. Each is dealt out to
-    the ranks in turn, then cut into micro-batches. No sample is dropped or repeated: some
+    The epoch's permutation is cut into global batches, one per optimizer step. Each is dealt to the
+    ranks in turn, then cut into micro-batches. No sample is dropped or repeated: some
     micro-batches of the last step may be short or empty. With a `seed` of None the order is that of
     the data set.
 
-    Given `lengths`, one of each sample, a global batch has samples of about one length, so that
-    little is padding and no rank waits for another. The global batches come in random order. Only
-    the longest comes first: if it does not fit in memory, that is seen at once.
+    Given `lengths`, one per sample, a global batch has samples of similar length, so that there is
+    little padding and no rank waits for another. The global batches come in random order, except
+    that the longest comes first: if it does not fit in memory, the run fails at once.
 
-    Set `epoch` and `consumed` (samples, of all ranks) to continue anywhere; nothing is loaded then.
+    Set `epoch` and `consumed` (samples of all ranks) to continue anywhere without loading samples.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GlobalBatchSampler:
         self.consumed = 0
 
     def steps(self) -> Iterator[list[int]]:
-        """Yield the samples, of all ranks, of each remaining step of the epoch."""
+        """Yield the indices of the samples, of all ranks, of each remaining step of the epoch."""
         if self.seed is None:
             order = torch.arange(self.num_samples, dtype=torch.int32)
         else:
@@ -67,22 +67,19 @@ class GlobalBatchSampler:
             yield order[start : start + self.global_batch].tolist()
 
     def _grouped(self, order: Tensor, generator: torch.Generator) -> Tensor:
-        """Sort each half by length, then shuffle all the global batches but a short last one."""
-        whole, rest = divmod(len(order), self.global_batch)
-        if not whole:
-            return order
-        # Halves, drawn again in each epoch, or each would have the same batches.
-        half = (whole + 1) // 2
-        parts = order.tensor_split([half * self.global_batch])
-        order = torch.cat([part[self.lengths[part].argsort(stable=True)] for part in parts])
-        # The short batch has neighbours too, of any length in the second half.
-        place = torch.randint(half, whole + 1, (), generator=generator).item() * self.global_batch
-        before, short, after = order.tensor_split([place, place + rest])
-        batches = torch.cat((before, after)).view(whole, self.global_batch)
-        batches = batches[torch.randperm(whole, generator=generator)]
-        longest = self.lengths[batches].sum(dim=1).argmax().item()
-        batches[[0, longest]] = batches[[longest, 0]]
-        return torch.cat((batches.flatten(), short))
+        """Sort each half by length, then shuffle the global batches; a short last one stays last.
+
+        Halves, drawn again in each epoch, or each would have the same batches.
+        """
+        whole = len(order) // self.global_batch
+        order, rest = order.tensor_split([whole * self.global_batch])
+        halves = order.tensor_split([whole // 2 * self.global_batch])
+        order = torch.cat([half[self.lengths[half].argsort(stable=True)] for half in halves])
+        batches = order.view(whole, self.global_batch)[torch.randperm(whole, generator=generator)]
+        if whole:
+            longest = self.lengths[batches].sum(dim=1).argmax().item()
+            batches[[0, longest]] = batches[[longest, 0]]
+        return torch.cat((batches.flatten(), rest))
 
     def __iter__(self) -> Iterator[list[int]]:
         for samples in self.steps():
@@ -98,14 +95,14 @@ class GlobalBatchSampler:
 def train_sampler(
     args: Namespace, dataset: Any, lengths: list[int] | None = None
 ) -> GlobalBatchSampler:
-    """Return the order in which `dataset`, which has len(), is trained on; `lengths` group it.
+    """Return the sampler of the training set `dataset`, grouped by `lengths` if they are given.
 
-    Raises ValueError if it has fewer samples than there are processes.
+    Raise ValueError if there are fewer samples than processes.
     """
     if len(dataset) < dist.get_world_size():
         raise ValueError(
-            f"there are {len(dataset)} training samples, fewer than the {dist.get_world_size()} "
-            "processes: use fewer processes, or more data"
+            f"{len(dataset)} training samples are fewer than the {dist.get_world_size()} "
+            "processes. Start fewer processes, or pass more data."
         )
     return GlobalBatchSampler(
         len(dataset), args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
@@ -115,7 +112,7 @@ def train_sampler(
 def val_loaders(
     args: Namespace, val_sets: dict[str, Any], collate: Callable
 ) -> dict[str, DataLoader]:
-    """Return loaders of this rank's batches of each validation set, in its order, by name."""
+    """Return by name a loader of this rank's batches of each validation set, in order."""
     loaders = {}
     for name, samples in val_sets.items():
         sampler = GlobalBatchSampler(len(samples), args.batch_size, 1, seed=None)
@@ -124,8 +121,8 @@ def val_loaders(
 
 
 def first(loader: DataLoader, samples: int | None) -> DataLoader:
-    """Return a loader of this rank's batches that hold the first `samples` (None: all) of all
-    ranks."""
+    """Return a loader of this rank's share of the first `samples` samples (None: all) of
+    `loader`."""
     sampler = loader.batch_sampler
     if samples is None:
         return loader
@@ -139,7 +136,7 @@ def _ordered_loader(samples: Any, sampler: Any, collate: Callable) -> DataLoader
         batch_sampler=sampler,
         collate_fn=collate,
         pin_memory=accelerator() is not None,
-        generator=torch.Generator(),  # or each pass would draw from dropout's
+        generator=torch.Generator(),  # or each pass would use random numbers of dropout
     )
 
 

@@ -1,4 +1,4 @@
-"""Chats: rows of the usual formats as turns and tools, and the chat template that writes them."""
+"""Chats: turns and tools from rows of the usual formats, and the chat template."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from . import ranks
 
-COLUMNS = {  # of each format; the first that fits is taken
+COLUMNS = {  # of each format; the first format that fits is used
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
     "ShareGPT": ("conversations",),
@@ -16,7 +16,7 @@ COLUMNS = {  # of each format; the first that fits is taken
 }
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
-UNKNOWN = {"function_call": "tool_calls", "reasoning": "reasoning_content", "weight": "none"}
+UNKNOWN = {"function_call": "tool_calls", "reasoning": "reasoning_content", "weight": "no weights"}
 KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # keys that templates know
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
@@ -40,13 +40,13 @@ NAMED = {"chatml": CHATML, "llama-2": LLAMA_2}
 
 
 def read_chat(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
-    """Return the turns of the chat in a row, see `checked`, and its tools or None."""
+    """Return the turns of the chat in a row (see `checked`), and its tools or None."""
     if kind == "messages":
         turns = as_list(row.get("messages"), "messages")
     elif kind == "prompt":
         turns = as_turns("user", row.get("prompt"))
         if any(turn.get("role") == "assistant" for turn in turns):
-            raise ValueError("the prompt has an assistant turn: use the column messages instead")
+            raise ValueError("the prompt has an assistant turn. Use the column messages instead")
         turns = turns + as_turns("assistant", row.get("completion"))
     elif kind == "ShareGPT":
         turns = as_list(row.get("conversations"), "conversations")
@@ -58,33 +58,33 @@ def read_chat(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
         turns = as_turns("user", asked) + as_turns("assistant", row.get("output"))
     turns = [checked(turn) for turn in turns]
     if all(turn["role"] != "assistant" for turn in turns):
-        raise ValueError("no turn is the assistant's, so there is nothing to learn")
+        raise ValueError("the chat has no assistant turn, so there is nothing to learn")
     tools = from_json(row.get("tools"))
     return turns, as_list(tools, "tools") if tools else None
 
 
 def as_list(value: Any, name: str) -> list[dict]:
-    """Return `value` if it is a list of objects and not empty; else raise ValueError."""
+    """Return `value`; raise ValueError unless it is a list of objects and not empty."""
     if not value or not isinstance(value, list) or not all(isinstance(x, dict) for x in value):
-        raise ValueError(f"{name} is not a list of objects, or empty")
+        raise ValueError(f"{name} is empty or not a list of objects")
     return value
 
 
 def as_turns(role: str, value: Any) -> list[dict]:
-    """Return messages as they are, a text as the only turn of a role."""
+    """Return a list of messages unchanged, and a text as a list with one turn of `role`."""
     return (
         value if value and isinstance(value, list) else [{"role": role, "content": value or None}]
     )
 
 
 def checked(turn: dict) -> dict:
-    """Return a turn with the keys that templates know, its content as text; raises ValueError."""
+    """Return a turn with its content as text and only known keys; raise ValueError if invalid."""
     role = SPEAKERS.get(turn.get("role"), turn.get("role"))
     if role not in ROLES:
         raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
     for key in UNKNOWN:
         if turn.get(key) not in (None, 1):
-            raise ValueError(f"the {role}'s turn has {key}, which is not known: use {UNKNOWN[key]}")
+            raise ValueError(f"the {role}'s turn has {key}, an unknown key. Use {UNKNOWN[key]}")
     calls, content = from_json(turn.get("tool_calls")), turn.get("content")
     if isinstance(content, list):
         texts = [part.get("text") for part in as_list(content, "content")]
@@ -108,13 +108,13 @@ def checked_call(call: dict) -> dict:
         raise ValueError("a tool call has no name")
     arguments = from_json(function.get("arguments")) or {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of a call of {function['name']} are not a JSON object")
+        raise ValueError(f"the arguments of a call to {function['name']} are not an object")
     function = function | {"arguments": arguments}
     return call | {"function": function} if "function" in call else function
 
 
 def from_json(value: Any) -> Any:
-    """Return the value of a text that is JSON; any other text, or value, as it is."""
+    """Return the value of a text that is JSON; return any other text or value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -122,24 +122,24 @@ def from_json(value: Any) -> Any:
 
 
 def set_chat_template(tokenizer: Tokenizer, wanted: str | None) -> None:
-    """Give a tokenizer the template that --chat-template names, or Llama 2's if it has none."""
+    """Set a tokenizer's chat template to `wanted` or, if it has none, to Llama 2's."""
     if wanted is None:
         if tokenizer.chat_template is None:
             tokenizer.chat_template = LLAMA_2
-            ranks.say("the tokenizer has no chat template: using llama-2, in best/ and final/ too")
+            ranks.say("The tokenizer has no chat template: using llama-2, also in best/ and final/")
         return
     path = Path(wanted).expanduser()
     if wanted not in NAMED and not path.is_file():
-        raise ValueError(f"--chat-template {wanted} is not a file, chatml or llama-2.")
+        raise ValueError(f"--chat-template {wanted} is neither a file nor chatml or llama-2.")
     template = NAMED.get(wanted) or path.read_text(encoding="utf-8", errors="replace")
     if "messages" not in template:
         raise ValueError(f"--chat-template {wanted} does not use `messages`. Pass a Jinja file.")
     tokenizer.chat_template = template
-    ranks.say(f"--chat-template {wanted} replaces the tokenizer's, in best/ and final/ too")
+    ranks.say(f"--chat-template {wanted} replaces the tokenizer's, also in best/ and final/")
 
 
 def check_written(turn: dict, tools: list[dict] | None, text: str) -> None:
-    """Raise ValueError unless `text` has what a turn says and calls, and the names of tools."""
+    """Raise ValueError unless `text` contains the turn's content and calls, and the tool names."""
     wanted = [("content", turn["content"].rpartition("</think>")[2])]
     wanted += [(key, turn[key]) for key in ("reasoning_content", "thinking") if key in turn]
     wanted += [("tools", tool.get("function", tool).get("name", "")) for tool in tools or ()]
@@ -148,7 +148,7 @@ def check_written(turn: dict, tools: list[dict] | None, text: str) -> None:
         wanted += [("tool_calls", x) for x in (function["name"], *function["arguments"])]
     for what, part in wanted:
         if part.strip() not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
-            advice = "Pass --chat-template FILE with one that writes it: for tools, Qwen 2.5's"
+            advice = "Pass a --chat-template FILE that renders it; for tools, Qwen 2.5's"
             raise ValueError(
                 f"the chat template drops {what} of the {turn['role']}'s turn. {advice}"
             )

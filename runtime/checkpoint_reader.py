@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path
 
 from .ranks import cpu_group
 
@@ -50,8 +50,6 @@ class SafeReader(dcp.FileSystemReader):
         for name, entry in entries:
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"{self.path} holds {name}, which is not a tensor: not loaded")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         self._metadata = metadata
         return metadata
 
@@ -78,9 +76,6 @@ def open_checkpoint(path: Path) -> Callable[[dict[str, Any]], None]:
         except (pickle.UnpicklingError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{path / FULL} is not a file of tensors: {reason}") from None
-        for keys, value in tree_flatten_with_path(stored)[0]:
-            if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{path / FULL}{keystr(keys)} is not a tensor: not loaded")
         return partial(_copy_shards, stored)
     reader = SafeReader(path)
     reader.read_metadata()  # dcp.load would turn its ValueError into another error

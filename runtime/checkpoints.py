@@ -7,9 +7,6 @@ files differ from it, is skipped. All ranks call a function together, unless it 
 """
 
 import json
-import math
-import os
-import random
 import re
 import shutil
 import zlib
@@ -20,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -40,6 +36,7 @@ from .state import COUNTERS, TrainState
 from .weights import plain_name, unwrapped
 
 STATE = "train_state.json"
+SAVED = (torch.Tensor, int, float)  # types that a checkpoint holds
 OWN = " (this rank's)"  # ends the name of a tensor that other ranks do not share
 
 # torch.save would sum every tensor, a tenth of a save's time; `file_sum` sums the files themselves.
@@ -143,14 +140,13 @@ class Saver:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Write shards, their sums and the random states, and at last train_state.json."""
+    """Write the shards, and at last train_state.json with their sums."""
 
     def __init__(self, path: Path, state: TrainState, full: bool) -> None:
         super().__init__(path, overwrite=True)
         self.description = _describe(state)
         self.device = state.device
         self.full = full
-        self.random_states = _random_states()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the tensors as they are: `Saver` has made the copies."""
@@ -163,36 +159,31 @@ class _Writer(dcp.FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: Any, planner: Any) -> Future:
-        """Write this rank's shards, then a file with their sums and the random states."""
+        """Write this rank's shards; add their sums to the results that rank 0 receives."""
         if self.device.type != "cpu":  # in a thread every rank would open a context on GPU 0
             torch.accelerator.set_device_index(self.device.index)
         results = super().write_data(plan, planner)
-        rank = dist.get_rank()
-        sums = {file.name: file_sum(file) for file in self.path.glob(f"__{rank}_*.distcp")}
-        text = json.dumps({"files": sums, "random": self.random_states})
-        (self.path / f"rank-{rank}.json").write_text(text)
-        return results
+        files = self.path.glob(f"__{dist.get_rank()}_*.distcp")
+        sums = {file.name: file_sum(file) for file in files}
+        return results.then(lambda done: [*done.value(), sums])
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Complete the checkpoint when all ranks have written; rank 0 only."""
+        files = {}
+        for result in results:
+            files |= result.pop()
         super().finish(metadata, results)
-        own = [self.path / f"rank-{rank}.json" for rank in range(dist.get_world_size())]
-        files = {file.name: file_sum(file) for file in own}
         if self.full:
             dcp_to_torch_save(self.path, self.path / FULL)
-            for file in [*self.path.glob("*.distcp"), self.path / ".metadata"]:
-                file.unlink()
-            files[FULL] = file_sum(self.path / FULL)
-        else:
-            files[".metadata"] = file_sum(self.path / ".metadata")
-            for file in own:
-                files |= json.loads(file.read_text())["files"]
+            for name in [*files, ".metadata"]:
+                (self.path / name).unlink()
+            files = {}
+        last = FULL if self.full else ".metadata"
+        files[last] = file_sum(self.path / last)
         description = self.description | {"files": files}
+        description["crc"] = json_sum(description)
         temporary = self.path / f"{STATE}.tmp"
-        with temporary.open("w") as file:
-            json.dump(description | {"crc": json_sum(description)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(json.dumps(description, indent=1))
         temporary.rename(self.path / STATE)
 
 
@@ -260,8 +251,6 @@ def find_newest(output: Path) -> Path | None:
 
 def _verify(path: Path) -> None:
     """Raise ValueError if one of this rank's share of the files is not as it was saved."""
-    if not path.is_dir():
-        raise OSError(f"Rank {dist.get_rank()} cannot see {path}. All nodes must share it.")
     if not (path / STATE).is_file():
         raise ValueError(f"{path} has no {STATE}, as its save was interrupted.")
     try:
@@ -289,7 +278,6 @@ def _describe(state: TrainState) -> dict[str, Any]:
     """Return the contents of train_state.json, without the sums of the files."""
     description = {name: getattr(state, name) for name in COUNTERS}
     description["schedule"] = state.scheduler.last_epoch
-    description["lr"] = state.scheduler.get_last_lr()[0]  # of the next step
     description["scaler"] = state.scaler.state_dict()
     description["ranks"] = [dist.get_world_size(), state.device.type]
     return description
@@ -308,7 +296,12 @@ def _all_tensors(state: TrainState) -> dict[str, Any]:
                 "Checkpoints hold tensors only: keep it as a tensor."
             )
     others = _other_tensors(state)
-    return {"model": _saved_part(state.model, model), "optimizer": optimizer, "others": others}
+    return {
+        "model": _saved_part(state.model, model),
+        "optimizer": optimizer,
+        "others": others,
+        "random": _random_states(),
+    }
 
 
 def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -323,44 +316,29 @@ def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     return {name: tensor for name, tensor in part.items() if adapters.is_saved(name)}
 
 
-def _random_states() -> dict[str, list]:
-    """Return the states of this rank's random generators, as JSON can hold them."""
-    kind, keys, *others = numpy.random.get_state()
-    states = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *others]}
-    states["torch"] = torch.get_rng_state().tolist()
-    if ranks.accelerator() is not None:
-        device_state = torch.get_device_module(ranks.accelerator()).get_rng_state()
-        states["device"] = device_state.tolist()
-    return states
+def _generators() -> list[Any]:
+    """Return the modules of the random generators that dropout draws from."""
+    kind = ranks.accelerator()
+    return [torch] if kind is None else [torch, torch.get_device_module(kind)]
 
 
-def _set_random_states(states: dict[str, list]) -> None:
-    """Set the generators to the result of `_random_states`."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    numpy.random.set_state(tuple(states["numpy"]))
-    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
-    if "device" in states:
-        device_state = torch.tensor(states["device"], dtype=torch.uint8)
-        torch.get_device_module(ranks.accelerator()).set_rng_state(device_state)
+def _random_states() -> dict[str, torch.Tensor]:
+    """Return the states of this rank's generators."""
+    rank = dist.get_rank()
+    return {f"{rank}, {i}": x.get_rng_state() for i, x in enumerate(_generators())}
 
 
 def _other_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors and numbers of `state.others` by name."""
+    """Return the tensors and numbers of `state.others` by name; plain tensors are this rank's."""
     tensors = {}
     for name, other in state.others.items():
         for path, value in pytree.tree_flatten_with_path(other.state_dict())[0]:
-            if isinstance(value, torch.Tensor | int | float):
-                tensors[_other_name(name, path, value)] = torch.as_tensor(value)
+            key = name + pytree.keystr(path)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                key += f" {dist.get_rank()}{OWN}"
+            if isinstance(value, SAVED):
+                tensors[key] = torch.as_tensor(value)
     return tensors
-
-
-def _other_name(name: str, path: Any, value: Any) -> str:
-    """Return a name that all ranks share; of a plain tensor one of this rank."""
-    name += pytree.keystr(path)
-    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-        name += f" {dist.get_rank()}{OWN}"
-    return name
 
 
 def _read_others(fill: Callable, state: TrainState, world_size: int) -> None:
@@ -373,14 +351,16 @@ def _read_others(fill: Callable, state: TrainState, world_size: int) -> None:
             "Resume with as many."
         )
     fill({"others": tensors})
-    for name, other in state.others.items():
-        leaves, structure = pytree.tree_flatten_with_path(other.state_dict())
-        values = []
-        for path, value in leaves:
-            loaded = tensors.get(_other_name(name, path, value), value)
-            is_number = isinstance(value, int | float)
-            values.append(type(value)(loaded.item()) if is_number else loaded)
+    loaded = iter(tensors.values())
+    for other in state.others.values():
+        values, structure = pytree.tree_flatten(other.state_dict())
+        values = [_like(x, next(loaded)) if isinstance(x, SAVED) else x for x in values]
         other.load_state_dict(pytree.tree_unflatten(values, structure))
+
+
+def _like(value: Any, loaded: torch.Tensor) -> Any:
+    """Return `loaded` as the type of `value`."""
+    return loaded if isinstance(value, torch.Tensor) else type(value)(loaded.item())
 
 
 def _read_weights(fill: Callable, model: nn.Module) -> None:
@@ -447,9 +427,6 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     _read_others(fill, state, saved["ranks"][0])
     while state.scheduler.last_epoch < saved["schedule"]:  # any schedule, with this run's flags
         state.scheduler.step()
-    lr = state.scheduler.get_last_lr()[0]
-    if not math.isclose(lr, saved["lr"]):
-        ranks.say(f"The learning rate is {lr:.3g}, not {saved['lr']:.3g} as planned at the save.")
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
@@ -457,8 +434,10 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     # Last: the code above may draw random numbers.
     here = [dist.get_world_size(), state.device.type]
     if here == saved["ranks"]:
-        own = json.loads((path / f"rank-{dist.get_rank()}.json").read_text())
-        _set_random_states(own["random"])
+        states = _random_states()
+        fill({"random": states})
+        for generator, value in zip(_generators(), states.values(), strict=True):
+            generator.set_rng_state(value)
         return
     ranks.set_seed(args.seed + state.step * here[0] + dist.get_rank())
     ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: reseeded dropout.")

@@ -1,4 +1,4 @@
-"""The loss of a causal model that holds the logits of a chunk of tokens at a time."""
+"""The loss of a causal model, computed from the logits of one chunk of tokens at a time."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ CHUNK = 1024  # positions whose logits are held at a time
 
 
 class LossHead(nn.Linear):
-    """An output head that returns the summed loss if it is given targets, otherwise the logits.
+    """An output head that returns the summed loss if it gets targets, otherwise the logits.
 
     `head` is the model's own. `token_loss` takes logits [positions, vocabulary] in fp32 and int64
     targets [positions], and returns a sum over the targets that are not -100, or a vector of such
@@ -33,7 +33,7 @@ class LossHead(nn.Linear):
         """Return the logits of hidden states [..., width]; given `targets` [positions], return the
         sum of `token_loss` over the chunks of `hidden` [positions, width].
 
-        The backward pass computes the logits of each chunk again.
+        The backward pass recomputes the logits of each chunk.
         """
         if targets is None:
             return super().forward(hidden)
@@ -57,7 +57,7 @@ class LossHead(nn.Linear):
 
 
 def logit_scale_and_cap(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return the factor that a config applies to the logits, and the cap on them, if any."""
+    """Return the factor that a model config applies to the logits, and the cap on them or None."""
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere's name for it
     scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite's name for its inverse
     return scale, getattr(config, "final_logit_softcapping", None)

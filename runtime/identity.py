@@ -1,5 +1,6 @@
 """The identity of a run: values that all its ranks and all its starts must share, as one dict."""
 
+import json
 import os
 import socket
 import zlib
@@ -28,59 +29,43 @@ def of_flags(args: Namespace) -> dict[str, str]:
     return {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
 
 
-def of_model(
-    args: Namespace, script: str, model: nn.Module, tokenizer: Tokenizer
-) -> dict[str, Any]:
+def of_model(args: Namespace, script: str, model: nn.Module, tokenizer: Tokenizer) -> dict:
     """Return the identity of a model before wrapping: names, shapes, configuration, template."""
     shapes = [(name, list(whole_shape(value))) for name, value in model.named_parameters()]
     config = model.config.to_diff_dict()
     settings = sorted((key, repr(value)) for key, value in config.items() if key not in OF_FILES)
-    template = getattr(tokenizer, "chat_template", None)
     identity = {
         "script": script,
         "model": f"{model.config.model_type}, {checksum([shapes, settings])}",
-        "chat template": checksum(template),
+        "chat template": checksum(getattr(tokenizer, "chat_template", None)),
     }
     adapters = getattr(unwrapped(model), "adapters", None)
     return identity | (adapters.identity(args, model) if adapters else {})
 
 
-def of_data(
-    args: Namespace, loader: DataLoader | None, val_loaders: dict[str, DataLoader]
-) -> dict[str, Any]:
-    """Return the identity of data, batch and seed; an evaluation has no `loader`. All ranks.
-
-    Raises ValueError if nodes have different data.
-    """
-    sets = {} if loader is None else {"training data": loader.dataset}
-    sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # the others of a node have its files
-    mine = {name: fingerprint(dataset) for name, dataset in sets.items()} if is_first else {}
-    identity = compare_ranks(mine) | {"--seed": args.seed}
+def of_data(args: Namespace, loader: DataLoader | None, val_loaders: dict) -> dict[str, Any]:
+    """Return the identity of data, batch and seed; raise ValueError if nodes differ. All ranks."""
+    sets = {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
+    identity = {"--seed": args.seed}
     if loader is not None:
+        sets["training data"] = loader.dataset
         identity["global batch"] = loader.batch_sampler.global_batch
         identity["--group-by-length"] = loader.batch_sampler.lengths is not None
-    return identity
+    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # the others of a node have its files
+    mine = {name: fingerprint(dataset) for name, dataset in sets.items()} if is_first else {}
+    return compare_ranks(mine) | identity
 
 
 def fingerprint(dataset: Any) -> str:
     """Return the length of a data set and the CRC of its rows, or of up to SAMPLES samples."""
-    stride = len(dataset) // SAMPLES + 1
-    samples = [as_lists(dataset[i]) for i in range(0, len(dataset), stride)]
-    crc = zlib.crc32(repr(samples).encode())
+    samples = [dataset[i] for i in range(0, len(dataset), len(dataset) // SAMPLES + 1)]
+    # Arrays print only some of their numbers.
+    text = json.dumps(samples, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
+    crc = zlib.crc32(text.encode())
     rows = getattr(dataset, "dataset", dataset)
     if isinstance(rows, Dataset):
         crc = readers.content_sum(rows, crc)
     return f"{len(dataset):,} samples, crc {crc:08x}"
-
-
-def as_lists(sample: Any) -> Any:
-    """Return a sample with lists in place of arrays, which print only some of their numbers."""
-    if isinstance(sample, dict):
-        return {name: as_lists(value) for name, value in sample.items()}
-    if isinstance(sample, list | tuple):
-        return [as_lists(value) for value in sample]
-    return sample.tolist() if hasattr(sample, "tolist") else sample
 
 
 def checksum(value: Any) -> str:
@@ -89,15 +74,14 @@ def checksum(value: Any) -> str:
 
 
 def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's values; raise ValueError on all ranks if those of another one, that has any,
-    differ."""
+    """Return rank 0's values; raise ValueError if another rank that has any differs. All ranks."""
     name = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
     everyone = [pair for pair in ranks.on_every_rank(lambda: (name, values)) if pair[1]]
     first = everyone[0][1] if everyone else {}
     for key in first:
-        if any(there.get(key) != first[key] for _, there in everyone):
-            found = dict.fromkeys(f"{there.get(key)} on {node}" for node, there in everyone)
-            text = "; ".join(found)
+        there = dict.fromkeys(f"{values.get(key)} on {node}" for node, values in everyone)
+        if any(values.get(key) != first[key] for _, values in everyone):
+            text = "; ".join(there)
             raise ValueError(f"{key} is {text}. Give all nodes the same flags, model and data.")
     return first
 

@@ -1,6 +1,5 @@
 """OUTPUT_DIR/lock: one run at a time writes to a directory."""
 
-import contextlib
 import os
 import socket
 import sys
@@ -13,7 +12,7 @@ from filelock import SoftFileLease, Timeout
 from . import ranks
 from .stops import STOPPED, kill_forked
 
-LEASE_SECONDS = 30.0  # a holder on another host counts as dead after so long without a heartbeat
+WAIT_SECONDS = 35.0  # longer than the 30 s after which a lease without a heartbeat expires
 
 
 class Lock:
@@ -24,8 +23,8 @@ class Lock:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        options = {"lease_duration": LEASE_SECONDS, "thread_local": False}
-        self.lease = SoftFileLease(directory / "lock", on_compromise=self._end, **options)
+        path = directory / "lock"
+        self.lease = SoftFileLease(path, on_compromise=self._end, thread_local=False)
 
     def __enter__(self) -> "Lock":
         ranks.on_rank_zero(self._acquire)
@@ -36,30 +35,28 @@ class Lock:
 
     def _acquire(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(Timeout):
-            self.lease.acquire(timeout=1)  # or takes over the lock of a dead process of this host
-            return
-        owner = self.lease.owner
+        seconds, owner = 1.0, self.lease.owner
         who = f"process {owner.pid} on {owner.hostname}" if owner else "another run"
         # In a container filelock appends the process namespace to the host's name.
         host, namespace = socket.gethostname(), Path("/proc/self/ns/pid").stat().st_ino
-        if owner is None or owner.hostname not in (host, f"{host}?pidns-{namespace:x}"):
+        if owner and owner.hostname not in (host, f"{host}?pidns-{namespace:x}"):
+            seconds = WAIT_SECONDS
             ranks.say(f"{self.directory} is in use by {who}. Waiting 35 s in case it was killed.")
-            with contextlib.suppress(Timeout):
-                self.lease.acquire(timeout=LEASE_SECONDS + 5)
-                return
-        raise ValueError(f"--output-dir {self.directory} is in use by {who}. Pass another one.")
+        try:
+            self.lease.acquire(timeout=seconds)  # at once if a dead process of this host held it
+        except Timeout:
+            text = f"--output-dir {self.directory} is in use by {who}. Pass another one."
+            raise ValueError(text) from None
 
     def check(self) -> None:
         """End this process if another run has taken the lock over; call it before writing.
 
         That may be so if this process was suspended, or cut off from its files.
         """
-        if not self.lease.is_locked or self.lease.is_lock_held_by_us:  # is_locked on rank 0 alone
-            return
-        time.sleep(1)  # reading may fail now and then on a network file system
-        if not self.lease.is_lock_held_by_us:
-            self._end()
+        if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked on rank 0 alone
+            time.sleep(1)  # reading may fail now and then on a network file system
+            if not self.lease.is_lock_held_by_us:
+                self._end()
 
     def _end(self, _: Any = None) -> None:
         text = f"error: Another run has taken over --output-dir {self.directory}. This one ends."

@@ -28,30 +28,16 @@ SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # 
 HIDDEN = {"tflops_per_gpu", "peak_memory_mb"}  # in metrics.jsonl only
 
 
-def shown(number: float, digits: int) -> str:
-    """Return a number for the screen: 0.01184, 12,380."""
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.{digits}g}"
-
-
-def truncate(path: Path, step: int, without_val: bool) -> None:
-    """Drop the events after `step` (0: all) and invalid lines from metrics.jsonl; rank 0 only.
-
-    `without_val` drops the validation of that step too, which is repeated.
-    """
+def truncate(path: Path, step: int) -> None:
+    """Drop the events after `step` (0: all) and invalid lines from metrics.jsonl; rank 0 only."""
     kept = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # torn by a power failure
-            event = json.loads(line)
-            is_repeated = without_val and (event["event"], event["step"]) == ("val", step)
-            if step and event["step"] <= step and not is_repeated:
+    path.touch()
+    for line in path.read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):  # torn by a power failure
+            if step and json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    replace_text(path, "".join(kept))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file by a complete new one; rank 0 only."""
-    temporary = path.with_name(f"tmp-{path.name}")
-    temporary.write_text(text)
+    temporary = path.with_name("tmp-metrics.jsonl")
+    temporary.write_text("".join(kept))
     temporary.replace(path)
 
 
@@ -76,17 +62,16 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     """Return the FLOP of a token's forward and backward pass, in a document of `length` tokens.
 
     They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N is `model.product_weights`,
-    L the layers, d the width of all heads, T the length. Recomputation does not count. Frozen
-    weights below adapters have no gradients: 4 N. None for encoder-decoders and experts.
+    L the layers, d the hidden size, T the length. Recomputation does not count. Frozen weights
+    below adapters have no gradients: 4 N. None for encoder-decoders and experts.
     """
     config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if config.is_encoder_decoder or heads is None or model.product_weights is None:
+    if config.is_encoder_decoder or model.product_weights is None:
         return None
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
     passes = 4 if is_frozen else 6
-    return passes * model.product_weights + 12 * config.num_hidden_layers * width * length
+    attention = 12 * config.num_hidden_layers * config.hidden_size * length
+    return passes * model.product_weights + attention
 
 
 def attention_of(model: nn.Module) -> str:
@@ -123,17 +108,16 @@ class Metrics:
         model = unwrapped(state.model)
         if state.device.type != "cpu":
             length = getattr(loader.dataset, "span", None)  # of packs: a document's mean length
-            if length is None:
-                length = loader.collate_fn([loader.dataset[0]])["input_ids"].size(1)
+            length = length or loader.collate_fn([loader.dataset[0]])["input_ids"].size(1)
             self.flops_per_token = flops_per_token(model, length)
         if dist.get_rank() != 0:
             return
-        truncate(self.path, state.step, without_val=state.validation_due)
+        truncate(self.path, state.step)
         if args.track:
             from .trackers import Trackers  # a copy may leave it out
 
             self.trackers = Trackers(args, self.path.with_name("track"), self.script, state.step)
-        git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
+        git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"  # "" without git
         settings = {
             "script": self.script,
             "world_size": dist.get_world_size(),
@@ -141,17 +125,14 @@ class Metrics:
             "attention": attention_of(model),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "git": subprocess.run(git, capture_output=True, text=True).stdout.strip(),
+            "git": subprocess.getoutput(git),
             "identity": state.identity,
             "arguments": vars(args),
         }
         self._write("start", settings)
-        strategy = f"{args.strategy} (FSDP2)" if args.fsdp == 2 else args.strategy
         ranks.say(
-            f"{settings['world_size']} x {settings['device']}, {strategy}, {args.precision}, "
-            f"attention {settings['attention']}"
-        )
-        ranks.say(
+            f"{settings['world_size']} x {settings['device']}, {args.strategy}, {args.precision}, "
+            f"attention {settings['attention']}\n"
             f"{len(loader.dataset):,} samples, global batch {state.identity['global batch']:,}: "
             f"{loader.batch_sampler.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"
         )
@@ -160,17 +141,16 @@ class Metrics:
         """Append an event to metrics.jsonl, and print its numbers. Tensors become numbers."""
         if dist.get_rank() != 0:
             return
-        state = self.state
         values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
         self._write(event, values)
-        words = [f"{event:5} {state.step}/{state.total_steps}"]
+        words = [f"{event:5} {self.state.step}/{self.state.total_steps}"]
         for key, value in values.items():
             if type(value) is float and key not in HIDDEN:
-                digits = 3 if key in ("lr", "grad_norm") else 4
-                words.append(f"{SHORT.get(key, key)} {shown(value, digits)}")
+                shown = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+                words.append(f"{SHORT.get(key, key)} {shown}")
         ranks.say("  ".join(words))
         if self.trackers:
-            self.trackers.log(event, state.step, values)
+            self.trackers.log(event, self.state.step, values)
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         line = {"event": event, "step": self.state.step, "epoch": self.state.epoch, **values}

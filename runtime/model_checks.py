@@ -1,4 +1,4 @@
-"""Checks of a model before it trains: its config, its attention, and the logits behind its loss."""
+"""Checks of a model before training: its config, its attention, and the logits behind its loss."""
 
 import contextlib
 from argparse import Namespace
@@ -14,7 +14,7 @@ from .batches import Batch, to_device
 from .ranks import true_on_any
 
 # Suffixes of config fields that are set to 0. With layerdrop, ranks would skip different layers and
-# wait for each other forever; with rescale_every, a validation would divide weights for good.
+# wait for each other forever. With rescale_every, validation would permanently divide weights.
 SWITCHED_OFF = ("layerdrop", "rescale_every")
 TINY_LIMIT = 50_000_000  # parameters that --model-name tiny may have
 
@@ -25,7 +25,7 @@ def fit_config(
     """Prepare a config for training, in place; call it before the model is built.
 
     Set the fields in SWITCHED_OFF to 0. Raise ValueError if the model has fewer positions than one
-    of the arguments named `lengths`, changes its attention while it runs, or is too large for
+    of the arguments named in `lengths`, changes its attention during training, or is too large for
     --model-name tiny.
     """
     for name in lengths:
@@ -33,28 +33,28 @@ def fit_config(
     for name, value in config.to_dict().items():
         if name.endswith(SWITCHED_OFF) and value:
             setattr(config, name, type(value)(0))
-            ranks.say(f"{name} is set to 0 (the model has {value})")
+            ranks.say(f"{name} is set to 0 (the model has {value}).")
     if getattr(config, "attention_type", None) == "block_sparse":
         raise ValueError(
-            "the model's block_sparse attention switches to full attention for good at the first "
-            "short batch: set attention_type to original_full in its config.json"
+            "The model's block_sparse attention switches to full attention forever at the first "
+            "short batch. Set attention_type to original_full in its config.json."
         )
     if args.model_name == "tiny":
         with torch.device("meta"):  # allocates nothing
             size = model_class(config).num_parameters()
         if size > TINY_LIMIT:
             raise ValueError(
-                f"--model-name tiny would have {size:,} parameters. Use in TINY the names that "
-                f"{type(config).__name__} has for width and layers, and few experts"
+                f"--model-name tiny would have {size:,} parameters. Use the names of "
+                f"{type(config).__name__} for width and layers in TINY, and few experts."
             )
 
 
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
-    """Raise ValueError if a model of this config has fewer positions than `length`. A config that
-    does not say how many, such as one with relative positions, has no limit."""
+    """Raise ValueError if a model with this config has fewer positions than `length`. A config
+    without max_position_embeddings, as with relative positions, has no limit."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
-        raise ValueError(f"{flag} {length} is above the model's {positions} positions")
+        raise ValueError(f"{flag} {length} is above the model's {positions} positions.")
 
 
 @torch.no_grad()
@@ -74,7 +74,7 @@ def check_logits(
     `packed`, both rows end in the document that the first row also begins with. The logits behind
     the loss are those that a module's method `loss_logits` returns while `summed_loss` runs; if
     there is no such method, only the model's own logits are checked. The model, in evaluation mode,
-    computes in `dtype`. torch.compile is off; random states are kept.
+    computes in `dtype`, without torch.compile. Random states are restored.
     """
     batch = to_device(batch, device)
     ids = batch["input_ids"]
@@ -98,14 +98,14 @@ def check_logits(
         logits = torch.cat(chunks).unflatten(0, ids.shape)
         _check_equal(
             logits.flatten(0, 1), own.flatten(0, 1), _rounding(dtype, 1e-5),
-            "the logits behind the loss differ from the model's own by {:.2%}. Have LossHead."
+            "The logits behind the loss differ from the model's own by {:.2%}. Make LossHead."
             "loss_logits scale and cap them as the model's own forward does, or compute the loss "
-            "from the model's own logits as T5_training.py does",
+            "from the model's own logits as T5_training.py does.",
         )  # fmt: skip
     else:
         ranks.say(
-            "the loss is not checked against the model's own logits: no method loss_logits "
-            "computed logits for every token"
+            "The loss is not checked against the model's own logits, because no loss_logits method "
+            "computed them for every token."
         )
     _check_causality(ids, logits, dtype)
     if packed:
@@ -140,14 +140,14 @@ def check_decoder(
     length = int(is_target[2].sum())
     _check_equal(
         logits[2, :length], unpadded[0, :length], _rounding(dtype, 1e-4),
-        "padding changes the model's logits by {:.1%}, so the loss would depend on the rest of the "
-        "batch: use batches of one length in collate and delete this check",
+        "Padding changes the model's logits by {:.1%}, so the loss would depend on the rest of the "
+        "batch. Use batches of one length in collate, and delete this check.",
     )  # fmt: skip
     _check_equal(
         logits[is_target], own[is_target], _rounding(dtype, 1e-5),
-        "the decoder's logits differ by {:.1%} from those that the model computes from the labels: "
-        "have collate make decoder_input_ids and decoder_attention_mask as the model's own forward "
-        "does",
+        "The decoder's logits differ by {:.1%} from those that the model computes from the labels. "
+        "Make collate build decoder_input_ids and decoder_attention_mask as the model's forward "
+        "does.",
     )  # fmt: skip
 
 
@@ -160,10 +160,10 @@ def check_sum(
     device: torch.device,
 ) -> None:
     """Raise ValueError, on all ranks, unless the loss of a `batch` is the sum of the losses of its
-    examples `alone`. Of a loss with several terms, only the first one is checked.
+    examples `alone`. If a loss has several terms, only the first one is checked.
 
     The training loop divides by the number of target tokens, so a mean would train with gradients
-    that are too small. Up to 10% may be rounding, or tokens that go to other experts.
+    that are too small. A difference of 10% may be rounding, or tokens routed to other experts.
     """
     with _undisturbed(device):
         losses = [summed_loss(model, to_device(one, device)) for one in (batch, *alone)]
@@ -172,7 +172,7 @@ def check_sum(
         raise ValueError(
             f"summed_loss is not a sum over target tokens: {len(apart)} examples in one batch give "
             f'{together:.6g}, one by one {sum(apart):.6g} in total. Use reduction="sum". If your '
-            "loss cannot be such a sum, delete check_sum(...) and divide by your own count in train"
+            "loss cannot be a sum, delete check_sum(...) and divide by your own count in train."
         )
 
 
@@ -186,16 +186,16 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 def _rounding(dtype: torch.dtype, least: float) -> float:
-    """Return the relative difference that rounding may make, `least` in fp32."""
+    """Return the relative difference that rounding in `dtype` may cause, at least `least`."""
     return max(least, 4 * torch.finfo(dtype).eps)
 
 
 def _check_equal(one: Tensor, other: Tensor, limit: float, problem: str) -> None:
-    """Raise ValueError, on all ranks, if vectors [positions, vocabulary] differ by more than
-    `limit` on any: the mean distance, relative to the mean length, which `problem` has a place for.
+    """Raise ValueError, on all ranks, if logits [positions, vocabulary] differ by more than `limit`
+    on any rank: the mean distance relative to the mean length, which is formatted into `problem`.
 
-    A mean, because rounding may send the tokens of a few positions to other experts. NaN counts as
-    equal: the first step reports it with the samples.
+    The mean is used because rounding may route a few positions to other experts. NaN counts as
+    equal, because the first step reports it with the samples.
     """
     apart = (one - other).norm(dim=-1).mean() / one.norm(dim=-1).mean()
     if true_on_any(apart.item() > limit):
@@ -203,12 +203,12 @@ def _check_equal(one: Tensor, other: Tensor, limit: float, problem: str) -> None
 
 
 def _check_causality(ids: Tensor, logits: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError if logits [2, length, vocabulary] differ where the ids so far are equal."""
+    """Raise ValueError if logits [2, length, vocabulary] differ where all ids up to there agree."""
     alike = int((ids[0] == ids[1]).cumprod(0).sum())
     _check_equal(
         *logits[:, :alike], _rounding(dtype, 1e-4),
-        "the model is not causal: its logits change by {:.1%} if only later tokens change, so it "
-        "would train on the answers. Give it a causal attention mask",
+        "The model is not causal: its logits change by {:.1%} if only later tokens change, so it "
+        "would train on the answers. Give it a causal attention mask.",
     )  # fmt: skip
 
 
@@ -218,9 +218,9 @@ def _check_documents(logits: Tensor, dtype: torch.dtype) -> None:
     first, other = (row.chunk(2) for row in logits)
     noise = _rounding(dtype, 1e-4)
     problem = (
-        "documents in a sequence see each other: the logits of equal documents differ by {:.2%}, "
-        "because the model ignores position_ids and cu_seq_lens. Use --no-packing"
+        "Documents in a sequence see each other: the logits of equal documents differ by {:.2%}, "
+        "because the model ignores position_ids and cu_seq_lens. Pass --no-packing."
     )
     _check_equal(*first, noise, problem)
-    # Rounding is the same at the same place of one pass, so a smaller difference is a leak.
+    # Rounding is equal at equal positions in one pass, so even a small difference is a leak.
     _check_equal(first[1], other[1], noise / 16, problem)

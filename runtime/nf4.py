@@ -1,7 +1,7 @@
-"""Linear layers whose frozen weight is held in 4 bits; importing this needs bitsandbytes.
+"""Linear layers with a frozen 4-bit weight; importing this needs bitsandbytes.
 
-The format is NF4 with double quantisation (Dettmers et al. 2023, QLoRA): 4 bits for a weight, 8 for
-the scale of 64 weights, the largest of them, and 32 for every 256 scales.
+The format is NF4 with double quantization (Dettmers et al. 2023, QLoRA): 4 bits per weight, 8 for
+the scale of 64 weights (the largest of them), and 32 for every 256 scales.
 """
 
 import torch
@@ -13,10 +13,10 @@ BLOCK = 64  # weights that share a scale
 
 
 class Linear4bit(nn.Linear):
-    """A linear layer whose weight is bytes, [weights / 2, 1], for FSDP2 to shard.
+    """A linear layer whose weight is uint8 [weights / 2, 1], so that FSDP2 can shard it.
 
-    They are on meta until the loader replaces them by those of `quantize`. The scales stay whole on
-    every rank, 1/64 of a byte for each weight.
+    It is on meta until the loader replaces it with the result of `quantize`. Every rank holds all
+    scales, 1/64 of a byte per weight.
     """
 
     def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
@@ -30,9 +30,9 @@ class Linear4bit(nn.Linear):
         self.weight.whole_shape = (outputs, width)
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """Return the bytes that `self.weight` must hold for `weight`, floats of [outputs, width].
+        """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.
 
-        Quantise whole tensors: the second quantisation takes the mean of all scales.
+        Quantize whole tensors, because the second quantization takes the mean of all scales.
         """
         if weight.device.type == "cpu" and weight.shape[1] % BLOCK:
             raise ValueError(
@@ -46,5 +46,5 @@ class Linear4bit(nn.Linear):
         return packed
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute what nn.Linear does, with the weight dequantised."""
+        """Return what nn.Linear would, with the dequantized weight."""
         return matmul_4bit(inputs, self.weight, quant_state=self.quant_state, bias=self.bias)

@@ -12,13 +12,13 @@ from .weights import WRAPPERS, unwrapped
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
     """Return groups of the trained parameters for an optimizer, with and without weight decay.
 
-    Norms, biases and one-dimensional parameters get none. FSDP1 has flattened all: `run.describe`
-    has noted their shapes.
+    Norms, biases and one-dimensional parameters are not decayed. FSDP1 flattens parameters, so the
+    shapes are those that `run.describe` stored.
     """
     inner = unwrapped(model)
     if not hasattr(inner, "shapes"):
         raise RuntimeError("Call run.describe(model, tokenizer) before wrapping the model.")
-    norms = set()  # what the names of their parameters begin with
+    norms = set()  # prefixes of the names of their parameters
     for name, module in inner.named_modules():
         if "norm" in type(module).__name__.lower():
             norms.add(WRAPPERS.sub("", f"{name}."))
@@ -40,14 +40,14 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 
 def learning_rate(args: Namespace, total_steps: int, epoch_steps: int) -> Callable[[int], float]:
-    """Return the factor of --lr by optimizer step: a warm-up, then the shape of --lr-schedule."""
+    """Return a function from optimizer step to factor of --lr: a warm-up, then --lr-schedule."""
     warmup = math.ceil(args.warmup_ratio * total_steps)
 
     def factor(step: int) -> float:
         if args.lr_schedule == "step":
             return args.gamma ** (step // epoch_steps)
         if step < warmup:
-            return (step + 1) / (warmup + 1)  # no step is wasted on a rate of 0
+            return (step + 1) / (warmup + 1)  # the first step has a rate above 0
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
         if args.lr_schedule == "linear":
             return 1 - progress

@@ -1,4 +1,4 @@
-"""The flag --optimizer: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU."""
+"""The flag --optimizer: bitsandbytes' AdamW, which moves its moments to the CPU if needed."""
 
 import importlib.util
 from argparse import ArgumentParser, Namespace
@@ -14,24 +14,24 @@ NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and PyTor
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flag."""
+    """Declare --optimizer."""
     add = parser.add_argument_group("optimizer").add_argument
-    text = "paged: bitsandbytes' AdamW, whose moments a full GPU moves to the CPU; --fsdp 1"
+    text = "paged: bitsandbytes' AdamW, moves moments to the CPU if needed; --fsdp 1"
     add("--optimizer", choices=["adamw", PAGED], default="adamw", help=text)
 
 
 def check_arguments(args: Namespace) -> list[str]:
-    """Return an error message for the reason why the optimizer cannot run."""
+    """Return an error message if --optimizer cannot run here."""
     if args.optimizer == PAGED and args.fsdp == 2:
-        return [f"--optimizer {PAGED} requires --fsdp 1: bitsandbytes takes no DTensors"]
+        return [f"--optimizer {PAGED} needs --fsdp 1. bitsandbytes rejects DTensors."]
     if args.optimizer == PAGED and not importlib.util.find_spec("bitsandbytes"):
-        return [f"--optimizer {PAGED} needs bitsandbytes: {INSTALL}"]
+        return [f"--optimizer {PAGED} needs bitsandbytes. {INSTALL}"]
     return []
 
 
 def make_optimizer(groups: list[dict], lr: float) -> torch.optim.Optimizer:
-    """Return bitsandbytes' optimizer with the state dicts of PyTorch's AdamW, which FSDP can shard:
-    a checkpoint of one resumes with the other."""
+    """Return bitsandbytes' paged AdamW with the state dicts of PyTorch's AdamW, which FSDP can
+    shard, so that a checkpoint of one resumes with the other."""
     from bitsandbytes.optim import PagedAdamW32bit
 
     class PagedAdamW(PagedAdamW32bit):

@@ -23,23 +23,16 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 GRACE_SECONDS = 20  # in which another rank can report the error
-JOIN_SECONDS = 600.0  # limit for ranks to start and connect
-APART = (
-    "The ranks have not reached each other in {:.0f} s. Set GLOO_SOCKET_IFNAME and "
-    "NCCL_SOCKET_IFNAME to the network interface between the nodes (see ip -br address)."
-)
+JOIN_SECONDS = 600.0  # for ranks to start and connect
 
 _cpu_group: dist.ProcessGroup | None = None
 _store: dist.Store | None = None  # a connection of our own: the process groups' may be blocked
 
 
 def accelerator() -> str | None:
-    """Return the type of this machine's accelerator, such as cuda; None on a CPU, and for one that
-    has no process-group backend, such as mps."""
+    """Return the type of this machine's accelerator, such as cuda; None on a CPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or dist.get_default_backend_for_device(device) == "gloo":
-        return None
-    return device.type
+    return None if device is None else device.type
 
 
 def device_count() -> int:
@@ -51,8 +44,9 @@ def local_device() -> torch.device:
     """Return this process's accelerator, which becomes the current one, or the CPU."""
     if accelerator() is None:
         return torch.device("cpu")
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    return torch.device(accelerator(), torch.accelerator.current_device_index())
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator(), index)
 
 
 def device_name(device: torch.device) -> str:
@@ -62,8 +56,9 @@ def device_name(device: torch.device) -> str:
 
 def has_bf16() -> bool:
     """Tell whether there is an accelerator that computes bf16 natively."""
-    module = torch.get_device_module(accelerator() or "cpu")
-    return accelerator() is not None and module.is_bf16_supported(including_emulation=False)
+    if accelerator() is None:
+        return False
+    return torch.get_device_module().is_bf16_supported(including_emulation=False)
 
 
 def set_seed(seed: int) -> None:
@@ -105,7 +100,6 @@ def joining(limit: float = JOIN_SECONDS) -> Iterator[None]:
     """End the process if the process groups made inside are not joined in `limit` seconds: gloo and
     NCCL wait silently for a rank that they cannot reach."""
     timer = threading.Timer(limit, _end_apart, [limit])
-    timer.daemon = True
     timer.start()
     try:
         yield
@@ -115,7 +109,10 @@ def joining(limit: float = JOIN_SECONDS) -> Iterator[None]:
 
 def _end_apart(limit: float) -> NoReturn:
     try:
-        exit_with(APART.format(limit))
+        exit_with(
+            f"The ranks have not reached each other in {limit:.0f} s. Set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to the network interface between the nodes (see ip -br address)."
+        )
     finally:
         os._exit(1)  # the main thread waits in C++
 
@@ -128,8 +125,12 @@ def cpu_group() -> dist.ProcessGroup | None:
 def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function` on each rank; all ranks return all results. The lowest failing rank's OSError
     or ValueError is raised on all ranks."""
+    try:
+        mine = function(*args), None
+    except (OSError, ValueError) as error:
+        mine = None, error.with_traceback(None)  # its frames would keep their variables alive
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, _outcome(function, *args), group=cpu_group())
+    dist.all_gather_object(outcomes, mine, group=cpu_group())
     for _, error in outcomes:
         if error is not None:
             raise error
@@ -138,19 +139,7 @@ def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
 
 def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function` on rank 0 alone; all ranks return its result, or raise its error."""
-    outcomes = [_outcome(function, *args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(outcomes, src=0, group=cpu_group())
-    result, error = outcomes[0]
-    if error is not None:
-        raise error
-    return result
-
-
-def _outcome(function: Callable[..., Any], *args: Any) -> tuple[Any, Exception | None]:
-    try:
-        return function(*args), None
-    except (OSError, ValueError) as error:
-        return None, error.with_traceback(None)  # its frames would keep their variables alive
+    return on_every_rank(lambda: function(*args) if dist.get_rank() == 0 else None)[0]
 
 
 def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
@@ -171,15 +160,14 @@ def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
 
 def ranks_where(condition: bool) -> list[int]:
     """Return the ranks on which `condition` is true."""
-    flags = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    flags[dist.get_rank()] = condition
-    dist.all_reduce(flags, group=cpu_group())
-    return flags.nonzero().flatten().tolist()
+    return [rank for rank, value in enumerate(on_every_rank(lambda: condition)) if value]
 
 
 def true_on_any(condition: bool) -> bool:
     """Tell whether `condition` is true on any rank."""
-    return bool(ranks_where(condition))
+    flag = torch.tensor(int(condition))
+    dist.all_reduce(flag, group=cpu_group())
+    return flag.item() > 0
 
 
 def say(text: str) -> None:

@@ -1,6 +1,6 @@
-"""Read files and data sets as rows, and map rows to samples. Names no model and no task.
+"""Read files and data sets as rows, and map rows to samples, for any model and task.
 
-Everything is cached by `datasets`: let one process of a node load first.
+`datasets` caches everything: let one process per node load first.
 """
 
 import ast
@@ -32,20 +32,20 @@ KINDS = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
 LARGE = 50_000  # rows above which several processes map them
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it also raises
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also raises what it logs
 if not sys.stderr.isatty() or int(os.environ.get("RANK", 0)):
     datasets.disable_progress_bars()
 
 
 def find_paths(word: str) -> list[Path]:
-    """Return the file or directory, or the files of a glob, that a word names."""
+    """Return the paths that a word of --dataset names: a file, a directory, or a glob's files."""
     path = Path(word).expanduser()
     names = [path] if path.exists() else sorted(glob(str(path), recursive=True))
     return list(map(Path, names))
 
 
 def split_word(word: str, built_in: Sequence[str]) -> tuple[str, str | None]:
-    """Return the name in a word of --dataset, and the split after its first colon, or None."""
+    """Return the name in a word of --dataset, and the split after its first colon or None."""
     if word in built_in or find_paths(word):
         return word, None
     name, _, split = word.partition(":")
@@ -53,7 +53,7 @@ def split_word(word: str, built_in: Sequence[str]) -> tuple[str, str | None]:
 
 
 def read(name: str, config: str | None) -> dict[str, Dataset]:
-    """Return by split the rows of files (train), a `save_to_disk` directory or a hub data set."""
+    """Return rows by split, of files (train), a `save_to_disk` directory or a hub data set."""
     files = find_paths(name)
     advice = "Pass UTF-8 text, CSV, JSONL or Parquet, or a directory written by save_to_disk."
     if not files and (Path(name).suffix.lower() in KINDS or name.count("/") > 1):
@@ -72,7 +72,7 @@ def read(name: str, config: str | None) -> dict[str, Dataset]:
 
 
 def read_file(path: Path) -> Dataset:
-    """Return the rows of a file. Those of a JSON file are its lines, unparsed."""
+    """Return the rows of a file, for JSON its unparsed lines."""
     kind = path.suffix.lower()
     options: dict[str, Any] = {"data_files": escape(str(path)), "split": "train"}
     if path.stat().st_size == 0:
@@ -80,10 +80,7 @@ def read_file(path: Path) -> Dataset:
     if kind == ".parquet":
         return datasets.load_dataset("parquet", **options)
     if kind in (".csv", ".tsv"):
-        separator = "\t" if kind == ".tsv" else ","
-        features = Features(dict.fromkeys(csv_header(path, separator), Value("string")))
-        options |= {"sep": separator, "features": features, "keep_default_na": False}
-        return datasets.load_dataset("csv", **options)
+        return from_generator(csv_rows, None, path)
     if kind not in (".jsonl", ".ndjson", ".json"):
         return from_generator(text_lines, {"text": Value("string")}, path)
     with path.open(encoding="utf-8-sig") as file:
@@ -93,50 +90,48 @@ def read_file(path: Path) -> Dataset:
     return rows.rename_column("text", LINE)
 
 
-def csv_header(path: Path, separator: str) -> list[str]:
-    """Return a CSV file's columns; ValueError names the first row that pandas would misread."""
+def csv_rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV or TSV file; ValueError names the line of one that is malformed."""
     csv.field_size_limit(2**31 - 1)
+    separator = "\t" if path.suffix.lower() == ".tsv" else ","
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=separator, strict=True)
+        reader = csv.DictReader(file, delimiter=separator, strict=True)
         try:
-            header = next(reader)
-            if not all(header) or len({*header}) < len(header) or ";" in "".join(header):
-                raise csv.Error(f"the header {header} needs distinct names between commas")
             for row in reader:
-                if len(row) > len(header):
-                    raise csv.Error(f"{len(row)} fields for {len(header)} columns")
+                if None in row:
+                    raise csv.Error(f"more fields than the {len(row) - 1} columns")
+                yield row
         except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
-    return header
+            raise ValueError(f"{path}, line {reader.reader.line_num}: {error}") from None
 
 
 def list_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a JSON file that holds a list, each as a line of JSON."""
+    """Yield the rows of a JSON file that contains a list, each as a line of JSON."""
     for row in json.loads(path.read_text(encoding="utf-8-sig")):
         yield {LINE: json.dumps(row, ensure_ascii=False)}
 
 
 def text_lines(path: Path) -> Iterator[dict[str, str]]:
-    """Yield a text file's lines with their ends; the last one has none, so that EOS follows it."""
-    held: list[str] = []  # the last line with text, and the blank ones after it
+    """Yield a text file's lines; only the last has no line break, so that EOS follows it."""
+    held = ""  # the last line with text, and the blank ones after it
     with path.open(encoding="utf-8-sig") as file:
         for line in file:
-            if line != "\n":
-                yield from ({"text": text} for text in held)
-                held = []
-            held.append(line)
-    yield {"text": held[0].rstrip("\n")}
+            if held and line != "\n":
+                yield {"text": held}
+                held = ""
+            held += line
+    yield {"text": held.rstrip("\n")}
 
 
 def docstring_rows() -> Dataset:
-    """Return the docstrings of Python's library, in columns text, headline and module."""
+    """Return the docstrings of Python's standard library as rows: text, headline, module."""
     columns = dict.fromkeys(("text", "headline", "module"), Value("string"))
     with warnings.catch_warnings(action="ignore"):  # about escapes in the library's own strings
         return from_generator(docstrings, columns, Path(sysconfig.get_path("stdlib")))
 
 
 def docstrings(path: Path) -> Iterator[dict[str, str]]:
-    """Yield text (the body), headline (the first line) and module of a library's docstrings."""
+    """Yield text (the body), headline (the first line) and module of the docstrings in `path`."""
     seen = set()
     documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     for folder, folders, files in os.walk(path):
@@ -158,15 +153,15 @@ def docstrings(path: Path) -> Iterator[dict[str, str]]:
                 yield {"text": body, "headline": headline, "module": module}
 
 
-def from_generator(generate: Callable, features: dict, path: Path) -> Dataset:
-    """Return the cached rows that `generate(path)` yields; path, date and our code are the key."""
+def from_generator(generate: Callable, features: dict | None, path: Path) -> Dataset:
+    """Return the rows that `generate(path)` yields, cached by path, date and our code."""
     key = fingerprint(generate, str(path.resolve()), path.stat().st_mtime_ns)
-    options = {"gen_kwargs": {"path": path}, "fingerprint": key}
-    return Dataset.from_generator(generate, Features(features), **options)
+    columns = Features(features) if features else None  # those of a CSV file are in its header
+    return Dataset.from_generator(generate, columns, gen_kwargs={"path": path}, fingerprint=key)
 
 
 def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, Dataset]:
-    """Return the rows of a split, or slice such as train[:1000], as train; without one all."""
+    """Return a split or slice, such as train[:1000], as train; without one, all splits."""
     if split is None and "train" in parts:
         return parts
     sizes = {key: len(rows) for key, rows in parts.items()}
@@ -180,7 +175,7 @@ def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, D
 
 
 def column_names(name: str, rows: Dataset) -> list[str]:
-    """Return the columns of rows; of JSON lines, the keys of the first object."""
+    """Return the columns of rows, for JSON lines the keys of the first object."""
     for line in rows[:1000].get(LINE, []):
         with contextlib.suppress(ValueError):
             return list(parse({LINE: line}))
@@ -190,17 +185,17 @@ def column_names(name: str, rows: Dataset) -> list[str]:
 
 
 def parse(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as its file has it; ValueError if its line is not a JSON object."""
+    """Return a row as in its file; raise ValueError if its line is not a JSON object."""
     if LINE not in row:
         return without_none(row)
     value = json.loads(row[LINE])
     if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("the line is not a JSON object")
     return value
 
 
 def without_none(value: Any) -> Any:
-    """Return `value` without members that are None: Arrow gives all objects the same members."""
+    """Return `value` without members that are None: Arrow adds missing members to objects."""
     if isinstance(value, dict):
         return {key: without_none(part) for key, part in value.items() if part is not None}
     return [without_none(part) for part in value] if isinstance(value, list) else value
@@ -209,10 +204,10 @@ def without_none(value: Any) -> Any:
 def samples(
     name: str, rows: Dataset, function: Callable, features: dict, args: Namespace, *key: object
 ) -> Dataset:
-    """Return the samples, dicts of `features`, that `function` makes of rows, cached under `key`.
+    """Return the samples, dicts of `features`, that `function` makes of rows, cached by `key`.
 
-    `function` takes some rows and returns a list of samples for each. If it raises ValueError for a
-    row, the error names the row, or --bad-rows skip leaves it out.
+    `function` takes a list of rows and returns a list of samples for each. If it raises ValueError
+    for a row, the error names the row, or --bad-rows skip leaves the row out.
     """
 
     def make(some: list[dict], numbers: list[int]) -> list[list[dict]]:
@@ -225,7 +220,7 @@ def samples(
             if args.bad_rows == "fail":
                 advice = "Correct it, or pass --bad-rows skip."
                 raise ValueError(f"{problem}. {advice}") from None
-            say(f"skipped {problem}")
+            say(f"Skipped {problem}")
             return [[]]
 
     def make_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
@@ -234,8 +229,8 @@ def samples(
         made = make([some[i] for i in kept], [indices[i] + 1 for i in kept]) if kept else []
         return {x: [sample[x] for of_row in made for sample in of_row] for x in features}
 
-    gc.collect()  # garbage may crash a forked process that finalises it
-    # The hash that `datasets` takes changes with a tokenizer's state, not with a module's code.
+    gc.collect()  # finalizing garbage may crash a forked process
+    # The hash of `datasets` depends on a tokenizer's state, and not on a module's code.
     key = fingerprint(function, rows._fingerprint, name, args.bad_rows, sorted(features), *key)
     mapped = rows.with_format(None).map(
         make_batch, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
@@ -243,17 +238,17 @@ def samples(
         num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
     )  # fmt: skip
     if len(mapped) == 0:
-        raise ValueError(f"--dataset {name} has no usable rows, of {len(rows):,}. Correct it.")
+        raise ValueError(f"--dataset {name} has no usable rows among {len(rows):,}. Correct it.")
     return mapped
 
 
 def join(parts: list[Dataset]) -> Dataset:
-    """Return all rows, in their order on disk, to be read as NumPy arrays."""
+    """Return the rows of all parts, stored in this order and read as NumPy arrays."""
     return concatenate_datasets(parts).flatten_indices().with_format("numpy")
 
 
 def content_sum(rows: Dataset, crc: int = 0) -> int:
-    """Return a CRC-32, continuing `crc`, of all rows in their order, however they are stored."""
+    """Return the CRC-32 of all rows in order, starting from `crc`, however they are stored."""
     for table in rows.select_columns(sorted(rows.column_names)).with_format("arrow").iter(10_000):
         for batch in table.replace_schema_metadata().combine_chunks().to_batches():
             crc = zlib.crc32(batch.serialize(), crc)
@@ -261,8 +256,8 @@ def content_sum(rows: Dataset, crc: int = 0) -> int:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of what decides how a tokenizer makes tokens of texts: its rules, in so far
-    as it has them as a text, its vocabulary, and the tokens of a text."""
+    """Return a digest of what determines a tokenizer's output: its rules if it has a fast backend,
+    its vocabulary, and the tokens of a probe text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {}
     rules |= {"truncation": None, "padding": None}  # set by the last call
@@ -282,5 +277,5 @@ def fingerprint(function: Callable, *parts: object) -> str:
 
 
 def digest(*parts: object) -> str:
-    """Return a hash of what `parts` print as."""
+    """Return a hash of the repr of `parts`."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

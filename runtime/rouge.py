@@ -1,7 +1,9 @@
-"""Generated texts beside their references, and their ROUGE scores."""
+"""Generated texts and their ROUGE scores."""
 
 import importlib.util
+import json
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -10,14 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare the flags."""
+    """Declare --rouge-samples and --num-beams."""
     add = parser.add_argument_group("summaries").add_argument
-    add("--rouge-samples", type=int, help="examples to summarise (training 32, evaluation all)")
-    add("--num-beams", type=int, help="1: greedy (default: as the model's generation_config.json)")
+    add("--rouge-samples", type=int, help="texts to summarize (default: 32, evaluation: all)")
+    add("--num-beams", type=int, help="1: greedy (default: of the model's generation_config.json)")
 
 
 def resolve_arguments(args: Namespace) -> dict[str, Any]:
-    """Resolve --rouge-samples: 32 in a training; None, which is all, in an evaluation."""
+    """Return the default of --rouge-samples: 32 in training, none (all samples) in evaluation."""
     if args.rouge_samples is None and not args.evaluate_only:
         return {"rouge_samples": 32}
     return {}
@@ -26,7 +28,7 @@ def resolve_arguments(args: Namespace) -> dict[str, Any]:
 def check_arguments(args: Namespace) -> list[str]:
     """Return an error message if rouge-score is missing."""
     if args.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
-        return ["ROUGE needs `pip install rouge-score`, or --rouge-samples 0"]
+        return ["ROUGE needs `pip install rouge-score`. Or pass --rouge-samples 0."]
     return []
 
 
@@ -36,7 +38,7 @@ def generated_texts(
     """Return source, reference and generated text of each example in a batch.
 
     `batch` has `input_ids` [batch, source] and `labels` [batch, target], and `output` the generated
-    ids [batch, length], all int64. A row whose labels are all -100 is no example.
+    ids [batch, length], all int64. Rows whose labels are all -100 are left out.
     """
     is_target = batch["labels"] != -100
     labels = batch["labels"].masked_fill(~is_target, tokenizer.pad_token_id)
@@ -47,7 +49,7 @@ def generated_texts(
 
 
 def shown(triples: list[tuple[str, str, str]]) -> str:
-    """Return lines of source, reference and generated text of each example."""
+    """Return three lines for each example: source, reference and generated text."""
     lines = []
     for source, reference, generated in triples:
         lines.append(f"   source: {source[:300]}")
@@ -56,10 +58,17 @@ def shown(triples: list[tuple[str, str, str]]) -> str:
     return "\n".join(lines)
 
 
+def write(path: Path, triples: list[tuple[str, str, str]]) -> None:
+    """Write source, reference and generated text of each example as a line of JSON."""
+    keys = ("source", "reference", "generated")
+    lines = [json.dumps(dict(zip(keys, triple, strict=True))) + "\n" for triple in triples]
+    path.write_text("".join(lines))
+
+
 def score(triples: list[tuple[str, str, str]]) -> dict[str, float]:
     """Return mean F-measures of ROUGE-1, -2 and -L (Lin 2004, with stemming) in percent.
 
-    `triples` are source, reference and generated text. Without any the result is {}.
+    `triples` are source, reference and generated text. Return {} if there are none.
     """
     if not triples:
         return {}

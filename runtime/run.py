@@ -24,7 +24,7 @@ from . import checkpoints, export, identity, ranks, screen, watchdog, weights
 from .batches import Batch
 from .checkpoints import SaveError, Saver
 from .lock import Lock
-from .metrics import Metrics, product_weights, replace_text
+from .metrics import Metrics, product_weights
 from .state import TrainState
 from .steps import Step, Steps
 from .stops import STOPPED, Stopped, StopRequest, kill_forked
@@ -40,7 +40,7 @@ class Run:
     `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving writes the file
     status: finished, failed, or stopped on request, for which it saves and sets `exit_code` to 75.
     Before the first step ends and after the last save, a request ends the process at once. An
-    OSError or ValueError before the training, and a SaveError, become a message and exit code 1.
+    OSError, and a ValueError before the training, become a message and exit code 1.
     """
 
     def __init__(self, args: Namespace, device: torch.device, script: str) -> None:
@@ -103,8 +103,7 @@ class Run:
         self.saver.finish()
         self._write_status("stopped")
         self.exit_code = STOPPED
-        done = f"step {self.state.step:,} of {self.state.total_steps:,}"
-        ranks.say_end(f"Saved at {done}. Run the same command to resume.")
+        ranks.say_end(f"Saved at step {self.state.step}. Run the same command to resume.")
         dist.barrier(group=ranks.cpu_group())  # a launcher may end all when one rank has left
 
     def _fail(self, error: BaseException) -> None:
@@ -119,8 +118,8 @@ class Run:
                 self.stop.set_nothing_to_lose(True)
             time.sleep(PEER_SECONDS)
         ranks.report_failure()
-        is_users = self.saver is None and isinstance(error, OSError | ValueError)
-        if is_users or isinstance(error, SaveError):
+        is_users = self.saver is None and isinstance(error, ValueError)
+        if is_users or isinstance(error, OSError):
             ranks.exit_with(error)
 
     def _end_at_once(self, request: str) -> NoReturn:
@@ -142,9 +141,11 @@ class Run:
         args = self.args
         is_training = not (args.evaluate_only or args.prepare_only or args.export_only)
         if dist.get_rank() == 0 and is_training:
-            text = f"{word}\nsaved step {newest_step(self.directory)}\n"
+            paths = checkpoints.list_checkpoints(self.directory / "checkpoints")
+            steps = [checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()]
             with contextlib.suppress(OSError):  # or it would hide the reason for the end
-                replace_text(self.directory / "status", text)
+                text = f"{word}\nsaved step {max(steps, default=0)}\n"
+                (self.directory / "status").write_text(text)
 
     def describe(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Print a model's size; note its identity, the shapes that wrapping hides, and the
@@ -182,8 +183,6 @@ class Run:
         self._loader = loader
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
-            if args.save_best and not ranks.on_rank_zero((self.directory / "best").is_dir):
-                self.state.best_loss, self.state.best_step = float("inf"), 0
 
     def begin(self) -> bool:
         """Begin the training, in status and metrics; return False if no steps are left."""
@@ -191,8 +190,7 @@ class Run:
             raise RuntimeError("Call run.restore(...) before run.begin().")
         args, state, total = self.args, self.state, self.state.total_steps
         # Without its checkpoints a finished run would start over, and replace its exports.
-        is_finished = self._is_finished and (self.checkpoint is None or state.step == total)
-        if is_finished or state.step > total:
+        if state.step > total or (self._is_finished and state.step in (0, total)):
             ranks.say(
                 f"{self.directory} is finished at {total} steps. Raise --max-steps or --epochs to "
                 "resume, for which its checkpoints are needed."
@@ -252,28 +250,19 @@ class Run:
         """
         self.lock.check()
         state = self.state
-        loss = results["loss"]
-        self.metrics.log("val", **results)
+        if state.step > 0 and results["loss"] < state.best_loss:
+            if self.args.save_best:
+                self._export(state.model, self._tokenizer, self.directory / "best")
+            state.best_loss, state.best_step = results["loss"], state.step
         state.validation_due = False
-        if state.step == 0 or loss >= state.best_loss:
-            return
-        if self.args.save_best:
-            best = self.directory / "best"
-            try:
-                self._export(state.model, self._tokenizer, best, self._stop_if_asked)
-            except OSError as error:
-                ranks.say(f"{error} The best weights before stay.")
-                return
-            ranks.say(f"best/ is of step {state.step}")
-        state.best_loss, state.best_step = loss, state.step
+        self.metrics.log("val", **results)
 
     def save(self) -> None:
         """Save a checkpoint that a run can resume from. After the last step it is complete."""
         self._save()
         if self.state.step == self.state.total_steps:
-            self.saver.wait()
-            if not self.saver.failures:
-                self.stop.set_nothing_to_lose(True)
+            self.saver.finish()
+            self.stop.set_nothing_to_lose(True)
 
     def _save(self) -> None:
         self.lock.check()
@@ -284,27 +273,20 @@ class Run:
         watchdog.touch()
 
     def export(self, model: nn.Module, tokenizer: Tokenizer, **results: float) -> None:
-        """Write final/, a copy of best/ if that is of the last step, and log the end's results."""
-        state = self.state
-        final, best = self.directory / "final", self.directory / "best"
-        if self.args.save_best and state.best_step == state.step:
-            export.copy_export(best, final)
-        else:
-            self._export(model, tokenizer, final)
-        ranks.say(f"The last model is in {final}")
-        self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
+        """Write final/, and log the end's results."""
+        self._export(model, tokenizer, self.directory / "final")
+        best = {"best_loss": self.state.best_loss, "best_step": self.state.best_step}
+        self.metrics.log("done", **best, **results)
 
-    def _export(
-        self, model: nn.Module, tokenizer: Tokenizer, path: Path, *before_each: Callable[[], None]
-    ) -> None:
+    def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
         self.lock.check()
         adapters = getattr(weights.unwrapped(model), "adapters", None)
         write = adapters.export if adapters else export.export_model
         try:
-            write(model, tokenizer, path, self.args, *before_each)
+            write(model, tokenizer, path, self.args, self._stop_if_asked)
         except OSError as error:
             raise SaveError(f"{path} could not be written ({error}). Is the disk full?") from None
-        watchdog.touch()
+        ranks.say(f"The model is in {path}")
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Write final/ from the newest checkpoint, at any world size."""
@@ -314,57 +296,35 @@ class Run:
         identity.compare(self.checkpoint, saved["identity"], self._identity)
         checkpoints.load_weights(self.checkpoint, model)
         self._export(model, tokenizer, self.directory / "final")
-        ranks.say(f"{self.checkpoint.name} is written to {self.directory / 'final'}")
 
-    def load_evaluated(self, model: nn.Module, val_loaders: Loaders) -> None:
+    def load_evaluated(self, model: nn.Module) -> None:
         """Load the newest checkpoint's adapters, with --lora-rank. Raises ValueError if there are
-        none, or nodes have different data."""
-        identity.of_data(self.args, None, val_loaders)
+        none."""
         if self.checkpoint:
             checkpoints.load_weights(self.checkpoint, model)
         elif getattr(self.args, "lora_rank", 0):
             raise ValueError(f"--evaluate-only finds no adapters in {self.directory}.")
         ranks.say(f"Evaluating {self.checkpoint or self.args.model_name}, without training")
 
-    def write_evaluation(
-        self, loaders: Loaders, results: dict[str, Any], triples: list[tuple] | None = None
-    ) -> None:
-        """Print the results of `validation` and others, and write them to evaluation.json.
-
-        `triples`, of source, reference and generated text, go to predictions.jsonl.
-        """
-        samples = {name: len(loader.dataset) for name, loader in loaders.items()}
-        numbers = {**results, "samples": samples}
-        text = json.dumps(numbers | {"arguments": vars(self.args)}, indent=1)
+    def write_evaluation(self, results: dict[str, Any]) -> None:
+        """Print the results of `validation` and others, and write them to evaluation.json."""
         path = self.directory / "evaluation.json"
-        ranks.on_rank_zero(path.write_text, text + "\n")
-        if triples is not None:
-            keys = ("source", "reference", "generated")
-            lines = [json.dumps(dict(zip(keys, x, strict=True))) + "\n" for x in triples]
-            ranks.on_rank_zero(path.with_name("predictions.jsonl").write_text, "".join(lines))
-        ranks.say(f"{json.dumps(numbers, indent=1)}\nThese numbers are in {path}")
+        text = json.dumps(results | {"arguments": vars(self.args)}, indent=1)
+        ranks.on_rank_zero(path.write_text, text)
+        ranks.say(f"{json.dumps(results, indent=1)}\nThese numbers are in {path}")
 
 
 def prepare_directory(directory: Path) -> bool:
-    """Make OUTPUT_DIR, delete unfinished exports; return if its run is finished; rank 0 only.
+    """Delete unfinished exports; return if the directory's run is finished; rank 0 only.
 
     Raises ValueError if the directory holds exports, but nothing else of a run.
     """
     status = directory / "status"
-    is_ours = status.exists() or (directory / "checkpoints").exists()
-    if not is_ours and any((directory / name).exists() for name in ("final", "best")):
+    if not status.exists() and any((directory / name).exists() for name in ("final", "best")):
         raise ValueError(f"--output-dir {directory} holds a final/ or best/ of something else.")
-    (directory / "checkpoints").mkdir(parents=True, exist_ok=True)
     for path in [*directory.glob("tmp-final-*"), *directory.glob("tmp-best-*")]:
         shutil.rmtree(path, ignore_errors=True)
     return status.exists() and status.read_text(errors="replace").startswith("finished")
-
-
-def newest_step(directory: Path) -> int:
-    """Return the step of the newest complete checkpoint, or 0; rank 0 only."""
-    paths = checkpoints.list_checkpoints(directory / "checkpoints")
-    steps = [checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()]
-    return max(steps, default=0)
 
 
 def launch(main: Callable[[Namespace], int], args: Namespace) -> None:

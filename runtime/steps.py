@@ -70,17 +70,13 @@ class Step:
         self.steps = steps
         self.samples = samples
         self.number = steps.state.step + 1
-        self.epoch = steps.state.epoch
-        self.is_over = False
         self._fetch = fetch
-        self._batches: list[Batch] | None = None
-        self._is_guarded = False
-        self._stack = contextlib.ExitStack()  # the profiler's
+        self._batches: list[Batch] | None = None  # since the step is entered
+        self._numbers: AsyncReadback | None = None  # since `guard`
 
     def __enter__(self) -> "Step":
         steps, state = self.steps, self.steps.state
         self._start = time.perf_counter()
-        self._stack.enter_context(trace(steps.args, self.number))
         self._batches = list(self._fetch)
         if steps.is_stopping:
             steps.check()
@@ -103,22 +99,20 @@ class Step:
             yield to_device(batch, self.steps.state.device), number == len(self._batches)
 
     def guard(self, optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        """Keep the optimizer's next step from changing anything if the gradients are not finite, or
-        no rank had a target; the run then ends. Call it before that step, in every step.
+        """Keep the optimizer's next step from changing anything if the gradients are not finite;
+        the run then ends. Call it before that step, in every step.
 
         `loss` is this rank's share, or its parts, `grad_norm` that of all ranks. A fused optimizer
         skips the step on the device. For any other the host waits for the norm. In fp16 the scaler
         decides.
         """
-        self._is_guarded = True
-        state = self.steps.state
         share = loss.sum()
         self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
         self.steps.unchecked.append(self)
-        if state.scaler.is_enabled():
+        if self.steps.state.scaler.is_enabled():
             return
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            is_bad = (grad_norm.isfinite() & (self.targets > 0)).logical_not()
+            is_bad = grad_norm.isfinite().logical_not()
             place = optimizer.param_groups[0]["params"][0].device  # the host's, under offload
             optimizer.found_inf = is_bad.float().to(place)
             return
@@ -135,31 +129,27 @@ class Step:
         loss, grad_norm = self._numbers.read()
         if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
             return
-        reason = " The loss scale of fp16 would fall below 1." if scaler.is_enabled() else ""
         count = dist.get_world_size()
         bad_ranks = ranks.ranks_where(not math.isfinite(loss))
         suspects = [i for rank in bad_ranks or range(count) for i in samples[rank::count]]
         ranks.exit_with(
-            f"Step {step}: gradient norm {grad_norm}, loss not finite on ranks {bad_ranks}, "
-            f"samples {suspects} of epoch {self.epoch}.{reason} Lower --lr, or look at these "
-            "samples, which the script's load_data returns as train_set[i]."
+            f"Step {step}: gradient norm {grad_norm} at loss scale {scaler.get_scale():g}, "
+            f"loss not finite on ranks {bad_ranks}, samples {suspects}. Lower --lr, or look at "
+            "these samples, which the script's load_data returns as train_set[i]."
         )
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._stack:
-            if kind is not None:
-                return
-            if not self._is_guarded:
-                raise RuntimeError(NOT_GUARDED)
-            steps, state, args = self.steps, self.steps.state, self.steps.args
-            state.step += 1
-            state.consumed += len(self.samples)
-            _, tokens, asked = self._counts.read()  # available since the device began the step
-            state.tokens += tokens
-            steps.is_stopping = asked > 0
-            is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
-            steps.check(waiting=0 if is_due or state.scaler.is_enabled() else 1)
-        self.is_over = True
+        if kind is not None:
+            return
+        if self._numbers is None:
+            raise RuntimeError(NOT_GUARDED)
+        steps, state = self.steps, self.steps.state
+        state.step += 1
+        state.consumed += len(self.samples)
+        _, tokens, asked = self._counts.read()  # available since the device began the step
+        state.tokens += tokens
+        steps.is_stopping = asked > 0
+        steps.check(waiting=0 if state.scaler.is_enabled() else 1)
         steps.metrics.count_step(time.perf_counter() - self._start)
         if steps.stop.nothing_to_lose:  # in the first step
             dist.barrier(group=ranks.cpu_group())  # or one might save when another ends at once
@@ -167,11 +157,14 @@ class Step:
 
     def due(self, every: int) -> bool:
         """Return whether an action of every so many steps (0: never) is due after this one. All are
-        due at the end of an epoch, and of the run."""
+        due at the end of an epoch, and of the run. No action follows a bad step: the run ends."""
         state = self.steps.state
-        if state.step == state.total_steps or state.consumed == len(self.steps.loader.dataset):
-            return True
-        return every > 0 and state.step % every == 0
+        is_epoch_end = state.consumed == len(self.steps.loader.dataset)
+        is_end = is_epoch_end or state.step == state.total_steps
+        is_due = is_end or (every > 0 and state.step % every == 0)
+        if is_due:
+            self.steps.check()
+        return is_due
 
 
 @dataclass
@@ -201,9 +194,8 @@ class Steps:
             micro_batches = iter(loader)
             for samples in sampler.steps():
                 step = Step(self, itertools.islice(micro_batches, sampler.accumulation), samples)
-                yield step
-                if not step.is_over:
-                    raise RuntimeError(NOT_ENTERED)
+                with trace(self.args, step.number):
+                    yield step
                 if state.step == state.total_steps:
                     return
             state.epoch += 1
@@ -215,14 +207,9 @@ class Steps:
             self.unchecked.pop(0).check()
 
 
-@contextlib.contextmanager
-def trace(args: Namespace, step: int) -> Iterator[None]:
-    """Trace the step that is run inside on rank 0's CPU and GPU, if it is that of --profile."""
+def trace(args: Namespace, step: int) -> contextlib.AbstractContextManager:
+    """Return a profiler of rank 0's CPU and GPU, if this is the step of --profile."""
     if step != args.profile or dist.get_rank() != 0:
-        yield
-        return
-    with torch.profiler.profile() as profiler:  # waits for the device at the end
-        yield
+        return contextlib.nullcontext()
     path = Path(args.output_dir) / f"trace-step-{step}.json.gz"
-    profiler.export_chrome_trace(str(path))
-    ranks.say(f"Step {step} is in {path}. Open it in https://ui.perfetto.dev.")
+    return torch.profiler.profile(on_trace_ready=lambda x: x.export_chrome_trace(str(path)))

@@ -3,9 +3,10 @@
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable
+
+import multiprocess
 
 from . import ranks
 
@@ -38,14 +39,13 @@ class StopRequest:
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._before = [signal.signal(number, _ignore) for number in SIGNALS]
+        for number in SIGNALS:
+            signal.signal(number, _ignore)
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in zip(SIGNALS, self._before, strict=True):
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(-1)
+        _restore()
         os.close(self._writer)  # ends the thread
 
     def _watch(self, reader: int) -> None:
@@ -81,18 +81,16 @@ def _ignore(*_: object) -> None:
     """Do nothing: the thread sees the signal."""
 
 
-def _restore_in_child() -> None:
-    # The processes that `datasets` forks must not wake this one's thread.
+def _restore() -> None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_restore_in_child)
+os.register_at_fork(after_in_child=_restore)  # or a child of `datasets` would wake the thread
 
 
 def kill_forked() -> None:
     """Kill the processes that tokenize for `datasets`, which would wait for work for ever."""
-    if "multiprocess" in sys.modules:
-        for child in sys.modules["multiprocess"].active_children():
-            child.kill()
+    for child in multiprocess.active_children():
+        child.kill()

@@ -1,7 +1,6 @@
-"""Data sets of tokens: written by --prepare-only, or made by other tools as rows of `input_ids`."""
+"""Data sets of tokens, written by --prepare-only or by other tools as rows of `input_ids`."""
 
 import json
-import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ FLAGS = "source_length target_length source_prefix block_size max_seq_length tra
 
 
 def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what decides the tokens of a row: version, tokenizer, chat template and flags."""
+    """Return what determines the tokens of a row: version, tokenizer, chat template and flags."""
     origin = {"version": 1, "tokenizer": readers.tokenizer_fingerprint(tokenizer)}
     if hasattr(args, "chat_template"):
         origin["--chat-template"] = readers.digest(tokenizer.chat_template)
@@ -28,7 +27,7 @@ def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
 def write_prepared(
     args: Namespace, train_set: Any, val_sets: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Write the samples to OUTPUT_DIR/prepared, complete or not at all; all ranks.
+    """Write the samples to OUTPUT_DIR/prepared; all ranks.
 
     Raises ValueError if there are several validation sets, or the directory exists.
     """
@@ -40,23 +39,22 @@ def write_prepared(
     path = Path(args.output_dir) / PREPARED
     sets = {"train": train_set, "validation": next(iter(val_sets.values()))}
     ranks.on_rank_zero(save, path, sets, describe(args, tokenizer))
-    ranks.say(f"The tokens are in {path}. Pass --dataset {path}")
+    ranks.say(f"Pass --dataset {path} to train on these tokens.")
 
 
 def save(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Write samples by split, and what made them, as the directory `path`, or nothing."""
+    """Write what made the samples, then the samples by split; rank 0 only. `load_from_disk` refuses
+    a directory of which the last file is missing."""
     if path.exists():
         raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
-    temporary = path.with_name(f"tmp-{path.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    path.mkdir()
+    (path / FILE).write_text(json.dumps(origin, indent=2))
     rows = {split: getattr(samples, "dataset", samples) for split, samples in sets.items()}
-    DatasetDict(rows).save_to_disk(temporary)
-    (temporary / FILE).write_text(json.dumps(origin, indent=2))
-    temporary.rename(path)
+    DatasetDict(rows).save_to_disk(path)
 
 
 def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError if --prepare-only made data set `name` with another tokenizer or flags."""
+    """Raise ValueError if data set `name` was prepared with another tokenizer or flags."""
     file = Path(name).expanduser() / FILE
     here = describe(args, tokenizer)
     there = json.loads(file.read_text()) if file.is_file() else here
@@ -67,9 +65,9 @@ def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase)
 
 
 def check_ids(ids: Any, flag: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    """Return `ids` if they are 1 to `limit` token ids of a tokenizer; else raise ValueError."""
+    """Return `ids`; raise ValueError unless they are 1 to `limit` token ids of the tokenizer."""
     if not ids or not isinstance(ids, list) or not all(isinstance(x, int) for x in ids):
-        raise ValueError("tokens are not a list of integers, or empty")
+        raise ValueError("tokens are empty or not a list of integers")
     if len(ids) > limit:
         raise ValueError(f"{len(ids):,} tokens, but {flag} allows {limit:,}")
     for wrong in [x for x in (min(ids), max(ids)) if not 0 <= x < len(tokenizer)]:

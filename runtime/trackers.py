@@ -1,7 +1,8 @@
-"""Experiment trackers, which also get the numbers of metrics.jsonl; rank 0 only."""
+"""Experiment trackers, which receive the numbers of metrics.jsonl too; rank 0 only."""
 
 import contextlib
 import importlib
+import os
 import uuid
 from argparse import Namespace
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ from tqdm import tqdm
 
 
 class Trackers:
-    """The trackers of --track. A run that resumes at `step` continues in them. One that fails is
-    named once, and not used after that."""
+    """The trackers of --track. A run that resumes at `step` continues its records. A tracker that
+    fails is reported once and not used again."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, step: int) -> None:
         self.open: dict[str, Any] = {}
@@ -22,16 +23,15 @@ class Trackers:
                 self.open[name] = _start(name, args, directory, script, step)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
-        """Send an event's numbers, as event/name; those of `losses` as event/losses/name."""
+        """Send an event's numbers as event/name, and those of `losses` as event/losses/name."""
         numbers = {f"{event}/{name}": number for name, number in values.items()}
-        for name, loss in numbers.pop(f"{event}/losses", {}).items():
-            numbers[f"{event}/losses/{name}"] = loss
+        losses = numbers.pop(f"{event}/losses", {})
+        numbers |= {f"{event}/losses/{name}": loss for name, loss in losses.items()}
         for name, tracker in list(self.open.items()):
             with self._tolerant(name):
                 if name == "tensorboard":
                     for key, number in numbers.items():
                         tracker.add_scalar(key, number, step)
-                    tracker.flush()
                 else:
                     tracker.log(numbers, step=step)
 
@@ -47,7 +47,7 @@ class Trackers:
             yield
         except Exception as error:  # of any type: the training does not depend on a tracker
             self.open.pop(name, None)
-            tqdm.write(f"--track {name} failed and is not used any more: {error!r}")
+            tqdm.write(f"--track {name} failed and is no longer used: {error!r}")
 
 
 def _start(name: str, args: Namespace, directory: Path, script: str, step: int) -> Any:
@@ -55,11 +55,11 @@ def _start(name: str, args: Namespace, directory: Path, script: str, step: int) 
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(directory / name, purge_step=step + 1)  # later steps are repeated
-    directory.mkdir(exist_ok=True)
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
+        directory.mkdir(exist_ok=True)
         path.write_text(uuid.uuid4().hex[:8])
-    options = {"project": script, "name": path.read_text(), "resume": "allow", "config": vars(args)}
-    if name == "wandb":
-        options |= {"id": path.read_text(), "dir": directory}
-    return importlib.import_module(name).init(**options)
+    run = path.read_text()
+    os.environ |= {"WANDB_RUN_ID": run, "WANDB_DIR": str(directory)}
+    tracker = importlib.import_module(name)
+    return tracker.init(project=script, name=run, resume="allow", config=vars(args))

@@ -12,18 +12,17 @@ _last_touch = 0.0
 
 def start(path: Path, seconds: float) -> None:
     """Write all stacks of this process to `path` if `touch` is not called for so many seconds."""
-    global _file, _seconds, _last_touch
-    _file, _seconds, _last_touch = path.open("w"), seconds, 0.0
+    global _file, _seconds
+    _file, _seconds = path.open("w"), seconds
     touch()
 
 
 def touch() -> None:
     """Note progress: start the timer again, at most once a second, as that starts a thread."""
     global _last_touch
-    now = time.monotonic()
-    if _file is not None and now - _last_touch > 1:
+    if _file is not None and time.monotonic() > _last_touch + 1:
+        _last_touch = time.monotonic()
         faulthandler.dump_traceback_later(_seconds, file=_file)
-        _last_touch = now
 
 
 def stop() -> None:
@@ -33,5 +32,4 @@ def stop() -> None:
         faulthandler.cancel_dump_traceback_later()
         if _file.seek(0, 2) == 0:  # its end
             Path(_file.name).unlink(missing_ok=True)
-        _file.close()
         _file = None

@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import check_equal_weights, launch, losses, metrics, status
+import torch
+from conftest import check_equal_weights, launch, losses, metrics, status, weights
 
 import gpt2_fsdp
 from runtime import export
@@ -63,21 +64,24 @@ def test_exports_during_training_change_nothing(more, flags, chats, wide_llama, 
     assert metrics(tmp_path / "without", "done")[0]["best_step"] == done["best_step"]
 
 
-def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, capfd):
-    export_model = export.export_model
-    paths = []
+def test_failed_export_ends_the_run_and_keeps_the_previous_best(
+    flags, tmp_path, monkeypatch, capfd
+):
+    run(flags, tmp_path, "--max-steps", "2")
+    best = weights(tmp_path / "best")
 
-    def fail_second(model: object, tokenizer: object, path: Path, *rest: object) -> None:
-        paths.append(path.name)
-        if paths == ["best"] * 2:
-            raise OSError("no space left")
-        export_model(model, tokenizer, path, *rest)
+    def fail(*_: object) -> None:
+        raise OSError("no space left")
 
-    monkeypatch.setattr(export, "export_model", fail_second)
-    run(flags, tmp_path, "--max-steps", "4")
-    assert "(no space left). Is the disk full? The best weights before" in capfd.readouterr().out
-    assert paths == ["best", "best", "final"] and status(tmp_path) == "finished"
-    assert metrics(tmp_path, "done")[0]["best_step"] == step_of_best(tmp_path) == 2
+    with monkeypatch.context() as full:
+        full.setattr(export, "export_model", fail)
+        with pytest.raises(SystemExit):
+            run(flags, tmp_path)
+    assert "best could not be written (no space left). Is the disk full?" in capfd.readouterr().err
+    assert status(tmp_path) == "failed" and sorted(losses(tmp_path, "val")) == [0, 2]
+    assert all(map(torch.equal, best.values(), weights(tmp_path / "best").values()))
+    run(flags, tmp_path)
+    assert sorted(losses(tmp_path, "val")) == [0, 2, 4, 6]
 
 
 def test_resume_from_older_checkpoint_exports_best_again(flags, tmp_path):
@@ -108,7 +112,7 @@ def test_stop_during_the_export_repeats_the_validation(flags, tmp_path, monkeypa
     monkeypatch.setattr(gpt2_fsdp.Run, "_stop_if_asked", stop_at_the_tenth_tensor)
     run(flags, tmp_path / "stopped")
     assert status(tmp_path / "stopped") == "stopped"
-    assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2, 4]
+    assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2]
     assert step_of_best(tmp_path / "stopped") == 2
     run(flags, tmp_path / "stopped")
     assert losses(tmp_path / "stopped", "val") == losses(tmp_path / "whole", "val")

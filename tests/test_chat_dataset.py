@@ -267,13 +267,13 @@ def test_thoughts_are_learned_once():
 @pytest.mark.parametrize(
     "template, chat, message",
     [
-        (LLAMA_2, [USER, USER, ASSISTANT], "refuses the chat: roles must alternate"),
+        (LLAMA_2, [USER, USER, ASSISTANT], "rejects the chat: roles must alternate"),
         (chats.LLAMA_2, [ASSISTANT, USER], "user and assistant alternate"),
         (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], "does not start the answer with its generation"),
         (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], "drops content of the system's turn"),
         (CHATML, [USER, CALLING], "drops tool_calls of the assistant's turn"),
         (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], "drops thinking of the assistant's turn"),
-        ("{{ messages + 1 }}", [USER, ASSISTANT], "refuses the chat: can only concatenate"),
+        ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     ],
 )
 def test_template_that_drops_content_is_refused(template, chat, message):
@@ -295,7 +295,7 @@ def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
         tokenizer = bpe(chat_template=own)
         chats.set_chat_template(tokenizer, wanted)
         assert tokenizer.chat_template == template and words in capfd.readouterr().out
-    with pytest.raises(ValueError, match="is not a file, chatml or llama-2"):
+    with pytest.raises(ValueError, match="is neither a file nor chatml or llama-2"):
         chats.set_chat_template(tokenizer, "chatlm")
     (tmp_path / "own.jinja").write_text("# Read me")
     with pytest.raises(ValueError, match="does not use `messages`"):
@@ -358,16 +358,16 @@ def test_formats_give_the_same_chat(tmp_path):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"messages": []}, "messages is not a list of objects, or empty"),
+        ({"messages": []}, "messages is empty or not a list of objects"),
         ({"messages": [USER | {"role": "bing"}]}, "the role bing is not one of system, user"),
-        ({"messages": [USER]}, "no turn is the assistant's"),
+        ({"messages": [USER]}, "the chat has no assistant turn"),
         ({"messages": [USER, ASSISTANT | {"content": "\n"}]}, "the assistant's turn is empty"),
         (
             {"messages": [USER | {"content": [{"type": "image"}]}]},
             "the user's turn is .*, not text",
         ),
         ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "the assistant's turn has weight"),
-        ({"messages": [USER, ASSISTANT | {"function_call": {}}]}, ".*use tool_calls"),
+        ({"messages": [USER, ASSISTANT | {"function_call": {}}]}, ".*Use tool_calls"),
         ({"prompt": [USER, ASSISTANT], "completion": "b"}, "the prompt has an assistant turn"),
     ],
 )
@@ -383,7 +383,7 @@ def test_bad_rows_are_named_or_skipped(tmp_path, capfd):
     with pytest.raises(ValueError, match="rows.jsonl, row 3: the assistant's turn is None, not te"):
         documents(path)
     assert len(documents(path, bad_rows="skip")) == 3
-    assert f"skipped {path}, row 3: the assistant's turn is None" in capfd.readouterr().out
+    assert f"Skipped {path}, row 3: the assistant's turn is None" in capfd.readouterr().out
     path = write(tmp_path / "more.jsonl", [good | {"completion": ""}, {"prompt": "a"}])
     with pytest.raises(ValueError, match="more.jsonl has no usable rows"):
         documents(path, bad_rows="skip")
@@ -400,7 +400,7 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path):
     parts = chat_dataset.hold_out("x", rows)
     keys = [set(part["key"]) for part in parts.values()]
     assert not keys[0] & keys[1] and list(map(len, keys)) == [95, 5]
-    with pytest.raises(ValueError, match="all rows ask the same"):
+    with pytest.raises(ValueError, match="has only one prompt"):
         chat_dataset.hold_out("x", rows.select([0, 0]))
 
 
@@ -430,12 +430,12 @@ def test_prompts_longer_than_the_sequence_are_left_out(long, tmp_path, capfd):
     path = write(tmp_path / "chats.jsonl", [{"prompt": x, "completion": "x"} for x in prompts])
     args = arguments(max_seq_length=150)
     if long > 50:
-        with pytest.raises(ValueError, match="the answers of 51 of 100 documents begin after"):
+        with pytest.raises(ValueError, match="the answers of 51 of 100 documents start after"):
             chat_dataset.draw_documents(documents(path, max_seq_length=150), 0, "x", args)
         return
     rows = chat_dataset.draw_documents(documents(path, max_seq_length=150), 0, "x", args)
     assert len(rows) == 100 - long and rows.column_names == ["input_ids", "labels"]
-    assert f"{long} left out, because their answers begin" in capfd.readouterr().out
+    assert f"{long} left out, because their answers start" in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")

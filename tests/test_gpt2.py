@@ -112,10 +112,8 @@ def test_recomputation_changes_no_loss(two_ranks):
     check_recomputation(
         two_ranks,
         activation_checkpointing="full_shard",
-        attention_kept="full_shard",
         ddp_activation_checkpointing="ddp",
         fsdp2_activation_checkpointing="fsdp2",
-        fsdp2_attention_kept="fsdp2",
     )
 
 
@@ -169,7 +167,7 @@ def test_incomplete_loop_fails_in_its_first_step(old, new, said, tmp_path):
              str(tmp_path)]  # fmt: skip
     with pytest.raises(RuntimeError, match=said):
         script.fsdp_main(script.parse_args(flags))
-    assert not list((tmp_path / "checkpoints").iterdir())
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_blocks_compile_without_graph_breaks(two_ranks):
@@ -212,18 +210,6 @@ def test_rank_holds_its_share_of_the_bytes(strategy, share, four_ranks, referenc
         promised = copies * 4 * count / share
         assert promised <= result[f"{kind}_bytes"] + copies * padding
         assert result[f"{kind}_bytes"] <= promised + copies * padding
-
-
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_prompts_continue_like_plain_generate(fsdp, two_ranks, gpt2_directory):
-    tokenizer = ByT5Tokenizer()
-    model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory)
-    texts = two_ranks[f"untrained {fsdp}"]["texts"]
-    assert len(texts) == 3
-    for prompt, continued in texts:
-        ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
-        output = model.generate(**ids, max_new_tokens=32, do_sample=False, pad_token_id=1)
-        assert tokenizer.decode(output[0, ids.input_ids.size(1) :]) == continued
 
 
 def test_chunked_loss_equals_cross_entropy(monkeypatch):
@@ -361,7 +347,7 @@ def test_end_is_held_out_without_validation_data(texts, tmp_path, capsys):
 
 @pytest.mark.parametrize("content, flags, said", [
     (b"a", ["--model-name", "tiny"], None),
-    (b"", ["--wrap", "size"], "neither block nor size:NUMBER"),
+    (b"", ["--wrap", "size"], "argument --wrap: invalid unit_size value: 'size'"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
     (b"", ["--output-dir", __file__], "File exists: '"),
 ])  # fmt: skip
@@ -389,8 +375,8 @@ ACCUMULATE = ["--gradient-accumulation-steps", "2"]
 @pytest.mark.parametrize("processes, flags, refused", [
     # FSDP overwrites an offloaded gradient, unless no_sync keeps it on the GPU until the end; one
     # process never enters no_sync.
-    ("1", [*ACCUMULATE, "--accumulate-no-sync"], "--cpu-offload accumulates"),
-    ("2", ACCUMULATE, "--cpu-offload accumulates"),
+    ("1", [*ACCUMULATE, "--accumulate-no-sync"], "--cpu-offload with accumulation"),
+    ("2", ACCUMULATE, "--cpu-offload with accumulation"),
     ("2", [*ACCUMULATE, "--accumulate-no-sync"], ""),
     # FSDP1 offloads wrongly what it does not shard.
     ("1", [], "--cpu-offload needs --fsdp 2"),

@@ -15,7 +15,6 @@ import torch
 from conftest import launch, losses, metrics, weights
 from gradients_worker import head_gradient_error
 from ten_steps import local
-from test_recomputation import Operators
 from transformers import ByT5Tokenizer, LlamaConfig
 
 import chat_dataset
@@ -191,35 +190,6 @@ def packed(device: torch.device) -> dict:
 
 def test_head_gradient_in_bf16_is_within_one_percent():
     assert head_gradient_error("cuda") < 0.01
-
-
-@pytest.mark.parametrize("compiles", ["--no-compile", "--compile"])
-@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
-def test_recomputation_keeps_attention(attention, compiles, device):
-    torch.manual_seed(0)
-    batch = packed(device)
-    forward_calls, gradients = [], []
-    for how in (["--no-activation-checkpointing"], ["--activation-checkpointing"],
-                ["--activation-checkpointing", "attention"]):  # fmt: skip
-        flags = ["--model-name", "tiny", "--attention", attention, "--precision", "bf16", "--fsdp"]
-        args = llama_fsdp.parse_args([*flags, "2", compiles, *how])
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        model, _, init = llama_fsdp.load_model(args, device)
-        model = llama_fsdp.wrap_model(args, device, model, init)
-        loss = llama_fsdp.summed_loss(model, batch)
-        with Operators() as operators:
-            loss.backward()
-        names = ("_scaled_dot_product", "_varlen_attn")
-        forward_calls.append(sum(
-            count for name, count in operators.calls.items()
-            if name.startswith(names) and not name.endswith("backward")
-        ))  # fmt: skip
-        gradients.append(torch.cat([local(p.grad).flatten() for p in model.parameters()]))
-    none, blocks, kept = forward_calls
-    assert none == kept == 0 < blocks
-    for gradient in gradients[1:]:
-        assert (gradient - gradients[0]).norm() < 0.02 * gradients[0].norm()
 
 
 @pytest.mark.parametrize("flags", [["--fsdp", "1"], ["--fsdp", "2"], ["--strategy", "ddp"]])

@@ -31,15 +31,6 @@ TWO_RANKS = CORE_VARIANTS | {
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
     "fsdp2_bf16": ["--fsdp", "2", "--precision", "bf16"],
     "fsdp2_compile": ["--fsdp", "2", *COMPILED],
-    "fsdp2_compile_attention_kept": [
-        "--fsdp",
-        "2",
-        *COMPILED,
-        "--activation-checkpointing",
-        "attention",
-        "--attention",
-        "sdpa",
-    ],
     **PAGED,
 }
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
@@ -136,7 +127,7 @@ def test_step_never_waits_for_the_device(two_ranks):
     check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
-@pytest.mark.parametrize("variant", ["compile", "fsdp2_compile", "fsdp2_compile_attention_kept"])
+@pytest.mark.parametrize("variant", ["compile", "fsdp2_compile"])
 def test_blocks_compile_without_graph_breaks(variant, two_ranks):
     compiled = two_ranks[variant]
     assert compiled["graphs"] > 1 and not compiled["graph_breaks"]
@@ -145,12 +136,7 @@ def test_blocks_compile_without_graph_breaks(variant, two_ranks):
 
 
 def test_recomputation_changes_no_loss(two_ranks):
-    check_recomputation(
-        two_ranks,
-        activation_checkpointing="full_shard",
-        attention_kept="full_shard",
-        fsdp2_compile_attention_kept="fsdp2_compile",
-    )
+    check_recomputation(two_ranks, activation_checkpointing="full_shard")
 
 
 def test_padded_steps_equal_plain_pytorch(two_ranks, llama_directory):

@@ -41,8 +41,8 @@ LLAMAS = {  # the architecture, its folder in Transformers, and what TINY has be
     "GptOss": ("GptOss", "gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
     "scaled": ("Llama", "", {"logit_scale": 0.5}),  # to which Llama pays no heed
 }
-DIFFER = "the logits behind the loss differ from the model's own by"
-SEEN = "documents in a sequence see each other"
+DIFFER = "The logits behind the loss differ from the model's own by"
+SEEN = "Documents in a sequence see each other"
 REFUSED = {"GptOss": SEEN, "scaled": DIFFER}
 ATTENTIONS = {  # on one rank
     "sdpa": ["--strategy", "ddp"],
@@ -76,13 +76,13 @@ SEQ2SEQ = {  # what T5_training.py is changed by, and how it is refused
     "T5": ({}, ""),
     "T5 without the source's mask": (
         {LEFT_OUT: LEFT_OUT + ', "attention_mask"'},
-        "padding changes the model's logits by",
+        "Padding changes the model's logits by",
     ),
     "T5Gemma": (T5GEMMA, ""),
-    "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, "the decoder's logits differ"),
+    "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, "The decoder's logits differ"),
     "T5Gemma without a mask, too": (  # by version
         T5GEMMA | PADDING_FIRST | NO_MASK,
-        "the model is not causal|the decoder's logits differ",
+        "The model is not causal|The decoder's logits differ",
     ),
 }
 FLAGS = ["--model-name", "tiny", "--max-seq-length", "64"]
@@ -150,10 +150,10 @@ def test_checks_hold_for_each_attention(name, attention, chats, device):
     expected = REFUSED.get(name)
     if attention == "varlen":
         lacks = {"Gemma2": "softcap", "GptOss": "s_aux", "Mistral": "sliding_window"}
-        expected = f"have no {lacks[name]}.* use --attention eager" if name in lacks else expected
+        expected = f"do not support {lacks[name]}.*attention eager" if name in lacks else expected
     has_sdpa = getattr(transformers, f"{architecture}ForCausalLM")._supports_sdpa
     if attention == "sdpa" and not has_sdpa:
-        expected = f"--attention sdpa: {architecture}ForCausalLM has none, use eager"
+        expected = f"--attention sdpa: {architecture}ForCausalLM has none. Pass eager."
     if expected is None:
         check(script, chats, device, *flags)
         return
@@ -174,7 +174,7 @@ def test_loss_of_a_copy_without_loss_logits_is_not_checked(chats, device, capfd)
     check(llama_fsdp, chats, device, "--attention", "sdpa")
     assert "not checked" not in capfd.readouterr().out
     check(copied("llama_fsdp", PLAIN_LOSS), chats, device, "--attention", "sdpa")
-    assert capfd.readouterr().out.count("the loss is not checked against the model's own") == 1
+    assert capfd.readouterr().out.count("The loss is not checked against the model's own") == 1
     mean = copied("llama_fsdp", PLAIN_LOSS | {', reduction="sum"': ""})
     with pytest.raises(ValueError, match="summed_loss is not a sum over target tokens"):
         check(mean, chats, device, "--attention", "sdpa")
@@ -227,7 +227,7 @@ def test_leaks_between_documents_are_refused(name, chats, device):
     script = llama_as(name, folder, **config)
     for precision in "fp32", "bf16":
         flags = ["--precision", precision]
-        with pytest.raises(ValueError, match=f"{SEEN}.*Use --no-packing"):
+        with pytest.raises(ValueError, match=f"{SEEN}.*Pass --no-packing"):
             check(script, chats, device, *flags)
         check(script, chats, device, *flags, "--no-packing")
 
@@ -257,7 +257,7 @@ def test_sparse_attention_is_refused(name, chats, device):
     script = llama_as(name, folder, **config)
     attention = "sdpa" if getattr(transformers, f"{name}ForCausalLM")._supports_sdpa else "eager"
     flags = ["--attention", attention, "--max-seq-length", "512"]
-    with pytest.raises(ValueError, match=f"{SEEN}.*Use --no-packing"):
+    with pytest.raises(ValueError, match=f"{SEEN}.*Pass --no-packing"):
         check(script, chats, device, *flags)
     check(script, chats, device, *flags, "--no-packing")
 
@@ -368,7 +368,7 @@ def attend(**options: object) -> torch.Tensor:
 def test_packed_attention_refuses_features_that_it_lacks(name, value):
     register(per_document)
     said = {"module_is_causal": "is_causal"}.get(name, name)
-    with pytest.raises(ValueError, match=f"have no {said}.*asks for: use --attention eager"):
+    with pytest.raises(ValueError, match=f"do not support {said}.*needs. Pass --attention eager"):
         attend(**{name: value})
 
 
@@ -378,7 +378,7 @@ def test_packed_attention_accepts_features_that_are_off():
     assert attend(**off, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
     register(per_document, longest=32)
     attend(sliding_window=32)
-    with pytest.raises(ValueError, match="have no sliding_window"):
+    with pytest.raises(ValueError, match="do not support sliding_window"):
         attend(sliding_window=16)
 
 
@@ -420,7 +420,7 @@ def test_model_that_sees_later_tokens_is_refused(chats, texts, device, monkeypat
         for kind in ("llama", "gpt2"):
             module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
             monkeypatch.setattr(module, "create_causal_mask", lambda **_: None)
-        with pytest.raises(ValueError, match="the model is not causal: its logits change by"):
+        with pytest.raises(ValueError, match="The model is not causal: its logits change by"):
             script.check_loss(args, device, model)
 
 
@@ -429,7 +429,7 @@ def test_decoder_that_sees_later_tokens_is_refused(pairs, device):
     model = wrapped(T5_training, args, device)
     T5_training.check_loss(args, device, model)
     model.module.decoder.is_decoder = model.module.decoder.config.is_decoder = False
-    with pytest.raises(ValueError, match="the model is not causal"):
+    with pytest.raises(ValueError, match="The model is not causal"):
         T5_training.check_loss(args, device, model)
 
 
@@ -442,7 +442,7 @@ def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, alone):
     flags = ["--model-name", str(tmp_path / "t5"), "--dataset", str(pairs)]
     args = T5_training.parse_args(flags)
     model, _, _ = T5_training.load_model(args, torch.device("cpu"))
-    with pytest.raises(ValueError, match="set decoder_start_token_id .* in its config.json"):
+    with pytest.raises(ValueError, match="Set decoder_start_token_id .* in its config.json"):
         T5_training.data.collator(model)
     script = copied("T5_training", T5GEMMA)
     args = script.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
@@ -537,11 +537,11 @@ def attention_said(name: str, attention: str, *flags: str, **config: object) -> 
 
 def test_attention_that_a_model_lacks_is_refused():
     assert attention_said("GptOss", "auto") == attention_said("GptOss", "eager") == "eager"
-    assert attention_said("GptOss", "sdpa").endswith("GptOssForCausalLM has none, use eager")
+    assert attention_said("GptOss", "sdpa").endswith("GptOssForCausalLM has none. Pass eager.")
     for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
         assert attention_said(name, "auto") == other
         said = attention_said(name, "varlen", "--precision", "bf16")
-        assert said.endswith(f"dropout or chunks: use --attention {other}")
+        assert said.endswith(f"dropout or chunks. Pass --attention {other}.")
     assert attention_said("Lfm2", "auto") == "varlen"  # whose config has no attention_dropout
 
 
@@ -549,7 +549,7 @@ def test_chunked_attention_needs_a_mask():
     assert attention_said("Llama4", "auto", attention_chunk_size=64) == "varlen"
     assert attention_said("Llama4", "auto", attention_chunk_size=63) == "sdpa"
     said = attention_said("Llama4", "varlen", attention_chunk_size=63)
-    assert said.endswith("dropout or chunks: use --attention sdpa")
+    assert said.endswith("dropout or chunks. Pass --attention sdpa.")
 
 
 def test_layers_that_drop_cu_seq_lens_are_refused(chats, device):

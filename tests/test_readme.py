@@ -258,7 +258,7 @@ def test_memory_table_equals_the_estimator():
 def test_gpu_table_equals_the_estimator():
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
-    pattern = r"^\| `([\w.-]+)` \| (\d+) of (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
+    pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
     for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
         nodes = max(1, int(gpus) // 8)
         args = memory_estimator.parse_args([

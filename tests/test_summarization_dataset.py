@@ -239,7 +239,7 @@ def test_several_data_sets_are_validated_separately(tmp_path):
     (tmp_path / "1.jsonl").write_text(
         '{"document": "a", "summary": "b"}\n{"document": "", "summary": ""}\n'
     )
-    with pytest.raises(ValueError, match=r"01\].jsonl, row 102: its text or its summary is empty"):
+    with pytest.raises(ValueError, match=r"01\].jsonl, row 102: the text or the summary is empty"):
         load(dataset=glob, **COLUMNS)
     with pytest.raises(ValueError, match="has columns document, id, summary, but not all of"):
         load(dataset=paths[0])

@@ -82,11 +82,11 @@ def test_foreign_tokens_are_read(name, suffix, tmp_path):
         ({"input_ids": [5, 384]}, "token 384 is not one of the tokenizer's 384"),
         ({"input_ids": [5, -1]}, "token -1 is not one"),
         ({"input_ids": [5] * 300}, "300 tokens, but --max-seq-length allows 129"),
-        ({"input_ids": []}, "tokens are not a list of integers, or empty"),
-        ({"input_ids": ["a"]}, "tokens are not a list of integers"),
-        ({"labels": [5]}, "labels are not one for each token"),
-        ({"labels": [5, 9, 7]}, "labels are not one for each token"),
-        ({"labels": [-100] * 3}, "labels are not one for each token"),
+        ({"input_ids": []}, "tokens are empty or not a list of integers"),
+        ({"input_ids": ["a"]}, "tokens are empty or not a list"),
+        ({"labels": [5]}, "labels must be one per token"),
+        ({"labels": [5, 9, 7]}, "labels must be one per token"),
+        ({"labels": [-100] * 3}, "labels must be one per token"),
     ],
 )
 def test_invalid_tokens_are_refused(row, message, tmp_path):

@@ -150,7 +150,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--load-in-4bit", **arguments.OFF, help="hold the blocks' frozen projections in NF4")
     add("--attention", choices=list(ATTENTIONS), default="fused",
         help="fused: flash, varlen or sdpa; eager also keeps the score matrices")  # fmt: skip
-    arguments.add_recomputation(add, default=None)
+    add("--activation-checkpointing", **arguments.OFF | {"default": None}, help="recompute blocks")
     add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="paged: moments on the CPU")
     add = parser.add_argument_group("machine (defaults: DGX A100)").add_argument
     add("--nodes", type=int, default=1, help="number of machines")
@@ -176,14 +176,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         problems.append(f"--optimizer {args.optimizer} requires --fsdp 1 without adapters")
     if problems:
         parser.error("; ".join(problems))
-    args.activation_checkpointing = checkpointing_label(args.activation_checkpointing)
     args.fsdp = args.fsdp or 1
     return args
-
-
-def checkpointing_label(value: Any) -> Any:
-    """Return a script's --activation-checkpointing as it is in an estimate: True for blocks."""
-    return True if value == "blocks" else value
 
 
 def built_in_size(name: str) -> str | None:
@@ -250,9 +244,7 @@ def script_flags(script: ModuleType) -> dict[str, Any]:
             vars(script)[name].add_arguments(parser)
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     parser.set_defaults(**script.DEFAULTS)
-    flags = vars(parser.parse_args([]))
-    label = checkpointing_label(flags["activation_checkpointing"])
-    return flags | {"activation_checkpointing": label}
+    return vars(parser.parse_args([]))
 
 
 def model_class(script: ModuleType) -> type[nn.Module]:
@@ -264,17 +256,14 @@ class FusedAttention(torch.autograd.Function):
     """Keep what a fused attention kernel keeps for the backward pass: not the scores."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return an output [batch, length, heads, head size] and the fp32 log-sum-exp of the scores
-        for a query [batch, heads, length, head size]."""
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """Return an output [batch, length, heads, head size] for a query [batch, heads, length,
+        head size], and keep the fp32 log-sum-exp of its scores too."""
         batch, heads, length, size = query.shape
         output = query.new_empty(batch, length, heads, size)
         log_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, log_sums, bias)
-        ctx.mark_non_differentiable(log_sums)
-        return output, log_sums
+        return output
 
 
 def fused_attention(
@@ -288,8 +277,7 @@ def fused_attention(
         padding = torch.empty(shape, dtype=torch.bool, device=query.device)
         position_bias = torch.where(padding, position_bias, 0.0)
     module.kernel_flops = 4 * query.numel() * key.size(2)
-    module.kernel_outputs = FusedAttention.apply(query, key, value, position_bias)
-    return module.kernel_outputs[0], None
+    return FusedAttention.apply(query, key, value, position_bias), None
 
 
 def eager_attention(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -328,18 +316,17 @@ class Model:
     head: int  # of the output head's weight
     head_is_trained: bool
     tied: bool  # the output head shares its weight with the input embedding
-    checkpointing: bool | str  # as requested, or the script's default
+    checkpointing: bool  # as requested, or the script's default
     script: str  # path
     flags: dict[str, Any]  # the script's flags with their defaults
     chunked: bool  # the loss computes the logits of one chunk of tokens at a time
     logit_count: int  # elements of the logits held at a time
     logits: int  # their bytes
     activations: int  # bytes without activation checkpointing
-    stays: dict[Any, int]  # bytes of activations that stay, by activation checkpointing
-    block: dict[Any, int]  # bytes added when the largest block is recomputed, likewise
+    stays: int  # bytes of activations that stay with activation checkpointing
+    block: int  # bytes added when the largest block is recomputed
     flops: int  # of a forward pass
     head_flops: int
-    attention_flops: int  # of fused kernels
 
 
 def read_model(args: Namespace) -> Model:
@@ -441,7 +428,7 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     """Return the bytes that autograd keeps of a forward pass on meta, and its FLOPs.
 
     Each tensor counts once, and weights do not count. With activation checkpointing the blocks'
-    inputs stay (with "attention" also the kernels' outputs), and one block's tensors at a time.
+    inputs stay, and one block's tensors at a time.
 
     For a GPT-2 block Korthikanti et al. 2022 (section 4.1) derive 34 s b h bytes with fused
     attention and 2 s b h with checkpointing: b sequences of s tokens, width h, 16 bits. Chowdhery
@@ -484,18 +471,13 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -
     with hooks, FlopCounterMode(display=False) as counter:
         model(**batch, use_cache=False)
     attention_flops = sum(getattr(m, "kernel_flops", 0) for m in model.modules())
-    outputs = [x for m in model.modules() for x in getattr(m, "kernel_outputs", ())]
-    kernels = storages(weights, *outputs)
-    parts = {True: [outside, inputs], "attention": [outside, inputs, kernels]}
-    stays = {how: storage_bytes(*parts[how]) for how in parts}
-    largest = {how: max(storage_bytes(*parts[how], block) for block in blocks) for how in parts}
+    stays = storage_bytes(outside, inputs)
     return {
         "activations": storage_bytes(outside, *blocks),
         "stays": stays,
-        "block": {how: largest[how] - stays[how] for how in parts},
+        "block": max(storage_bytes(outside, inputs, block) for block in blocks) - stays,
         "flops": counter.get_total_flops() + attention_flops,
         "head_flops": 2 * targets.numel() * model.lm_head.weight.numel(),
-        "attention_flops": attention_flops,
     }
 
 
@@ -616,7 +598,7 @@ def memory(model: Model, args: Namespace, *choice: Any) -> dict[str, int]:
         states = [scales, 0, 0]
     kept, block = model.activations, 0
     if checkpointing:
-        kept, block = model.stays[checkpointing], model.block[checkpointing]
+        kept, block = model.stays, model.block
     find_peak = fsdp1_peak
     if args.fsdp == 2 and strategy != "ddp":
         find_peak = fsdp2_peak
@@ -773,8 +755,6 @@ def traffic(
         flops += model.head_flops
     if checkpointing:
         flops += model.flops - model.head_flops
-    if checkpointing == "attention":
-        flops -= model.attention_flops
     seconds = {
         "intranode_seconds": ring * 8e-9 / args.intranode_gbps if args.gpus_per_node > 1 else 0.0,
         "internode_seconds": node * 8e-9 / args.internode_gbps,
@@ -813,7 +793,7 @@ def takes_offload(args: Namespace) -> bool:
     return args.nodes * args.gpus_per_node > 1 and args.gradient_accumulation_steps == 1
 
 
-def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool | str, str]]:
+def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     """Return each `choice` of `estimate` that the scripts accept with these flags."""
     accepted = []
     for strategy, offload in MODES:
@@ -907,7 +887,7 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
 
 def print_estimates(model: Model, args: Namespace, rows: list[dict[str, Any]]) -> None:
     """Print a line about the model and the flags, and the tables."""
-    recomputed = {False: "no", True: "with"}.get(model.checkpointing, "attention-keeping")
+    recomputed = "with" if model.checkpointing else "no"
     print(
         f"{args.model_name}: {model.parameters:,} parameters in {len(model.units)} units; "
         f"{args.nodes} x {args.gpus_per_node} GPUs of {args.gpu_memory_gb:g} GB; {args.precision}, "

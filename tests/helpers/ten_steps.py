@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import policies
 from benchmarks.driven import Driven
-from runtime import identity
 
 SHARED_VARIANTS = {
     "full_shard": [],
@@ -40,8 +40,6 @@ SHARED_VARIANTS = {
     "fsdp2_accumulate_no_sync": ["--fsdp", "2", "--batch-size", "2",
                                  "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
     "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing"],
-    "attention_kept": ["--activation-checkpointing", "attention"],
-    "fsdp2_attention_kept": ["--fsdp", "2", "--activation-checkpointing", "attention"],
 }  # fmt: skip
 # All of them run with GPT-2. Wrapping and the loop are one text in the scripts, which test_gpt2.py
 # checks, so the others run those in which a model's own forward takes part.
@@ -52,7 +50,6 @@ CORE_VARIANTS = {
         "ddp",
         "accumulate",
         "activation_checkpointing",
-        "attention_kept",
         "fsdp2",
         "fsdp2_accumulate_no_sync",
     )
@@ -125,7 +122,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         """See what is called, and call it."""
-        self.collectives += function.namespace == "c10d"
+        if DTensor in types:
+            return NotImplemented  # then what it calls is seen
+        reduces = torch.ops._c10d_functional.all_reduce.default  # DTensor's
+        self.collectives += function.namespace == "c10d" or function is reduces
         if function is torch.ops.aten._local_scalar_dense.default:
             frames = traceback.extract_stack()[:-1]
             callers = [f.filename for f in frames if "/torch/_" not in f.filename]
@@ -218,7 +218,8 @@ def ten_steps(
         result["losses"].append(loss.item())
         result["norms"].append(norm.item())
         result["samples"].append((driven.state.epoch, samples))
-        result["rows"].append(identity.as_lists([driven.loader.dataset[i] for i in samples]))
+        rows = [driven.loader.dataset[i] for i in samples]
+        result["rows"].append(tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, rows))
     moments = [
         v for s in driven.state.optimizer.state.values() for k, v in s.items() if k != "step"
     ]

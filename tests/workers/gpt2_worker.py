@@ -3,7 +3,6 @@
 gpt2_worker.py OUTPUT.pt MODEL_DIRECTORY TRAIN.txt VAL.txt BATCH VARIANTS.json
 """
 
-import ast
 import contextlib
 import io
 import json
@@ -112,18 +111,6 @@ def with_ema(flags: list[str], device: torch.device) -> dict[str, dict]:
     return found
 
 
-def continued(driven: Driven) -> list[tuple[str, str]]:
-    """Return prompts and their continuations."""
-    said: list[str] = []
-    ranks.say, say = said.append, ranks.say
-    gpt2_fsdp.continue_prompts(
-        driven.args, driven.device, driven.model, driven.tokenizer, driven.train_set
-    )
-    ranks.say = say
-    texts = [ast.literal_eval(line.partition(": ")[2]) for line in said]
-    return list(zip(texts[::2], texts[1::2], strict=True))
-
-
 def main() -> None:
     """Write what each variant gave, rank 0's view of it, to the first argument."""
     compile_without_compiler()
@@ -152,9 +139,6 @@ def main() -> None:
         output_dir = ["--output-dir", f"{output}.run"]
         results["other optimizers"] = other_optimizers([*common, *output_dir], device)
         results["ema"] = with_ema([*common, *output_dir], device)
-    for fsdp in ("1", "2"):
-        args = gpt2_fsdp.parse_args([*common, "--fsdp", fsdp])
-        results[f"untrained {fsdp}"] = {"texts": continued(Driven(gpt2_fsdp, args, device))}
     if dist.get_rank() == 0:
         torch.save(results, output)
     gpt2_fsdp.cleanup()

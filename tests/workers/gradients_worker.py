@@ -1,8 +1,8 @@
-"""Run under torchrun by test_gradients.py: gradients of a small model, clipped and in buckets.
+"""Run under torchrun by test_gradients.py: gradients of a small model in DDP's buckets.
 
     gradients_worker.py RESULT.pt MODEL_DIRECTORY OUTPUT_DIR
 
-Writes what `clipped` and `in_buckets` returned, of all ranks.
+Writes what `in_buckets` returned, of all ranks.
 """
 
 import copy
@@ -21,30 +21,18 @@ import torch.nn.functional as F
 import transformers
 from ten_steps import held
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpt2_fsdp
 import policies
 from runtime import ranks, weights
 from runtime.chunked_loss import LossHead
 
-CLIPPED = {
-    "full_shard": [],
-    "shard_grad_op": ["--strategy", "shard_grad_op"],
-    "hybrid_shard": ["--strategy", "hybrid_shard", "--shard-group-size", "2"],
-    "no_shard": ["--strategy", "no_shard"],
+IN_BUCKETS = {
+    "one micro-batch": [],
     "accumulated": ["--gradient-accumulation-steps", "2"],
     "accumulated without sync": ["--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
-    "frozen": [],
-    "infinite": [],
-    "not a number": [],
-    "fp16": ["--precision", "fp16"],
 }
-IN_BUCKETS = {name: CLIPPED[name] for name in ("full_shard", *CLIPPED) if "accumulated" in name}
-IN_BUCKETS |= {"one micro-batch": []}
-BAD = {"infinite": torch.inf, "not a number": torch.nan}
 
 
 def head_gradient_error(device: str) -> float:
@@ -75,18 +63,6 @@ def head_gradient_error(device: str) -> float:
     return ((found - exact).norm() / exact.norm()).item()
 
 
-class Operations(TorchDispatchMode):
-    """Counts what a GPU would launch one or more kernels for."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Count what is called, and call it."""
-        views = ("detach", "alias", "view", "unbind", "_to_copy")
-        self.count += function.namespace == "aten" and not function._opname.startswith(views)
-        return function(*args, **(kwargs or {}))
-
-
 def backward(args: Namespace, model: nn.Module, step: int) -> float:
     """Add the gradients of the micro-batches of a step, and return the sum of their losses."""
     total = 0.0
@@ -104,31 +80,6 @@ def backward(args: Namespace, model: nn.Module, step: int) -> float:
         loss.backward()
         total += loss.item()
     return total
-
-
-def clipped(name: str, args: Namespace, model: nn.Module, norms: list[float]) -> dict:
-    """Return norm, gradients and operations for each largest norm, by FSDP's clipping and by
-    ours."""
-    if name == "frozen":
-        for block in model.transformer.h[:2]:
-            block.requires_grad_(False)
-        model.transformer.wte.requires_grad_(False)  # it is the head's, too
-    model = gpt2_fsdp.wrap_model(args, ranks.local_device(), model, None)
-    backward(args, model, 0)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if name in BAD and dist.get_rank() == 1:
-        gradients[-1].flatten()[-1] = BAD[name]
-    before = [gradient.clone() for gradient in gradients]
-    found = {}
-    for largest in norms:
-        for who, clip in (("FSDP", FSDP.clip_grad_norm_), ("ours", policies.clip_gradients)):
-            for gradient, kept in zip(gradients, before, strict=True):
-                gradient.copy_(kept)
-            with Operations() as operations:
-                norm = clip(model, largest)
-            after = [gradient.clone() for gradient in gradients]
-            found[who, largest] = norm, after, operations.count
-    return found
 
 
 def in_buckets(args: Namespace, model: nn.Module) -> dict:
@@ -155,18 +106,6 @@ def in_buckets(args: Namespace, model: nn.Module) -> dict:
     return found
 
 
-def one_parameter() -> dict:
-    """Return the norm of a gradient that only rank 0 has, and whether this rank has one."""
-    torch.manual_seed(0)
-    cpu = torch.device("cpu")
-    model = FSDP(nn.Linear(1, 1, bias=False), use_orig_params=True, device_id=cpu)
-    model(torch.ones(1, 1)).sum().backward()
-    return {
-        "norm": policies.clip_gradients(model, 9.0),
-        "has": model.module.weight.grad is not None,
-    }
-
-
 def main() -> None:
     """Try every variant in one process group."""
     result, directory, output = sys.argv[1:]
@@ -174,10 +113,6 @@ def main() -> None:
     gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
     made = gpt2_fsdp.MODEL.from_pretrained(directory, dtype=torch.float32)
     found: dict = {}
-    for name, flags in CLIPPED.items():
-        args = gpt2_fsdp.parse_args([*common, *flags])
-        found[f"clipped, {name}"] = clipped(name, args, copy.deepcopy(made), [0.01, 1e3])
-    found["one parameter"] = one_parameter()
     for name, flags in IN_BUCKETS.items():
         args = gpt2_fsdp.parse_args([*common, *flags, "--strategy", "ddp"])
         found[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(made))
