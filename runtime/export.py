@@ -11,8 +11,10 @@ import os
 import shutil
 import time
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -20,7 +22,6 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,16 +53,21 @@ def whole_tensors(
     model: nn.Module, dtype: torch.dtype, before_each: Callable[[], None] = touch
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each parameter and persistent buffer of a model, tied ones once.
-    Floating-point values are cast to `dtype` before they are gathered."""
-    # FSDP1 copies its shards to the host, as for a checkpoint. FSDP2 and DDP copy nothing.
-    options = StateDictOptions(cpu_offload=isinstance(model, FSDP))
-    state_dict = get_model_state_dict(model, options=options)
-    firsts = {plain_name(n): plain_name(x) for n, x in first_names(unwrapped(model)).items()}
-    for name in list(state_dict):
-        tensor = state_dict.pop(name)
-        if firsts[name] == name:
-            before_each()
-            yield name, gather(tensor, dtype)
+
+    FSDP1 gathers a unit at a time for rank 0 alone; FSDP2 gathers a tensor, cast to `dtype` before.
+    """
+    inner = unwrapped(model)
+    units = defaultdict(list, {"": []})  # the root first, or another unit would become one
+    for name, first in first_names(inner).items():
+        module, _, key = name.rpartition(".")
+        if name == first and key not in inner.get_submodule(module)._non_persistent_buffers_set:
+            units[name.rpartition("._fsdp_wrapped_module.")[0]].append(name)
+    for unit, names in units.items():
+        options = {"recurse": False, "writeback": False, "rank0_only": True}
+        with FSDP.summon_full_params(model.get_submodule(unit), **options):  # nothing without FSDP1
+            for name in names:
+                before_each()
+                yield plain_name(name), gather(attrgetter(name)(inner).detach(), dtype)
 
 
 def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:

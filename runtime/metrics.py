@@ -51,7 +51,7 @@ def product_weights(model: nn.Module) -> int | None:
     if any(parameter.ndim > 2 for parameter in model.parameters()):
         return None
     others = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
-    shapes = [whole_shape(module.weight) for module in others if hasattr(module, "weight")]
+    shapes = [whole_shape(x) for module in others for x in module.parameters(recurse=False)]
     return sum(shape.numel() for shape in shapes if len(shape) == 2)
 
 
