@@ -50,8 +50,9 @@ def device_name(device: torch.device) -> str:
 
 def has_bf16() -> bool:
     """Tell whether there is an accelerator that computes bf16 natively."""
-    is_gpu = accelerator() is not None
-    return is_gpu and torch.get_device_module().is_bf16_supported(including_emulation=False)
+    if accelerator() is None:
+        return False
+    return torch.get_device_module().is_bf16_supported(including_emulation=False)
 
 
 def set_seed(seed: int) -> None:

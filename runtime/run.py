@@ -37,9 +37,9 @@ class Run:
 
     Entering finds the `checkpoint` to resume (None: a new run). A training then calls `describe`,
     `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving writes the file
-    status: finished, failed, or stopped on request, after a save and with `exit_code` 75. Before
-    the first step ends and after the last save, a request ends the process at once. An OSError, and
-    a ValueError before the training, become a message and exit code 1.
+    status: finished, failed, or stopped on request, for which it saves and sets `exit_code` to 75.
+    Before the first step ends and after the last save, a request ends the process at once. An
+    OSError, and a ValueError before the training, become a message and exit code 1.
     """
 
     def __init__(self, args: Namespace, device: torch.device, script: str) -> None:
@@ -146,7 +146,7 @@ class Run:
                 (self.directory / "status").write_text(text)
 
     def describe(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Print a model's size; note its identity, its shapes, which wrapping hides, and the
+        """Print a model's size; note its identity, the shapes that wrapping hides, and the
         tokenizer for best/. Call it before wrapping. Raises ValueError if nodes differ."""
         size = sum(weights.whole_shape(parameter).numel() for parameter in model.parameters())
         trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
@@ -164,8 +164,8 @@ class Run:
         """Take all that is trained, load the checkpoint if there is one, and seed dropout.
 
         `others` are whatever else the script trains, such as `ema=...`: tensors and numbers in
-        their `state_dict` are saved, plain tensors by each rank. Raises ValueError if the ranks
-        have different data, or the checkpoint is of another run.
+        their `state_dict` are saved. DTensors are sharded; plain tensors are each rank's own.
+        Raises ValueError if the ranks have different data, or the checkpoint is of another run.
         """
         args = self.args
         if self._identity is None:
@@ -310,8 +310,10 @@ def prepare_directory(directory: Path) -> bool:
 
 
 def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
-    """Run a script's main function, and leave with its exit code, or 1 after an uncaught exception:
-    Python's own exit can hang or abort in NCCL's communicators and gloo's threads."""
+    """Run a script's main function, and leave with its exit code, or 1 after an uncaught exception.
+
+    Python's own exit can hang or abort in NCCL's communicators and gloo's threads.
+    """
     try:
         code = main(args)
     except SystemExit as end:
