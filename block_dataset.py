@@ -165,7 +165,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
 
 
 def probe_batch(args: Namespace) -> list[dict[str, list[int]]]:
-    """Return two blocks that begin alike, for model_checks.check_logits."""
+    """Return two blocks that begin alike, for logit_checks.check_logits."""
     return [
         {"input_ids": [*range(10, 43)]},
         {"input_ids": [*range(10, 26), *range(50, 67)]},

@@ -29,7 +29,7 @@ DATE = date(2024, 7, 26)
 
 
 def probe_batch(args: Namespace) -> list[list[dict]]:
-    """Return two sequences that begin alike, for model_checks.check_logits. Packed, both end in the
+    """Return two sequences that begin alike, for logit_checks.check_logits. Packed, both end in the
     document that the first also begins with; it is longer than some models' attention blocks."""
     # A multiple of 4, so that two fill a row, which is padded to one of 8.
     length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))

@@ -44,7 +44,8 @@ import policies
 from runtime import arguments, batches, optimization, ranks, tokens, weights
 from runtime.batches import Batch
 from runtime.chunked_loss import LossHead
-from runtime.model_checks import check_logits, check_sum, fit_config
+from runtime.logit_checks import check_logits
+from runtime.model_checks import check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
 # Change these for another model of its kind. tools/memory_estimator.py reads them too.
@@ -319,13 +320,9 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
                 total[0] += summed_loss(model, batches.to_device(batch, run.device))
                 total[1] += batch["targets"]
     dist.all_reduce(totals)
-    losses = (totals[:, 0] / totals[:, 1]).tolist()
     loss = totals[:, 0].sum() / totals[:, 1].sum()
-    return {
-        "loss": loss.item(),
-        "perplexity": loss.exp().item(),
-        "losses": dict(zip(loaders, losses, strict=True)),
-    }
+    losses = dict(zip(loaders, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
+    return {"loss": loss.item(), "perplexity": loss.exp().item(), "losses": losses}
 
 
 def without_training(

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import itertools
 import json
+import os
 import shutil
 import time
 from argparse import Namespace
@@ -152,6 +153,21 @@ def _name_files(keys: list[list[str]], directory: Path) -> None:
     if len(keys) > 1:
         index = {"metadata": {}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def copy_export(source: Path, path: Path) -> None:
+    """Make `path` a copy of an exported directory, with hard links to its weights if possible."""
+    with new_directory(path) as temporary:
+        if dist.get_rank() == 0:
+            shutil.copytree(source, temporary, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, path: str) -> None:
+    if source.endswith(".safetensors"):
+        with contextlib.suppress(OSError):
+            os.link(source, path)
+            return
+    shutil.copy2(source, path)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,9 @@ def truncate(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError):  # cut off by a power failure
             if step and json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    path.write_text("".join(kept))
+    temporary = path.with_name("tmp-metrics.jsonl")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
 
 
 def peak_memory(device: torch.device) -> float:

@@ -238,12 +238,21 @@ class Run:
         Raises Stopped, on all ranks, if one was asked to stop before the export is complete."""
         self.lock.check()
         state = self.state
-        if state.step > 0 and results["loss"] < state.best_loss:
-            if self.args.save_best:
-                self._export(state.model, self._tokenizer, self.directory / "best")
+        is_best = state.step > 0 and results["loss"] < state.best_loss
+        if is_best and self._export_best():
             state.best_loss, state.best_step = results["loss"], state.step
         state.validation_due = False
         self.metrics.log("val", **results)
+
+    def _export_best(self) -> bool:
+        """Export best/ with --save-best; return False if it failed, and best/ is as before."""
+        if self.args.save_best:
+            try:
+                self._export(self.state.model, self._tokenizer, self.directory / "best")
+            except OSError as error:
+                ranks.say(f"best/ could not be written ({error}). Is the disk full?")
+                return False
+        return True
 
     def save(self) -> None:
         """Save a checkpoint. After the last step, wait until it is complete."""
@@ -262,8 +271,11 @@ class Run:
 
     def export(self, model: nn.Module, tokenizer: Tokenizer, **results: float) -> None:
         """Write final/, and log the event "done" with `results`."""
-        self._export(model, tokenizer, self.directory / "final")
-        state = self.state
+        state, final = self.state, self.directory / "final"
+        if self.args.save_best and state.best_step == state.step:
+            export.copy_export(self.directory / "best", final)
+        else:
+            self._export(model, tokenizer, final)
         self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
