@@ -27,10 +27,10 @@ WIKITEXT = "Salesforce/wikitext"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.WORDS, default=[WIKITEXT], help="docstrings (built in), text, "
+    add("--dataset", **arguments.WORDS, help="docstrings (built in), text, "
         "JSONL or Parquet files, directories of *.txt or hub ids; NAME:train[:1000] takes a "
         f"split or a part (default: {WIKITEXT})")  # fmt: skip
-    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these (default: each "
+    add("--val-dataset", **arguments.WORDS, help="validate on these (default: each "
         "--dataset's split validation, or the last 5%% of its blocks)")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set (default: wikitext-2-raw-v1 of "
         f"{WIKITEXT})")  # fmt: skip
@@ -110,8 +110,6 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     if column in columns:
         documents = readers.samples(name, rows, from_texts, FEATURES, args, *identity)
         key = readers.fingerprint(blocks, documents._fingerprint, size)
-        if next(blocks(documents, size), None) is None:
-            raise ValueError(f"--dataset {name} has fewer than two tokens. Pass more text.")
         cut = functools.partial(blocks, documents, size)
         return Dataset.from_generator(cut, Features(FEATURES), fingerprint=key)
     if "input_ids" in columns:
@@ -124,8 +122,8 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
 def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
     """Return the blocks to train on, and the last 5% of them to validate on."""
     first = len(rows) - max(1, len(rows) // 20)
-    if first == 0:
-        raise ValueError(f"--dataset {word} gives one block, so none can be held out for "
+    if first < 1:
+        raise ValueError(f"--dataset {word} gives {len(rows)} blocks, so none can be held out for "
                          "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
     say(f"{word}: validating on the last {len(rows) - first:,} of {len(rows):,} blocks")
     return {"train": rows.select(range(first)), "validation": rows.select(range(first, len(rows)))}
@@ -147,7 +145,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     """
     train_sets = []
     val_sets = {}
-    for word in [] if args.evaluate_only and args.val_dataset else args.dataset:
+    for word in [] if args.evaluate_only and args.val_dataset else args.dataset or [WIKITEXT]:
         parts = load_blocks(word, tokenizer, args)
         if not args.val_dataset:
             if "validation" not in parts:

@@ -42,10 +42,10 @@ def probe_batch(args: Namespace) -> list[list[dict]]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.WORDS, default=["docstrings"], help="docstrings (built in), "
+    add("--dataset", **arguments.WORDS, help="docstrings (built in), "
         "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
         "takes a split or a part (default: docstrings)")  # fmt: skip
-    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these, not on a part "
+    add("--val-dataset", **arguments.WORDS, help="validate on these, not on a part "
         "of each --dataset")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
     add("--text-column", default="content", help="column with plain documents")
@@ -305,7 +305,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
     """
     train_sets: list[Dataset] = []
     val_sets = {}
-    for word in [] if args.evaluate_only and args.val_dataset else args.dataset:
+    for word in [] if args.evaluate_only and args.val_dataset else args.dataset or ["docstrings"]:
         parts = load_documents(word, tokenizer, args)
         if "validation" not in parts and not args.val_dataset:
             parts = hold_out(word, parts["train"])

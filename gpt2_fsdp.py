@@ -17,7 +17,6 @@ Attention crosses document boundaries here. In llama_fsdp.py it does not.
 
 import sys
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -178,11 +177,10 @@ def units(model: nn.Module) -> policies.Classes:
 
 
 def size_policy(model: nn.Module, smallest: int) -> Callable[..., bool]:
-    """Return a policy that makes modules of `smallest` parameters or more FSDP units, except those
-    with a tied parameter: both its uses must be in one unit, the root."""
-    uses = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
-    tied = {parameter for parameter, count in uses.items() if count > 1}
-    in_root = {module for module in model.modules() if tied & set(module.parameters())}
+    """Return a policy that makes modules of `smallest` parameters or more FSDP units, except the
+    head and the embedding tied to it: both uses of a weight must be in one unit, the root."""
+    tied = model.get_output_embeddings().weight
+    in_root = {module for module in model.modules() if tied in set(module.parameters())}
 
     def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
         is_large = size_based_auto_wrap_policy(module, recurse, nonwrapped_numel, smallest)

@@ -51,10 +51,10 @@ COLUMNS = {  # text, summary, and what stays together
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.WORDS, default=["wikihow"], help="wikihow, docstrings (built in), "
+    add("--dataset", **arguments.WORDS, help="wikihow, docstrings (built in), "
         "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
         "takes a split or a part (default: wikihow)")  # fmt: skip
-    add("--val-dataset", **arguments.WORDS, default=[], help="validate on these, not on a part "
+    add("--val-dataset", **arguments.WORDS, help="validate on these, not on a part "
         "of each --dataset; for example wikihow:test")  # fmt: skip
     add("--data-dir", help="directory of WikiHow's CSV files and title lists", default="data")
     add("--wikihow-part", help="whole articles or paragraphs", choices=list(WIKIHOW), default="all")
@@ -79,7 +79,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     """
     train_sets = []
     val_sets = {}
-    for word in [] if args.evaluate_only and args.val_dataset else args.dataset:
+    for word in [] if args.evaluate_only and args.val_dataset else args.dataset or ["wikihow"]:
         parts = load_rows(word, args, tokenizer, hold_out=not args.val_dataset)
         if not args.val_dataset:
             val_sets[word] = parts["validation"]

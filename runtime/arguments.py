@@ -17,17 +17,7 @@ OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
 COUNT = {"type": int, "metavar": "N"}
 NUMBER = {"type": float, "metavar": "X"}
-
-
-class Extend(argparse.Action):
-    """Collect the words of a repeated flag. argparse's own `extend` would keep the default too."""
-
-    def __call__(self, parser: Any, namespace: Namespace, values: Any, _: Any = None) -> None:
-        before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, values if before is self.default else [*before, *values])
-
-
-WORDS = {"nargs": "+", "action": Extend, "metavar": "DATA"}
+WORDS = {"nargs": "+", "action": "extend", "default": [], "metavar": "DATA"}  # may be repeated
 BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: leave out unusable rows"}
 INSTALL = "Run `pip install -r requirements-extras.txt`."
 TRACKERS = ["tensorboard", "wandb", "trackio"]

@@ -91,18 +91,14 @@ class Saver:
         return True
 
     def _host_copies(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Return `tensors` with host copies of those that training would change.
+        """Return `tensors` with a host copy of each that training would change.
 
-        FSDP1's state dicts are copies already: a second one would double a save's memory and time.
+        FSDP1's shards are copies already: a second one would double a save's memory and time.
         """
-        state = self.state
-        others = [other.state_dict() for other in state.others.values()]
-        changing = pytree.tree_leaves([list(state.optimizer.state.values()), others])
-        changing += [*state.model.parameters(), *state.model.buffers()]
-        storages = {_storage(value) for value in changing if isinstance(value, torch.Tensor)}
         leaves, structure = pytree.tree_flatten(tensors)
-        copies = iter(self._stager.stage([x for x in leaves if _storage(x) in storages]))
-        leaves = [next(copies) if _storage(x) in storages else x for x in leaves]
+        kinds = DTensor if isinstance(self.state.model, FSDP) else ()
+        copies = iter(self._stager.stage([x for x in leaves if not isinstance(x, kinds)]))
+        leaves = [x if isinstance(x, kinds) else next(copies) for x in leaves]
         return pytree.tree_unflatten(leaves, structure)
 
     def wait(self) -> None:
@@ -185,12 +181,6 @@ class _Writer(dcp.FileSystemWriter):
         temporary = self.path / f"{STATE}.tmp"
         temporary.write_text(json.dumps(description, indent=1))
         temporary.rename(self.path / STATE)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return the address of the memory of a tensor, or of a DTensor's local part."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
 
 
 def file_sum(path: Path) -> list[int]:

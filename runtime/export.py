@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
-from .ranks import on_rank_zero
+from .ranks import on_rank_zero, say
 from .watchdog import touch
 from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 
@@ -190,3 +190,4 @@ def new_directory(path: Path) -> Iterator[Path]:
         temporary.rename(path)
 
     on_rank_zero(replace)  # the other ranks wait for it
+    say(f"The model is in {path}")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import zlib
 from argparse import Namespace
 from pathlib import Path
@@ -74,16 +73,15 @@ def checksum(value: Any) -> str:
 
 
 def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's values; raise ValueError if a rank with values has others. All ranks."""
-    name = f"node {os.environ.get('GROUP_RANK', 0)} ({socket.gethostname()})"
-    everyone = [pair for pair in ranks.on_every_rank(lambda: (name, values)) if pair[1]]
-    first = everyone[0][1] if everyone else {}
-    for key in first:
-        there = dict.fromkeys(f"{values.get(key)} on {node}" for node, values in everyone)
-        if any(values.get(key) != first[key] for _, values in everyone):
-            text = "; ".join(there)
-            raise ValueError(f"{key} is {text}. Give all nodes the same flags, model and data.")
-    return first
+    """Return rank 0's values; raise ValueError if another rank that has any differs. All ranks."""
+    everyone = ranks.on_every_rank(lambda: values)
+    for rank, others in enumerate(everyone):
+        for key in others:
+            here, there = everyone[0].get(key), others[key]
+            if here != there:
+                text = f"{key} is {here} on rank 0, {there} on rank {rank}."
+                raise ValueError(f"{text} Give all nodes the same flags, model and data.")
+    return everyone[0]
 
 
 def compare(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:

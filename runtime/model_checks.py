@@ -24,8 +24,7 @@ def fit_config(
     """Prepare a config for training, in place; call it before the model is built.
 
     Set the fields in SWITCHED_OFF to 0. Raise ValueError if the model has fewer positions than one
-    of the arguments named in `lengths`, changes its attention during training, or is too large for
-    --model-name tiny.
+    of the arguments named in `lengths`, or is too large for --model-name tiny.
     """
     for name in lengths:
         check_length(f"--{name.replace('_', '-')}", getattr(args, name), config)
@@ -33,11 +32,6 @@ def fit_config(
         if name.endswith(SWITCHED_OFF) and value:
             setattr(config, name, type(value)(0))
             ranks.say(f"{name} is set to 0 (the model has {value}).")
-    if getattr(config, "attention_type", None) == "block_sparse":
-        raise ValueError(
-            "The model's block_sparse attention switches to full attention forever at the first "
-            "short batch. Set attention_type to original_full in its config.json."
-        )
     if args.model_name == "tiny":
         with torch.device("meta"):  # allocates nothing
             size = model_class(config).num_parameters()

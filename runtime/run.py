@@ -283,7 +283,6 @@ class Run:
         adapters = getattr(weights.unwrapped(model), "adapters", None)
         write = adapters.export if adapters else export.export_model
         write(model, tokenizer, path, self.args, self._stop_if_asked)
-        ranks.say(f"The model is in {path}")
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Write final/ from the newest checkpoint, which may be of another world size."""

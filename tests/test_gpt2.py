@@ -339,7 +339,7 @@ def test_end_is_held_out_without_validation_data(texts, tmp_path, capsys):
     _, again = block_dataset.load(args, ByT5Tokenizer())
     assert list(again[str(path)].with_format(None)) == list(rows[1])
     path.write_text("short")
-    with pytest.raises(ValueError, match="gives one block, .* Pass --val-dataset"):
+    with pytest.raises(ValueError, match="gives 1 blocks, .* Pass --val-dataset"):
         block_dataset.load(args, ByT5Tokenizer())
 
 

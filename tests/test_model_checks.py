@@ -472,8 +472,6 @@ def test_layerdrop_is_switched_off(alone, capfd):
     config = transformers.RwkvConfig(num_hidden_layers=1, hidden_size=16)
     fit(config, transformers.RwkvForCausalLM)
     assert config.rescale_every == 0 and "rescale_every is set to 0" in capfd.readouterr().out
-    with pytest.raises(ValueError, match="block_sparse attention switches to full"):
-        fit(transformers.BigBirdPegasusConfig(), transformers.BigBirdPegasusForCausalLM)
     fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
     fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
     assert capfd.readouterr().out == ""
