@@ -91,6 +91,7 @@ class Step:
         self.steps.unchecked.append(self)
         if self.steps.state.scaler.is_enabled():
             return
+        grad_norm = grad_norm.where(self.targets > 0, math.nan)  # nothing to learn: no step
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             is_bad = grad_norm.isfinite().logical_not()
             place = optimizer.param_groups[0]["params"][0].device  # the CPU with offload
