@@ -200,7 +200,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return `token_loss` of the batch."""
+    """Return the sum of `token_loss` over a batch."""
     logits = model(**model_inputs(batch), use_cache=False).logits
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 

@@ -141,7 +141,7 @@ def draw_blocks(word: str, split: str, rows: Dataset, args: Namespace) -> Datase
 def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[str, Dataset]]:
     """Return the training set (None with --evaluate-only) and the validation sets by name.
 
-    Raises ValueError if data or flags cannot be used.
+    Raise ValueError if data or flags cannot be used.
     """
     train_sets = []
     val_sets = {}
@@ -163,7 +163,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
 
 
 def probe_batch(args: Namespace) -> list[dict[str, list[int]]]:
-    """Return two blocks that begin alike, for logit_checks.check_logits."""
+    """Return two blocks that start alike, for logit_checks.check_logits."""
     return [
         {"input_ids": [*range(10, 43)]},
         {"input_ids": [*range(10, 26), *range(50, 67)]},

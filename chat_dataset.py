@@ -29,9 +29,9 @@ DATE = date(2024, 7, 26)
 
 
 def probe_batch(args: Namespace) -> list[list[dict]]:
-    """Return two sequences that begin alike, for logit_checks.check_logits. Packed, both end in the
-    document that the first also begins with; it is longer than some models' attention blocks."""
-    # A multiple of 4, so that two fill a row, which is padded to one of 8.
+    """Return two sequences that start alike, for logit_checks.check_logits. Packed, both end with
+    the document that the first also starts with; it is longer than some attention blocks."""
+    # A multiple of 4, because two documents fill a row, which is padded to a multiple of 8.
     length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))
     long = [10 + i % 97 for i in range(length + 1)]
     other = long[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
@@ -139,8 +139,8 @@ def encode(
     encodings = zip(encoded["input_ids"], offsets, strict=True)
 
     def border(text: str, ids: list[int], ends: list[int] | None, place: int) -> int:
-        """Return how many tokens end by character `place`; without offsets, how many the text up
-        to there has in common."""
+        """Return the number of tokens that end at or before character `place`. Without offsets,
+        return how many tokens the encoding of the text up to there has in common."""
         if ends is not None:
             return bisect_right(ends, place)
         part = tokenizer(text[:place], **options)["input_ids"]
@@ -313,7 +313,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
             val_sets[word] = parts["validation"]
         if not args.evaluate_only:
             train_sets.append(
-                draw_documents(parts["train"], args.num_train_samples, f"{word}, training", args)
+                draw_documents(parts["train"], args.num_train_samples, f"{word}, train", args)
             )
     for word in args.val_dataset:
         parts = load_documents(word, tokenizer, args)
@@ -324,7 +324,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
     packs = {word: Packs(readers.join([rows]), args) for word, rows in val_sets.items()}
     if args.evaluate_only:
         return None, packs
-    say(f"an example, «learned»: {marked(train_sets[0][0], tokenizer)}")
+    say(f"an example, its targets in « »: {marked(train_sets[0][0], tokenizer)}")
     return Packs(readers.join(train_sets), args), packs
 
 

@@ -278,7 +278,7 @@ def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return `token_loss` of the batch."""
+    """Return the sum of `token_loss` over a batch."""
     return model(**model_inputs(batch), targets=batch["labels"])
 
 

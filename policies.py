@@ -86,7 +86,7 @@ def check_arguments(args: Namespace) -> list[str]:
     rules = {
         "--wrap size:NUMBER needs --fsdp 1.": fsdp2 and getattr(args, "wrap", 0),
         "--cpu-offload needs a GPU, and not --strategy ddp.": args.cpu_offload and not offloads,
-        # CUDA trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
+        # Offload on CUDA trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
         "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards.": (
             offloads and whole and not (args.export_only or args.evaluate_only)
         ),

@@ -42,7 +42,7 @@ PAIR = {"text": Value("string"), "summary": Value("string")}
 TOKENS = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 TOKENS |= {"length": Value("int32")}
 KEY = {"key": Value("int64"), "split": Value("string")}  # of the title lists, or empty
-COLUMNS = {  # text, summary, and what stays together
+COLUMNS = {  # text, summary, and the key of rows that stay together
     "wikihow": ["text", "headline", "title"],
     "docstrings": ["text", "headline", "module"],
 }
@@ -93,7 +93,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     if args.evaluate_only:
         return None, val_sets
     text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
-    say(readers.shorten(f"an example, «learned»: «{summary}» from {text}"))
+    say(readers.shorten(f"an example, its targets in « »: «{summary}» from {text}"))
     return readers.join(train_sets), val_sets
 
 

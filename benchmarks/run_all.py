@@ -39,7 +39,7 @@ RESULTS = FOLDER / "RESULTS.md"
 TITLES = {"cpu": "On a CPU", "gpu": "On GPUs"}
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "bitsandbytes")
 LARGE_GPU = 110e9  # bytes for Llama 2 7B with AdamW, recomputation and a length of 4096
-KEPT_SECONDS = 10  # of --minutes, for this program's start and end; at most a tenth of it
+KEPT_SECONDS = 10  # reserved for start and end; at most a tenth of --minutes
 LEAST_SECONDS = 20  # least time left to start another program
 UNFINISHED = ("It ended with exit code", "It was ended after")  # in the last line of these entries
 

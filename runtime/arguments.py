@@ -196,7 +196,7 @@ def validate(args: Namespace, *modules: ModuleType) -> Namespace:
 
 
 def _resolve_micro_batches(args: Namespace, processes: int) -> tuple[Namespace, list[str]]:
-    """Resolve --global-batch-size: as few micro-batches as possible, of at most --batch-size."""
+    """Divide --global-batch-size into the fewest micro-batches of at most --batch-size."""
     total, most = args.global_batch_size, args.batch_size
     if total <= 0 or most < 1 or getattr(args, "export_only", False):
         return args, []

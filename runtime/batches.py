@@ -69,7 +69,7 @@ class GlobalBatchSampler:
     def _grouped(self, order: Tensor, generator: torch.Generator) -> Tensor:
         """Sort each half by length, then shuffle the global batches; a short last one stays last.
 
-        Halves, drawn again in each epoch, or each would have the same batches.
+        The halves are random, because otherwise all epochs would have the same batches.
         """
         whole = len(order) // self.global_batch
         order, rest = order.tensor_split([whole * self.global_batch])

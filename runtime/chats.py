@@ -22,7 +22,7 @@ CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
 {{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}{%- endfor -%}
 {{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
-# A question and its answer are a text of their own, from BOS to EOS; the rest is plain text.
+# Each question and its answer form a text from BOS to EOS. The markers are plain text.
 LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- if turns and turns[0]['role'] == 'system' -%}
 {%- set head = '<<SYS>>\n' + turns[0]['content'] | trim + '\n<</SYS>>\n\n' -%}
@@ -122,11 +122,11 @@ def from_json(value: Any) -> Any:
 
 
 def set_chat_template(tokenizer: Tokenizer, wanted: str | None) -> None:
-    """Set a tokenizer's chat template to `wanted` or, if it has none, to Llama 2's."""
+    """Set a tokenizer's chat template to `wanted`; by default, to Llama 2's if it has none."""
     if wanted is None:
         if tokenizer.chat_template is None:
             tokenizer.chat_template = LLAMA_2
-            ranks.say("The tokenizer has no chat template: using llama-2, also in best/ and final/")
+            ranks.say("The tokenizer has no chat template: using llama-2, in best/ and final/ too.")
         return
     path = Path(wanted).expanduser()
     if wanted not in NAMED and not path.is_file():
@@ -135,7 +135,7 @@ def set_chat_template(tokenizer: Tokenizer, wanted: str | None) -> None:
     if "messages" not in template:
         raise ValueError(f"--chat-template {wanted} does not use `messages`. Pass a Jinja file.")
     tokenizer.chat_template = template
-    ranks.say(f"--chat-template {wanted} replaces the tokenizer's, also in best/ and final/")
+    ranks.say(f"--chat-template {wanted} replaces the tokenizer's, in best/ and final/ too.")
 
 
 def check_written(turn: dict, tools: list[dict] | None, text: str) -> None:

@@ -91,7 +91,7 @@ class Saver:
         return True
 
     def _host_copies(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Return `tensors` with a host copy of each that training would change.
+        """Return `tensors` with host copies of those that training would change.
 
         FSDP1's shards are copies already: a second one would double a save's memory and time.
         """
@@ -111,7 +111,7 @@ class Saver:
         """Wait for a save in the background; raise SaveError if the last save failed."""
         self.wait()
         if self.failures:
-            raise SaveError("The last save failed. Free disk space and run the same command again.")
+            raise SaveError("The last save failed. Free disk space, then run the same command.")
 
     def _attempt(self, function: Callable[..., Any], *args: Any) -> None:
         is_first = dist.get_rank() == 0

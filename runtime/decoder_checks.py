@@ -1,4 +1,4 @@
-"""Check of a sequence-to-sequence model before it trains: its decoder inputs are its own."""
+"""Check before training that a sequence-to-sequence model gets the decoder inputs it expects."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def check_decoder(
     from those it makes from labels, if its decoder sees later tokens, or if padding changes logits.
 
     `batch` is the same on all ranks and has three examples: two with equal sources, where one
-    target is the beginning of the other, and a shorter one. `alone` is the third without padding.
+    target is the start of the other, and a shorter one. `alone` is the third without padding.
     """
     batch = to_device(batch, device)
     inputs, labels = model_inputs(batch), batch["labels"]

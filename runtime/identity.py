@@ -73,7 +73,7 @@ def checksum(value: Any) -> str:
 
 
 def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's values; raise ValueError if another rank that has any differs. All ranks."""
+    """Return rank 0's values; raise ValueError if a rank with values has others. All ranks."""
     everyone = ranks.on_every_rank(lambda: values)
     for rank, others in enumerate(everyone):
         for key in others:

@@ -14,8 +14,8 @@ from .stops import STOPPED, kill_forked
 
 
 class Lock:
-    """OUTPUT_DIR/lock, which rank 0 holds for all ranks while this is entered. Entering raises
-    ValueError if another run holds it."""
+    """A context in which rank 0 holds OUTPUT_DIR/lock for all ranks. Entering it raises ValueError
+    if another run holds the lock."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -35,7 +35,7 @@ class Lock:
         # In a container, filelock appends the process namespace to the host name.
         host, namespace = socket.gethostname(), Path("/proc/self/ns/pid").stat().st_ino
         if owner and owner.hostname not in (host, f"{host}?pidns-{namespace:x}"):
-            seconds = 35.0  # a lease without a heartbeat expires after 30
+            seconds = 35.0  # a lease without a heartbeat expires after 30 s
             ranks.say(f"{self.directory} is in use by {who}. Waiting 35 s in case it was killed.")
         try:
             self.lease.acquire(timeout=seconds)  # at once if its holder died on this host
@@ -44,10 +44,10 @@ class Lock:
             raise ValueError(text) from None
 
     def check(self) -> None:
-        """End this process if another run has taken over, as it was suspended or cut off from its
-        files; call it before writing."""
-        if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked on rank 0 alone
-            time.sleep(1)  # reading may fail now and then on a network file system
+        """End this process if another run has taken over the lock, for example while this one was
+        suspended. Call this before writing."""
+        if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked: only on rank 0
+            time.sleep(1)  # a read may fail once on a network file system
             if not self.lease.is_lock_held_by_us:
                 self._end()
 

@@ -1,4 +1,4 @@
-"""Check of a causal model before it trains: the logits behind its loss are its own."""
+"""Check before training that the loss of a causal model uses the model's own logits."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,8 +24,8 @@ def check_logits(
     """Raise ValueError, on all ranks, if the loss of a causal model is computed from other logits
     than its own, or from logits that depend on tokens they should not see.
 
-    `batch` is the same on all ranks: two rows that begin alike, with a loss at every position. If
-    `packed`, both rows end in the document that the first row also begins with. The logits behind
+    `batch` is the same on all ranks: two rows that start alike, with a loss at every position. If
+    `packed`, both rows end with the document that the first row also starts with. The logits behind
     the loss are those that a module's method `loss_logits` returns while `summed_loss` runs; if
     there is no such method, only the model's own logits are checked. The model, in evaluation mode,
     computes in `dtype`, without torch.compile. Random states are restored.
@@ -42,7 +42,7 @@ def check_logits(
     with undisturbed(device):
         for head in heads:
             head.loss_logits = partial(record, head.loss_logits)
-        # The first pass sets FSDP's order of prefetching, so it is the one that training makes.
+        # The first pass sets FSDP's prefetch order, so make it like a pass of training.
         summed_loss(model, batch)
         for head in heads:
             del head.loss_logits

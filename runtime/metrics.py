@@ -74,7 +74,7 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
 
 
 class Metrics:
-    """The events of a run, {"event", "step", "epoch", and values}: rank 0 writes, all call."""
+    """The log of a run. All ranks call it, and rank 0 writes {"event", "step", ...} objects."""
 
     def __init__(self, args: Namespace, directory: Path, script: str, state: TrainState) -> None:
         self.args = args

@@ -1,4 +1,4 @@
-"""Checks of a model before training: its config, its attention, and the logits behind its loss."""
+"""Checks of a model before training: its config, its loss, and what tokens it sees."""
 
 import contextlib
 from argparse import Namespace

@@ -59,7 +59,7 @@ def make_optimizer(groups: list[dict], lr: float) -> torch.optim.Optimizer:
                 for number, parameter in enumerate(group["params"]):
                     values = state_dict["state"].get(keys[number])
                     if values is None:
-                        continue  # this rank has nothing of the parameter
+                        continue  # this rank has no part of the parameter
                     if parameter not in self.state:  # unified memory is never freed
                         self.init_state(group, parameter, group_number, number)
                     state = self.state[parameter]

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-GRACE_SECONDS = 20  # in which another rank can report the error
+GRACE_SECONDS = 20  # for rank 0 to report the error first
 
 _cpu_group: dist.ProcessGroup | None = None
 _store: dist.Store | None = None  # our own connection: the process groups' may block
@@ -63,7 +63,7 @@ def set_seed(seed: int) -> None:
 
 
 def use_all_cores() -> None:
-    """Divide the cores among a node's processes; torchrun gives each of them one thread."""
+    """Give each process its share of the node's cores; torchrun gives it one thread."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
@@ -81,16 +81,16 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
         _store = store.clone()
     with joining():
         yield {"store": store, "rank": rank, "world_size": world_size}
-        # The default group has the backend of the device alone: with cpu:gloo,cuda:nccl FSDP1 keeps
-        # the optimizer's shards on the GPU when a state dict should go to the host.
+        # The default group has only the device's backend. With cpu:gloo,cuda:nccl FSDP1 would keep
+        # the optimizer's shards on the GPU when a state dict should be offloaded.
         is_cpu = dist.get_backend() == "gloo"
         _cpu_group = None if is_cpu else dist.new_group(backend="gloo", timeout=timeout)
 
 
 @contextlib.contextmanager
 def joining(limit: float = 600.0) -> Iterator[None]:
-    """End the process if the process groups made inside are not joined in `limit` seconds: gloo and
-    NCCL wait silently for a rank that they cannot reach."""
+    """End the process if the process groups created inside take longer than `limit` seconds: gloo
+    and NCCL wait silently for a rank that they cannot reach."""
     timer = threading.Timer(limit, _end_apart, [limit])
     timer.start()
     try:
@@ -135,14 +135,14 @@ def on_rank_zero(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` on one process per node, then on the others, which find its files cached: the
-    hub limits requests per address. Errors are raised on all ranks, as by `on_every_rank`."""
+    """Run `function` on one process per node, then on the others, which use cached files: the
+    hub limits requests per address. Raise errors on all ranks, like `on_every_rank`."""
     results = []
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     on_every_rank(lambda: results.append(function(*args)) if is_first else None)
     if not is_first:
         huggingface_hub.constants.HF_HUB_OFFLINE = True
-        datasets.config.HF_HUB_OFFLINE = True  # its copy
+        datasets.config.HF_HUB_OFFLINE = True  # a copy of the hub's constant
     on_every_rank(lambda: None if is_first else results.append(function(*args)))
     return results[0]
 

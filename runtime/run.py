@@ -73,7 +73,7 @@ class Run:
             self._stack.close()
             ranks.exit_with(error)
         name = f"stacks-rank-{dist.get_rank()}.txt"
-        watchdog.start(self.directory / name, args.timeout_minutes * 20)  # a third of it
+        watchdog.start(self.directory / name, args.timeout_minutes * 20)  # a third of the limit
         self._stack.callback(watchdog.stop)
         return self
 
@@ -110,8 +110,8 @@ class Run:
         if self.saver is not None:
             self._write_status("failed")
         if isinstance(error, RuntimeError):
-            # Another rank may have gone, by an error of its own or a request to stop: then torchrun
-            # soon asks this one to stop, too. Its traceback would hide that one's.
+            # Another rank may have failed or stopped first. Then torchrun soon stops this rank too,
+            # and this traceback would hide the other one.
             if not self.stop.nothing_to_lose:
                 ranks.report_failure()
                 self.stop.set_nothing_to_lose(True)
@@ -135,7 +135,7 @@ class Run:
         os._exit(1 if has_failed else STOPPED)
 
     def _write_status(self, word: str) -> None:
-        """Write the file status: the word, and the step of the newest checkpoint."""
+        """Write `word` and the step of the newest checkpoint to OUTPUT_DIR/status."""
         args = self.args
         is_training = not (args.evaluate_only or args.prepare_only or args.export_only)
         if dist.get_rank() == 0 and is_training:
@@ -188,11 +188,11 @@ class Run:
         args, state, total = self.args, self.state, self.state.total_steps
         # Without its checkpoints a finished run would start over, and replace its exports.
         if state.step > total or (self._is_finished and state.step in (0, total)):
-            more = "Raise --max-steps or --epochs to resume, for which its checkpoints are needed."
+            more = "Raise --max-steps or --epochs to resume, which needs its checkpoints."
             ranks.say(f"{self.directory} is finished at {total} steps. {more}")
             return False
         if self.checkpoint is not None:
-            ranks.say(f"Resuming at step {state.step} of {total}, from {self.checkpoint.name}")
+            ranks.say(f"Resuming at step {state.step} of {total} from {self.checkpoint.name}")
         limit = timedelta(minutes=args.timeout_minutes)
         group = dist.new_group(backend="gloo", timeout=limit) if args.async_save else None
         is_full = args.checkpoint_type == "full"
@@ -216,8 +216,8 @@ class Run:
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
 
     def progress(self, loader: DataLoader, text: str) -> Iterator[Batch]:
-        """Yield the batches of a validation, as many on all ranks, with a progress bar. Raises
-        Stopped, on all ranks, if one was asked to stop; a resumed run repeats the validation."""
+        """Yield the batches of a validation loader, with a progress bar. Raise Stopped on all ranks
+        if one was asked to stop; a resume repeats the validation."""
         for batch in screen.progress(loader, text):
             self._stop_if_asked()
             yield batch
@@ -234,8 +234,8 @@ class Run:
         self.metrics.log("train", **values, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
-        """Log a validation, after exporting best/ if its `loss` is the lowest of a trained model.
-        Raises Stopped, on all ranks, if one was asked to stop before the export is complete."""
+        """Export best/ if the validation's `loss` is the lowest so far, then log `results`. Raise
+        Stopped on all ranks if one was asked to stop before the export is complete."""
         self.lock.check()
         state = self.state
         is_best = state.step > 0 and results["loss"] < state.best_loss
@@ -245,7 +245,7 @@ class Run:
         self.metrics.log("val", **results)
 
     def _export_best(self) -> bool:
-        """Export best/ with --save-best; return False if it failed, and best/ is as before."""
+        """With --save-best, export best/. Return False if that fails and best/ is unchanged."""
         if self.args.save_best:
             try:
                 self._export(self.state.model, self._tokenizer, self.directory / "best")
@@ -294,7 +294,7 @@ class Run:
         self._export(model, tokenizer, self.directory / "final")
 
     def load_evaluated(self, model: nn.Module) -> None:
-        """Load the newest checkpoint's adapters; ValueError if --lora-rank asks for absent ones."""
+        """With --lora-rank, load the newest adapters; raise ValueError if there are none."""
         if self.checkpoint:
             checkpoints.load_weights(self.checkpoint, model)
         elif getattr(self.args, "lora_rank", 0):
@@ -310,8 +310,8 @@ class Run:
 
 
 def prepare_directory(directory: Path) -> bool:
-    """Delete unfinished exports; return if the directory's run is finished; rank 0 only. Raises
-    ValueError if there are exports, but no run."""
+    """Delete unfinished exports; return whether the directory's run is finished; rank 0 only. Raise
+    ValueError if there are exports but no run."""
     status = directory / "status"
     if not status.exists() and any((directory / name).exists() for name in ("final", "best")):
         raise ValueError(f"--output-dir {directory} has a final/ or best/ of another program.")

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, or a line every LINE_SECONDS in a file."""
+"""Progress of long work: a bar on a terminal, or a line every 30 seconds in a file."""
 
 import sys
 from collections.abc import Iterator

@@ -13,7 +13,7 @@ COUNTERS = (  # fields of TrainState that a checkpoint stores as JSON
 
 @dataclass
 class TrainState:
-    """The contents of a checkpoint, the same for every script."""
+    """The state of a run that a checkpoint stores: model, optimizer and counters."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

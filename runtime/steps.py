@@ -1,8 +1,8 @@
 """The optimizer steps of a run: their micro-batches, and the work around each step.
 
-Entering a step fetches its micro-batches, and counts targets and requests to stop of all ranks.
-Leaving it counts the step, and checks the one before: the host reads a step's numbers when the
-device has begun the next one, so nothing waits for the device.
+Entering a step fetches its micro-batches and counts the targets and stop requests of all ranks.
+Leaving it counts the step and checks the previous one. The host reads a step's numbers after the
+device has started the next step, so nothing waits for the device.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Step:
         on_host = torch.tensor(numbers, pin_memory=state.device.type != "cpu")
         sums = on_host.to(state.device, non_blocking=True)
         dist.all_reduce(sums)
-        self._counts = AsyncReadback(sums)  # the last: how many ranks were asked to stop
+        self._counts = AsyncReadback(sums)  # the third: how many ranks were asked to stop
         self.targets: Tensor = sums[0]  # int64 [], on the device: of all ranks and micro-batches
 
     def micro_batches(self) -> Iterator[tuple[Batch, bool]]:
@@ -80,11 +80,11 @@ class Step:
             yield to_device(batch, self.steps.state.device), number == len(self._batches)
 
     def guard(self, optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        """Keep the optimizer's next step from changing anything if the gradients are not finite;
-        the run then ends. Call it before that step. `loss` is this rank's share, or its parts.
+        """End the run, before the optimizer changes anything, if the gradients are not finite. Call
+        this before its step. `loss` is this rank's share of the loss, or a vector of terms.
 
-        A fused optimizer skips the step on the device. For any other the host waits for the norm.
-        In fp16 the scaler decides.
+        A fused optimizer skips the step on the device. For others the host waits for the norm. In
+        fp16 the scaler decides.
         """
         share = loss.sum()
         self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
@@ -100,8 +100,8 @@ class Step:
         self.steps.check()
 
     def check(self) -> None:
-        """End the run, on all ranks, if the step had no targets, or no finite gradient norm; in
-        fp16, where that halves the scale, only if it is below 1."""
+        """End the run, on all ranks, if the step had no targets or no finite gradient norm. In fp16
+        an overflow halves the loss scale, and the run ends only if it is below 1."""
         step, samples, scaler = self.number, self.samples, self.steps.state.scaler
         if self._counts.read()[0] == 0:
             ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}. Check them.")
@@ -136,8 +136,8 @@ class Step:
             steps.stop.set_nothing_to_lose(False)
 
     def due(self, every: int) -> bool:
-        """Return whether an action of every so many steps (0: never) is due after this one. All are
-        due at the end of an epoch, and of the run."""
+        """Return whether an action that runs every `every` steps (0: never) is due after this step.
+        All are due at the end of an epoch and of the run."""
         state = self.steps.state
         if state.step == state.total_steps or state.consumed == len(self.steps.loader.dataset):
             return True

@@ -38,7 +38,7 @@ class StopRequest:
         os.set_blocking(self._writer, False)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, lambda *_: None)  # the thread sees it
+            signal.signal(number, lambda *_: None)  # the thread handles it
         threading.Thread(target=self._watch, args=(reader,), daemon=True).start()
 
     def __exit__(self, *_: object) -> None:
@@ -62,11 +62,11 @@ class StopRequest:
             if self.nothing_to_lose or ranks.has_failed():
                 self.end(name)
             if not self.is_asked:
-                ranks.say(f"{name}: stopping after this step or the next")
+                ranks.say(f"{name}: stopping after this step or the next.")
             self.is_asked = True
 
     def set_nothing_to_lose(self, value: bool) -> None:
-        """Set whether a request ends this process at once; if so, an earlier one does now."""
+        """Set whether a request ends this process at once. If True, so does an earlier request."""
         with self._lock:
             self.nothing_to_lose = value
             if self.is_asked and value:

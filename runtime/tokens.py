@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from . import ranks, readers
 
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
-FILE = "prepared.json"  # in it: what made the tokens
+FILE = "prepared.json"  # a file in it with the origin of the tokens
 FLAGS = "source_length target_length source_prefix block_size max_seq_length train_on_prompt"
 
 
@@ -29,7 +29,7 @@ def write_prepared(
 ) -> None:
     """Write the samples to OUTPUT_DIR/prepared; all ranks.
 
-    Raises ValueError if there are several validation sets, or the directory exists.
+    Raise ValueError if there are several validation sets or the directory exists.
     """
     if len(val_sets) > 1:
         raise ValueError(

@@ -53,7 +53,7 @@ SAMPLE_SECONDS = 0.25  # shorter calls are repeated within a sample
 SMALL_BYTES = 1 << 16
 CPU_UNIT_BYTES = 1 << 24  # gloo is slow: enough to measure a bandwidth
 FILE_BYTES = 1 << 26
-JOIN_MINUTES = 10.0  # for all ranks to start, as imports can be slow
+JOIN_MINUTES = 10.0  # for all ranks to start; imports can be slow
 MATMUL = "matrix products"
 STRATEGY = "full_shard"
 BOUNDS = {"compute": "compute", "intranode": "traffic in node", "internode": "traffic across"}
@@ -221,7 +221,7 @@ def read_model(
 
 
 def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's process groups, within its node and across nodes, of several ranks."""
+    """Return this rank's groups within its node and across nodes, except groups of one rank."""
     groups = {}
     for where, key in (("in node", "node"), ("across", "local_rank")):
         members = defaultdict(list)
