@@ -201,7 +201,7 @@ def wrap_model(
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
-        weights.materialize(model, init)
+        model.apply(init)
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
         options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
@@ -209,7 +209,7 @@ def wrap_model(
             fully_shard(module, **options)
         policies.plan_gathers(model)
         register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
-        weights.materialize(model, init)  # each rank keeps its rows
+        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model,

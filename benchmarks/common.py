@@ -87,7 +87,8 @@ class RandomWeights(weights.Loader):
             dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
             self.stored[weights.plain_name(name)] = shape, dtype
 
-    def _broadcast(self, name: str) -> torch.Tensor:
+    def broadcast(self, name: str) -> torch.Tensor:
+        """Return random numbers in place of rank 0's tensor."""
         shape, dtype = self.stored[name]
         return torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
 

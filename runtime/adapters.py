@@ -4,7 +4,6 @@ Works with any model. Needs peft, and for 4 bits bitsandbytes. All ranks call ea
 together.
 """
 
-import logging
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -19,7 +18,6 @@ from transformers.pytorch_utils import Conv1D
 
 from . import export, ranks, weights
 from .identity import checksum
-from .watchdog import touch
 
 
 def add(
@@ -35,7 +33,6 @@ def add(
     projections in NF4. The adapters' initial values are added to rank 0's `source`. Raise
     ValueError if a target is not a projection.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it logs a hint about CPU kernels
     import peft
 
     projections = _projections(model, blocks)
@@ -73,37 +70,24 @@ def add(
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     model.adapters = Lora(source)
-    if source:  # rank 0
-        source |= _first_values(model)
+    for name, parameter in model.named_parameters():
+        if source and model.adapters.is_saved(name):  # on rank 0, as peft initializes them
+            source[name] = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
 
 
 def _projections(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
     """Return the linear layers of the blocks, by name."""
-    projections = {}
-    for name, block in model.named_modules():
-        if isinstance(block, blocks):
-            for inner, module in block.named_modules():
-                # Llama 4's router is a Linear too, but returns a tuple.
-                if type(module).forward in (nn.Linear.forward, Conv1D.forward):
-                    projections[f"{name}.{inner}"] = module
-    return projections
+    inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
+    # Llama 4's router is a Linear too, but its forward returns a tuple.
+    linear = (nn.Linear.forward, Conv1D.forward)
+    return {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:
     """Return whether a projection may be in 4 bits. T5 checks the dtype of some."""
     return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
-
-
-def _first_values(model: nn.Module) -> weights.Source:
-    """Return the initial adapters by name: lora_A as peft initializes it, and zeros for
-    lora_B."""
-    values = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_A." in name:
-            values[name] = nn.init.kaiming_uniform_(torch.empty(parameter.shape), a=math.sqrt(5))
-        elif ".lora_B." in name:
-            values[name] = torch.zeros(parameter.shape)
-    return values
 
 
 class Lora:
@@ -130,7 +114,7 @@ class Lora:
 
     def export(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace,
-        before_each: Callable[[], None] = touch,
+        before_each: Callable[[], None],
     ) -> None:  # fmt: skip
         """Write the adapters, in fp32, as a directory that `PeftModel.from_pretrained` loads.
 
@@ -141,25 +125,22 @@ class Lora:
         for name, parameter in model.named_parameters():
             if self.is_saved(name):
                 before_each()
+                key = weights.WRAPPERS.sub("", name).replace(".default.", ".")
                 tensor = export.gather(parameter.detach(), torch.float32)
-                adapters[weights.WRAPPERS.sub("", name)] = tensor.cpu()
+                adapters[f"base_model.model.{key}"] = tensor.cpu()
+
+        def write_adapters() -> None:
+            save_file(adapters, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+            (config,) = model.peft_config.values()
+            config.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+
         with export.new_directory(path) as temporary:
             if args.merge:
                 merged = _merged(model, adapters, args, before_each)
                 export.write_model(model, merged, tokenizer, temporary, args)
             else:
-                ranks.on_rank_zero(_write_adapters, model, tokenizer, adapters, temporary)
-
-
-def _write_adapters(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, adapters: dict[str, Tensor],
-    directory: Path,
-) -> None:  # fmt: skip
-    named = {f"base_model.model.{k.replace('.default.', '.')}": x for k, x in adapters.items()}
-    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    (config,) = model.peft_config.values()
-    config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+                ranks.on_rank_zero(write_adapters)
 
 
 def _merged(
@@ -167,22 +148,21 @@ def _merged(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each tensor of the base: on rank 0 from the files, with the adapters'
     products added in fp32, on other ranks on meta."""
-    layers = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A"):
-            layers[weights.plain_name(f"{name}.weight")] = module
+    (config,) = model.peft_config.values()
     directory = ranks.on_rank_zero(weights.find_directory, args.model_name, weights.SETTINGS)
     kind = weights.library_class(type(model))
     base, source = weights.new_model(kind, model.config, directory)
     for name, tensor in export.whole_tensors(base, torch.float32, before_each):
         if source:  # rank 0
             tensor = export.gather(source[name], torch.float32)
-            if name in layers:
-                layer, stem = layers[name], name.removesuffix("weight")
-                lora_A = adapters[f"{stem}lora_A.default.weight"]  # [rank, width]
-                lora_B = adapters[f"{stem}lora_B.default.weight"]  # [outputs, rank]
-                product = lora_B @ lora_A * layer.scaling["default"]
+            layer = name.removesuffix(".weight")
+            key = f"base_model.model.{layer}"
+            if f"{key}.lora_A.weight" in adapters:
+                lora_A = adapters[f"{key}.lora_A.weight"]  # [rank, width]
+                lora_B = adapters[f"{key}.lora_B.weight"]  # [outputs, rank]
+                product = lora_B @ lora_A * (config.lora_alpha / config.r)
                 # Conv1D's weight is [width, outputs].
-                tensor = tensor + (product.T if layer.fan_in_fan_out else product)
+                is_conv = isinstance(base.get_submodule(layer), Conv1D)
+                tensor = tensor + (product.T if is_conv else product)
             tensor = export.gather(tensor, export.EXPORT_DTYPES[args.export_dtype])
         yield name, tensor

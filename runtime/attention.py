@@ -36,11 +36,8 @@ def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
         raise ValueError(f"--attention {name} needs a GPU of compute capability 8.0 or newer.")
     if precision == "fp32":
         raise ValueError(f"--attention {name} needs --precision bf16 or fp16.")
-    return varlen_of_torch() if name == "varlen" else flash_attn()
-
-
-def varlen_of_torch() -> Callable[..., Tensor]:
-    """Return PyTorch's attention kernel for documents of different lengths."""
+    if name == "flash":
+        return flash_attn()
     from torch.nn.attention.varlen import varlen_attn
 
     def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float):
@@ -69,9 +66,8 @@ def flash_attn() -> Callable[..., Tensor]:
         raise ValueError(f"--attention flash needs flash-attn ({'; '.join(errors)}). Install it.")
 
     def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float):
-        limits = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
-        limits |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
-        output = function(q, k, v, **limits, softmax_scale=scale, causal=True)
+        limits = (ends, ends, longest, longest)
+        output = function(q, k, v, *limits, softmax_scale=scale, causal=True)
         return output[0] if isinstance(output, tuple) else output
 
     flash.origin = f"{name} {getattr(module, '__version__', '3')}"
@@ -109,10 +105,8 @@ def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTr
     """Return the first attention that runs here and supports the model."""
     if not model_class._supports_sdpa:
         return "eager"
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    has_window = window is not None and window < args.max_seq_length
+    window = getattr(config, "sliding_window", None) or args.max_seq_length
+    has_window = getattr(config, "use_sliding_window", True) and window < args.max_seq_length
     # A compiled graph would break in `per_document`, the varlen kernel of a CPU.
     breaks = args.compile and ranks.accelerator() is None
     needs_mask = has_window or _needs_mask(args, config)
@@ -145,13 +139,12 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
             )
         batch, _, length, _ = query.shape
         features = {"attention_mask": attention_mask} | options
-        for harmless in ("position_ids", "cache_position", "use_cache"):
-            features.pop(harmless, None)
         if sliding_window is not None and sliding_window < (longest or length):
             features["sliding_window"] = sliding_window
         if is_causal is False or not getattr(module, "is_causal", True):
             features["is_causal=False"] = True
-        missing = [feature for feature, x in features.items() if isinstance(x, Tensor) or x]
+        used = {feature for feature, x in features.items() if isinstance(x, Tensor) or x}
+        missing = sorted(used - {"position_ids", "cache_position", "use_cache"})
         if missing:
             raise ValueError(
                 f"--attention flash and varlen do not support {', '.join(missing)}, which {name} "
@@ -168,9 +161,8 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
 
 def _needs_mask(args: Namespace, config: PretrainedConfig) -> bool:
     """Return whether layers have dropout or attend in chunks (Llama 4), which kernels lack."""
-    chunk = getattr(config, "attention_chunk_size", None)
-    has_chunks = chunk is not None and chunk < args.max_seq_length
-    return has_chunks or bool(getattr(config, "attention_dropout", 0.0))
+    chunk = getattr(config, "attention_chunk_size", None) or args.max_seq_length
+    return chunk < args.max_seq_length or bool(getattr(config, "attention_dropout", 0.0))
 
 
 def set_attention(

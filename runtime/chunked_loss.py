@@ -26,7 +26,9 @@ class LossHead(nn.Linear):
         token_loss: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         super().__init__(head.in_features, head.out_features, bias=head.bias is not None)
-        self.scale, self.cap = logit_scale_and_cap(config)
+        self.scale = getattr(config, "logit_scale", None) or 1.0  # Cohere's name for it
+        self.scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite's, of its inverse
+        self.cap = getattr(config, "final_logit_softcapping", None)
         self.token_loss = token_loss
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -54,10 +56,3 @@ class LossHead(nn.Linear):
         if self.cap is not None:
             logits = self.cap * torch.tanh(logits / self.cap)
         return logits
-
-
-def logit_scale_and_cap(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return the factor that a model config applies to the logits, and the cap on them or None."""
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere's name for it
-    scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite's name for its inverse
-    return scale, getattr(config, "final_logit_softcapping", None)

@@ -32,7 +32,7 @@ from .watchdog import touch
 from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FILE_BYTES = 5e9  # maximum size of a file; rank 0 holds two files
+FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
 
 
 def export_model(
@@ -50,7 +50,7 @@ def export_model(
 
 
 def whole_tensors(
-    model: nn.Module, dtype: torch.dtype, before_each: Callable[[], None] = touch
+    model: nn.Module, dtype: torch.dtype, before_each: Callable[[], None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each parameter and persistent buffer of a model, tied ones once.
 
@@ -89,20 +89,25 @@ def write_model(
     """
     # Transformers looks up its conversions by class, and knows only its own classes.
     with torch.device("meta"):
-        like = library_class(type(model))(model.config)
+        like = library_class(type(model))(copy.deepcopy(model.config))
     like._weight_conversions = getattr(model, "_weight_conversions", None)
     files: list[Future] = []
     with ThreadPoolExecutor(1) as thread:
         for content in _contents(tensors):
             wait(files)
-            files.append(thread.submit(_save, like, content, directory / f"{len(files):05d}"))
+            path = directory / f"model-{len(files) + 1:05d}.safetensors"
+            files.append(thread.submit(_save, like, content, path))
 
     def finish() -> None:
-        _name_files([file.result() for file in files], directory)
-        config = copy.deepcopy(model.config)
-        config.architectures = [library_class(type(model)).__name__]
-        config.dtype = EXPORT_DTYPES[args.export_dtype]
-        config.save_pretrained(directory)
+        weight_map = {key: name for file in files for key, name in file.result().items()}
+        if len(files) == 1:
+            (directory / "model-00001.safetensors").rename(directory / "model.safetensors")
+        else:
+            index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
+            (directory / "model.safetensors.index.json").write_text(index)
+        like.config.architectures = [type(like).__name__]
+        like.config.dtype = EXPORT_DTYPES[args.export_dtype]
+        like.config.save_pretrained(directory)
         generation = model.generation_config.to_json_string()  # save_pretrained may reject it
         (directory / "generation_config.json").write_text(generation)
         tokenizer.save_pretrained(directory)
@@ -116,43 +121,26 @@ def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
     A layer is not split across files, because a conversion may need all of it.
     """
     held: dict[str, Tensor] = {}
-    size = 0
-    for _, group in itertools.groupby(tensors, lambda item: IN_LAYER.sub(r"\1", item[0])):
-        # All ranks gather the tensors, but only rank 0 copies them.
-        layer = {name: x.to("cpu", copy=True) for name, x in group if dist.get_rank() == 0}
-        nbytes = sum(tensor.nbytes for tensor in layer.values())
-        if held and size + nbytes > FILE_BYTES:
+    for _, layer in itertools.groupby(tensors, lambda item: IN_LAYER.sub(r"\1", item[0])):
+        for name, tensor in layer:  # gathered by all ranks
+            if dist.get_rank() == 0:
+                held[name] = tensor.to("cpu", copy=True)
+        if sum(tensor.nbytes for tensor in held.values()) > FILE_BYTES:
             yield held
-            held, size = {}, 0
-        held |= layer
-        size += nbytes
+            held = {}
     if held:
         yield held
 
 
-def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> list[str]:
-    """Write tensors to a safetensors file as `save_pretrained` does; return their keys."""
+def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
+    """Write tensors by name as `save_pretrained` does; return the file's name for each key."""
     stored = revert_weight_conversion(model, tensors)
     stored = {key: tensor.contiguous() for key, tensor in stored.items()}
     try:
         save_file(stored, path, {"format": "pt"})
     except SafetensorError as error:  # for example on a full disk
         raise OSError(str(error)) from None
-    return list(stored)
-
-
-def _name_files(keys: list[list[str]], directory: Path) -> None:
-    """Rename the files that `_save` wrote to their final names, and write their index."""
-    weight_map = {}
-    for number, own in enumerate(keys):
-        name = f"model-{number + 1:05d}-of-{len(keys):05d}.safetensors"
-        if len(keys) == 1:
-            name = "model.safetensors"
-        (directory / f"{number:05d}").rename(directory / name)
-        weight_map |= dict.fromkeys(own, name)
-    if len(keys) > 1:
-        index = {"metadata": {}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return dict.fromkeys(stored, path.name)
 
 
 def copy_export(source: Path, path: Path) -> None:

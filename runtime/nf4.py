@@ -6,7 +6,7 @@ the scale of 64 weights (the largest of them), and 32 for every 256 scales.
 
 import torch
 from bitsandbytes import matmul_4bit
-from bitsandbytes.functional import QuantState, quantize_4bit
+from bitsandbytes.functional import quantize_4bit
 from torch import Tensor, nn
 
 BLOCK = 64  # weights that share a scale
@@ -24,10 +24,10 @@ class Linear4bit(nn.Linear):
         super().__init__(width, outputs, bias=False, device="meta")
         self.bias = linear.bias
         self.dtype = dtype  # of the computation
-        self.quant_state: QuantState | None = None
+        self.quant_state = None
         packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.weight.whole_shape = (outputs, width)
+        self.weight.whole_shape = linear.weight.shape
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.

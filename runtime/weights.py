@@ -15,7 +15,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -51,7 +56,7 @@ def plain_name(name: str) -> str:
 
 def whole_shape(parameter: Tensor) -> torch.Size:
     """Return a parameter's shape before wrapping and before packing into 4 bits."""
-    return torch.Size(getattr(parameter, "whole_shape", parameter.shape))
+    return getattr(parameter, "whole_shape", parameter.shape)
 
 
 def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:
@@ -82,10 +87,10 @@ def open_model(
     """
     patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = first_on_node(find_directory, name, patterns)
-    if (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
+    if not (directory / "config.json").is_file():
         raise ValueError(
-            f"--model-name {name} contains adapters, not a model. Pass the model that they were "
-            "trained on, with the training's --output-dir and --lora-rank, or export with --merge."
+            f"--model-name {name} has no config.json. Pass a model; for adapters the one that they "
+            "were trained on, with their --output-dir and --lora-rank, or export with --merge."
         )
     # Python code in a directory is never run.
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -107,12 +112,13 @@ def find_directory(name: str, patterns: list[str]) -> Path:
         return Path(name)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, HFValidationError) as error:  # gated, unknown, or no network and no cache
-        reason = " ".join(str(error).split())
-    raise ValueError(
-        f"--model-name {name} is not a directory, and its download fails: {reason} Check the "
-        "name, set HF_TOKEN or HF_HOME, or pass a directory that contains the model."
-    )
+    except GatedRepoError:
+        problem = f"is gated. Accept its license at https://huggingface.co/{name}, and set HF_TOKEN"
+    except (RepositoryNotFoundError, HFValidationError):
+        problem = "is neither a directory nor a model on the hub. If it is private, set HF_TOKEN"
+    except LocalEntryNotFoundError as error:
+        problem = f"is not cached, and the hub cannot be reached ({error.__cause__!r}). Set HF_HOME"
+    raise ValueError(f"--model-name {name} {problem}, or pass a directory that contains the model.")
 
 
 def text_config(
@@ -134,8 +140,9 @@ def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a directory; raise ValueError if it does not fit the vocabulary."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{directory} has no valid tokenizer ({error}). Save one.") from None
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{directory} has no valid tokenizer ({reason}). Save one.") from None
     # Without their files, Transformers creates some tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # empty if bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
@@ -160,23 +167,26 @@ def _open_files(directory: Path, reads_layers: bool) -> Source:
     """Map a directory's safetensors files; return their tensors by key.
 
     If `reads_layers` is false, only tensors outside of numbered layers have values, which determine
-    the tied weights. Raise ValueError if a file cannot be read.
+    the tied weights. Raise OSError if a file cannot be read.
     """
-    names = ["model.safetensors"]
+    path = directory / "model.safetensors"
+    index = directory / "model.safetensors.index.json"
+    paths = [path]
     tensors: Source = {}
-    path = directory / "model.safetensors.index.json"
     try:
-        if path.is_file():
-            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        for path in [directory / name for name in names]:
+        if index.is_file() and not path.is_file():
+            path = index
+            names = json.loads(path.read_text())["weight_map"].values()
+            paths = sorted({directory / name for name in names})
+        for path in paths:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (it is not a dict)
                     tensor = file.get_tensor(key)
                     if not reads_layers and IN_LAYER.search(key):
                         tensor = tensor.to("meta")
                     tensors[key] = tensor.as_subclass(_Stored)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        raise ValueError(
+    except (OSError, SafetensorError, ValueError) as error:
+        raise OSError(
             f"{path} cannot be read ({error!r}). Download it again, or convert other formats with "
             "from_pretrained and save_pretrained."
         ) from None
@@ -184,31 +194,22 @@ def _open_files(directory: Path, reads_layers: bool) -> Source:
 
 
 def read_model(
-    kind: type[PreTrainedModel],
-    config: PretrainedConfig,
-    directory: Path,
-    reads_layers: bool = True,
+    kind: type[PreTrainedModel], config: PretrainedConfig, directory: Path, reads_layers: bool
 ) -> PreTrainedModel:
     """Return the model in a directory as Transformers loads it in fp32, but with its weights in the
     dtype of its files.
 
-    Weights that need no conversion are views of the mapped files. Rank 0 only. Raise ValueError if
-    the files cannot be read or do not contain this model.
+    Weights that need no conversion are views of the mapped files. Only the text part of a
+    multimodal model is read. Rank 0 only. Raise ValueError if the files lack a part of the model.
     """
     tensors = _open_files(directory, reads_layers)
-    text = {key: tensor for key, tensor in tensors.items() if key.startswith(TEXT_PART)}
-    if text:
-        print(f"{directory}: {len(tensors) - len(text)} tensors outside the text part are left out")
-        tensors = {key.removeprefix(TEXT_PART): tensor for key, tensor in text.items()}
+    text = {k.removeprefix(TEXT_PART): x for k, x in tensors.items() if k.startswith(TEXT_PART)}
     transformers.logging.disable_progress_bar()
-    try:
-        # The report lists shapes that do not match.
-        options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, report = library_class(kind).from_pretrained(
-            None, config=config, state_dict=tensors, dtype=torch.float32, **options
-        )
-    except RuntimeError as error:
-        raise ValueError(f"{directory} cannot be converted: {error}") from None
+    # The report lists shapes that do not match.
+    options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, report = library_class(kind).from_pretrained(
+        None, config=config, state_dict=text or tensors, dtype=torch.float32, **options
+    )
     problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
         raise ValueError(f"{directory} does not contain this model; {problems}. Check its files.")
@@ -223,7 +224,7 @@ def new_model(
 
     Weights are tied as in Transformers' model, because T5's config does not show whether its head
     is tied. Without `needs_weights`, before a checkpoint is loaded, only buffers have values. Raise
-    ValueError on all ranks if the files do not contain the model.
+    ValueError or OSError on all ranks if the files do not contain the model.
     """
     with torch.device("meta"):
         model = kind(config)
@@ -237,14 +238,13 @@ def new_model(
             loaded = read_model(kind, config, directory, needs_weights)
             model._weight_conversions = loaded._weight_conversions  # exports revert them
         for name, tensor in tensors_of(loaded):
-            source[name] = tensor.detach().as_subclass(Tensor)
-            if isinstance(tensor, nn.Parameter) and not needs_weights:
-                source[name] = source[name].to("meta")
+            if needs_weights or not isinstance(tensor, nn.Parameter):
+                source[name] = tensor.detach().as_subclass(Tensor)
         return first_names(loaded)
 
     firsts = on_rank_zero(read)
     for name, first in first_names(model).items():
-        if first != name and firsts[name] == name:
+        if firsts[name] == name != first:  # rank 0's model has every name
             module, _, key = name.rpartition(".")
             untied = nn.Parameter(torch.empty_like(model.get_parameter(name)))
             setattr(model.get_submodule(module), key, untied)
@@ -256,9 +256,9 @@ def new_model(
 class Loader:
     """Load the tensors of a meta model on `device`, in the dtypes of the meta tensors.
 
-    FSDP1 takes `fill` as `param_init_fn`. Call `materialize` after sharding by FSDP2, and before
-    wrapping in DDP. Rank 0 broadcasts each tensor in the dtype of its file, and each rank casts it
-    on the device and keeps its shard. Tensors that are on meta in `source` are only allocated.
+    FSDP1 takes `fill` as `param_init_fn`. Call `model.apply(fill)` after sharding by FSDP2, and
+    before wrapping in DDP. Rank 0 broadcasts each tensor in the dtype of its file, and each rank
+    casts it on the device and keeps its shard. Tensors without a source are only allocated.
     """
 
     def __init__(
@@ -267,8 +267,7 @@ class Loader:
         self.device = device
         self.shard_device = torch.device("cpu") if args.cpu_offload else device  # of DTensors
         self.source = source
-        stored = {name: (x.shape, x.dtype, x.is_meta) for name, x in source.items()}
-        self.stored = on_rank_zero(lambda: stored)
+        self.stored = on_rank_zero(dict, {n: (x.shape, x.dtype) for n, x in source.items()})
         # All places of each tensor: more than one if it is tied.
         self.places: dict[tuple[nn.Module, str], list[Place]] = {}
         tied: dict[str, list[Place]] = defaultdict(list)
@@ -295,15 +294,10 @@ class Loader:
 
     def _receive(self, module: nn.Module, meta: Tensor, name: str) -> Tensor:
         """Return this rank's part of rank 0's tensor `name`, to replace a module's `meta`."""
-        shape, dtype, is_unread = self.stored[name]
         device = self.shard_device if isinstance(meta, DTensor) else self.device
-        if is_unread:
+        if name not in self.stored:
             return torch.empty_like(meta, device=device)
-        if dist.get_rank() == 0:
-            tensor = self.source[name].to(self.device).contiguous()
-        else:
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.broadcast(tensor, src=0)
+        tensor = self.broadcast(name)
         if hasattr(module, "quantize") and meta is module.weight:
             tensor = module.quantize(tensor.float())
         if isinstance(meta, DTensor):
@@ -312,8 +306,12 @@ class Loader:
         # Rank 0's tensor may be a view of the mapped file.
         return tensor.to(meta.dtype, copy=dist.get_rank() == 0).to(device)
 
-
-def materialize(model: nn.Module, init: Init) -> None:
-    """Load all modules of a model on meta with `init`, outer ones first."""
-    for module in model.modules():
-        init(module)
+    def broadcast(self, name: str) -> Tensor:
+        """Return rank 0's tensor `name`, whole and on the device."""
+        if dist.get_rank() == 0:
+            tensor = self.source[name].to(self.device).contiguous()
+        else:
+            shape, dtype = self.stored[name]
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return tensor

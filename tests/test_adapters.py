@@ -221,7 +221,7 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     words[words.index("--output-dir") + 1] = str(tmp_path / "nothing")
     for more, said in (
         ([], "--evaluate-only needs adapters in"),
-        (["--model-name", str(run / "final")], "final contains adapters, not a model"),
+        (["--model-name", str(run / "final")], "final has no config.json"),
     ):
         with pytest.raises(SystemExit):
             llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, *more]))

@@ -47,7 +47,7 @@ def test_pickled_weights_are_refused(alone, llama_directory, mark, tmp_path):
     shutil.copy(llama_directory / "config.json", directory)
     torch.save({"lm_head.weight": Hostile(mark)}, directory / "pytorch_model.bin")
     config = LlamaConfig.from_pretrained(directory)
-    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
+    with pytest.raises(OSError, match="model.safetensors cannot be read"):
         weights.new_model(LlamaForCausalLM, config, directory)
     assert not mark.exists()
 

@@ -40,14 +40,14 @@ def wrap(model: nn.Module, fill: weights.Init, way: str) -> nn.Module:
     blocks = {type(layer) for layers in model.modules() if isinstance(layers, nn.ModuleList)
               for layer in layers if type(layer).__name__.endswith(("Block", "Layer"))}  # fmt: skip
     if way == "ddp":
-        weights.materialize(model, fill)
+        model.apply(fill)
         return DDP(model)
     if way == "fsdp2":
         for module in model.modules():
             if type(module) in blocks:
                 fully_shard(module)
         fully_shard(model)
-        weights.materialize(model, fill)
+        model.apply(fill)
         return model
     return FSDP(
         model,
