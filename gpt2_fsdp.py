@@ -122,7 +122,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy in nats, summed over the targets; a target of -100 does not count.
 
     `logits` are fp32 [positions, vocabulary], `targets` int64 [positions]. To train on more terms,
-    or log more sums, return `torch.stack([cross_entropy, other])`.
+    or log more sums, return `torch.stack([cross_entropy, other])`, and index it where it is used.
     """
     return F.cross_entropy(logits, targets, reduction="sum")
 
@@ -302,7 +302,7 @@ def train(
             run.log_validation(validation(args, model, val_loaders, run))
         if step.due(args.save_every):
             run.save()
-    return True
+    return True  # then fsdp_main exports final/
 
 
 @torch.no_grad()

@@ -199,7 +199,10 @@ class Driven(OffRecord):
 
     def save(self, keep: int = 9) -> Path:
         """Save a checkpoint in the output directory; return its path."""
-        checkpoints.Saver(self.directory, self.state, keep, full=False).save()
+        args = Namespace(
+            **vars(self.args) | {"keep_checkpoints": keep, "checkpoint_type": "sharded"}
+        )
+        checkpoints.Saver(args, self.directory, self.state).save()
         return self.directory / f"checkpoints/step-{self.state.step:08d}"
 
 

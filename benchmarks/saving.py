@@ -89,12 +89,8 @@ class Ours:
     def begin(self, checkpoint: Path | None = None) -> float:
         """Prepare the first step; return the time when model and optimizer were ready."""
         self.run = Resumed(llama_fsdp, self.args, self.device, checkpoint, NO_DATA)
-        args, state = self.args, self.run.state
-        group = dist.new_group(backend="gloo") if args.async_save else None
-        is_full = args.checkpoint_type == "full"
-        self.saver = Saver(
-            self.run.directory, state, args.keep_checkpoints, is_full, group, saved_step=state.step
-        )
+        state = self.run.state
+        self.saver = Saver(self.args, self.run.directory, state, saved_step=state.step)
         return self.run.restored
 
     def step(self) -> None:

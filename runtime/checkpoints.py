@@ -13,6 +13,7 @@ import zlib
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,29 +44,26 @@ OWN = " (this rank's)"  # suffix of the names of tensors that differ between ran
 torch.serialization.set_crc32_options(False)
 
 
-class SaveError(OSError):
-    """Two saves in a row failed, or the last save or export did."""
-
-
 class Saver:
     """Save `state` in `directory`/checkpoints, and count failed saves.
 
     A failed save prints a line, and the next save tries again. The second failure in a row raises
-    SaveError. With `group`, a gloo group for saves only, a save waits for the previous one, copies
-    the state to host memory and returns. `saved_step` is the step that was saved last.
+    OSError. With --async-save, a save waits for the previous one, copies the state to host memory
+    and returns. `saved_step` is the step that was saved last.
     """
 
     def __init__(
-        self, directory: Path, state: TrainState, keep: int, full: bool = False,
-        group: dist.ProcessGroup | None = None, saved_step: int = 0,
-    ):  # fmt: skip
+        self, args: Namespace, directory: Path, state: TrainState, saved_step: int = 0
+    ) -> None:
+        self.args = args
         self.directory = directory / "checkpoints"
         self.state = state
-        self.keep = keep
-        self.full = full
-        self.group = group
         self.saved_step = saved_step
         self.failures = 0  # in a row
+        self.group: dist.ProcessGroup | None = None  # for saves in the background only
+        if args.async_save:
+            limit = timedelta(minutes=args.timeout_minutes)
+            self.group = dist.new_group(backend="gloo", timeout=limit)
         self.under_way: Future | None = None  # a save in the background
         self._path = self.directory  # of the last save
         is_on_gpu = state.optimizer.param_groups[0]["params"][0].device.type != "cpu"
@@ -80,7 +78,7 @@ class Saver:
             return False
         self.saved_step = state.step
         self._path = self.directory / f"step-{state.step:08d}"
-        writer = _Writer(self._path, state, self.full)
+        writer = _Writer(self._path, state, self.args.checkpoint_type == "full")
         tensors = _all_tensors(state)
         if self.group is None:
             save = partial(dcp.save, storage_writer=writer, process_group=ranks.cpu_group())
@@ -108,10 +106,10 @@ class Saver:
             self._attempt(under_way.result)
 
     def finish(self) -> None:
-        """Wait for a save in the background; raise SaveError if the last save failed."""
+        """Wait for a save in the background; raise OSError if the last save failed."""
         self.wait()
         if self.failures:
-            raise SaveError("The last save failed. Free disk space, then run the same command.")
+            raise OSError("The last save failed. Free disk space, then run the same command.")
 
     def _attempt(self, function: Callable[..., Any], *args: Any) -> None:
         is_first = dist.get_rank() == 0
@@ -127,12 +125,12 @@ class Saver:
             reason = str(error.__cause__ or error).splitlines()[0]
             text = f"{self._path} could not be saved ({reason}). Is the disk full?"
             if self.failures > 1:
-                raise SaveError(f"{text} This is the second failure in a row.") from None
+                raise OSError(f"{text} This is the second failure in a row.") from None
             ranks.say(f"{text} The next save tries again.")
             return
         self.failures = 0
         if is_first:
-            prune(self.directory, self.keep, step_of(self._path))
+            prune(self.directory, self.args.keep_checkpoints, step_of(self._path))
 
 
 class _Writer(dcp.FileSystemWriter):

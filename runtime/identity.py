@@ -42,17 +42,21 @@ def of_model(args: Namespace, script: str, model: nn.Module, tokenizer: Tokenize
     return identity | (adapters.identity(args, model) if adapters else {})
 
 
-def of_data(args: Namespace, loader: DataLoader | None, val_loaders: dict) -> dict[str, Any]:
-    """Return the identity of data, batch and seed; raise ValueError if nodes differ. All ranks."""
-    sets = {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
-    identity = {"--seed": args.seed}
-    if loader is not None:
-        sets["training data"] = loader.dataset
-        identity["global batch"] = loader.batch_sampler.global_batch
-        identity["--group-by-length"] = loader.batch_sampler.lengths is not None
-    is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # the node has one copy of the files
-    mine = {name: fingerprint(dataset) for name, dataset in sets.items()} if is_first else {}
-    return compare_ranks(mine) | identity
+def of_data(args: Namespace, loader: DataLoader, val_loaders: dict) -> dict[str, Any]:
+    """Return the identity of data, batch and seed; raise ValueError if ranks differ. All ranks."""
+    sets = {"training data": loader.dataset}
+    sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
+    if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the node has one copy of the files
+        sets = {name: x for name, x in sets.items() if not isinstance(rows_of(x), Dataset)}
+    identity = compare_ranks({name: fingerprint(dataset) for name, dataset in sets.items()})
+    sampler = loader.batch_sampler
+    identity |= {"--seed": args.seed, "global batch": sampler.global_batch}
+    return identity | {"--group-by-length": sampler.lengths is not None}
+
+
+def rows_of(dataset: Any) -> Any:
+    """Return the rows from which a data set makes its samples."""
+    return getattr(dataset, "dataset", dataset)
 
 
 def fingerprint(dataset: Any) -> str:
@@ -61,9 +65,8 @@ def fingerprint(dataset: Any) -> str:
     # The repr of an array omits numbers.
     text = json.dumps(samples, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
     crc = zlib.crc32(text.encode())
-    rows = getattr(dataset, "dataset", dataset)
-    if isinstance(rows, Dataset):
-        crc = readers.content_sum(rows, crc)
+    if isinstance(rows_of(dataset), Dataset):
+        crc = readers.content_sum(rows_of(dataset), crc)
     return f"{len(dataset):,} samples, crc {crc:08x}"
 
 
@@ -90,7 +93,7 @@ def compare(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
     if not differing:
         return
     pairs = [f"{name} is {here[name]}, was {saved.get(name)}" for name in differing]
-    remedy = "Pass the flags, model and data of that run, or another --output-dir."
+    remedy = "Use the flags, model, data and optimizer of that run, or another --output-dir."
     if "global batch" in differing:
         batch = saved["global batch"]
         remedy += f" --global-batch-size {batch} keeps the batch if the processes divide {batch}."

@@ -15,7 +15,7 @@ from .ranks import true_on_any
 # Suffixes of config fields that are set to 0. With layerdrop, ranks would skip different layers and
 # wait for each other forever. With rescale_every, validation would permanently divide weights.
 SWITCHED_OFF = ("layerdrop", "rescale_every")
-TINY_LIMIT = 50_000_000  # parameters that --model-name tiny may have
+TINY_LIMIT = 10_000_000  # parameters that --model-name tiny may have
 
 
 def fit_config(

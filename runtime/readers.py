@@ -216,7 +216,7 @@ def samples(
         except (ValueError, TypeError, AttributeError) as error:
             if len(some) > 1:
                 return [make([row], [i])[0] for row, i in zip(some, numbers, strict=True)]
-            problem = f"{name}, row {numbers[0]}: {shorten(str(error))}"
+            problem = f"{name}, row {numbers[0]}: {shorten(getattr(error, 'msg', str(error)))}"
             if args.bad_rows == "fail":
                 advice = "Correct it, or pass --bad-rows skip."
                 raise ValueError(f"{problem}. {advice}") from None

@@ -1,6 +1,7 @@
 """A run: OUTPUT_DIR, its lock and status, its log, saves, exports and end."""
 
 import contextlib
+import inspect
 import json
 import os
 import shutil
@@ -8,7 +9,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -170,6 +170,11 @@ class Run:
         args = self.args
         if self._identity is None:
             raise RuntimeError("Call run.describe(model, tokenizer) before wrapping the model.")
+        try:
+            inspect.signature(type(optimizer).step).bind(optimizer, closure=None)
+        except TypeError:
+            text = f"{type(optimizer).__name__}.step needs an argument closure=None"
+            raise RuntimeError(f"{text}, which PyTorch passes when a run resumes.") from None
         whole = self._identity | identity.of_data(args, loader, val_loaders)
         whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # its state is AdamW's
         whole["run.restore's further arguments"] = sorted(others)
@@ -193,11 +198,7 @@ class Run:
             return False
         if self.checkpoint is not None:
             ranks.say(f"Resuming at step {state.step} of {total} from {self.checkpoint.name}")
-        limit = timedelta(minutes=args.timeout_minutes)
-        group = dist.new_group(backend="gloo", timeout=limit) if args.async_save else None
-        is_full = args.checkpoint_type == "full"
-        keep = args.keep_checkpoints
-        self.saver = Saver(self.directory, state, keep, is_full, group, saved_step=state.step)
+        self.saver = Saver(args, self.directory, state, saved_step=state.step)
         self._write_status("running")
         self.metrics = Metrics(args, self.directory, self.script, state)
         self._stack.callback(self.metrics.close)
@@ -207,13 +208,17 @@ class Run:
     @property
     def needs_validation(self) -> bool:
         """True if a validation is due before the next step: the first, or an interrupted one."""
+        self._check_begun()
         return self.state.step == 0 or self.state.validation_due
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
         """Yield the remaining steps. Raise Stopped on all ranks if one was asked to stop."""
-        if self.metrics is None:
-            raise RuntimeError("Call run.begin() before run.steps(loader).")
+        self._check_begun()
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
+
+    def _check_begun(self) -> None:
+        if self.metrics is None:
+            raise RuntimeError("Call run.begin() after run.restore(...). Train if it returns True.")
 
     def progress(self, loader: DataLoader, text: str) -> Iterator[Batch]:
         """Yield the batches of a validation loader, with a progress bar. Raise Stopped on all ranks

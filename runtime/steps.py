@@ -59,6 +59,7 @@ class Step:
     def __enter__(self) -> None:
         steps, state = self.steps, self.steps.state
         self._start = time.perf_counter()
+        self._scheduled = state.scheduler.last_epoch
         self._batches = list(self._fetch)
         if steps.is_stopping:
             steps.check()
@@ -123,6 +124,16 @@ class Step:
         if self._numbers is None:
             raise RuntimeError("Call step.guard(optimizer, loss, grad_norm) before the optimizer.")
         steps, state, args = self.steps, self.steps.state, self.steps.args
+        if state.scheduler.last_epoch == self._scheduled:
+            raise RuntimeError(
+                "The learning rate stays as it is. Call scheduler.step() in each step."
+            )
+        if any(
+            p.grad is not None for group in state.optimizer.param_groups for p in group["params"]
+        ):
+            raise RuntimeError(
+                "Gradients are left. Call optimizer.zero_grad() at the end of a step."
+            )
         state.step += 1
         state.consumed += len(self.samples)
         _, tokens, asked = self._counts.read()  # the device finished them before the step

@@ -276,7 +276,7 @@ class Loader:
             module = model.get_submodule(path)
             tied[first].append((plain_name(name), module, key))
             self.places[module, key] = tied[first]
-        self.progress = Progress("load", len(tied), " tensors")
+        self.progress = Progress("load", len(tied), "tensor")
 
     def fill(self, module: nn.Module) -> None:
         """Load the tensors of a module, without its submodules; all ranks, in the same order."""

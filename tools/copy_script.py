@@ -40,7 +40,11 @@ def needed_files(path: Path, known: set[Path] | None = None) -> set[Path]:
 def main() -> None:
     """Copy a script and its modules; print the number of lines and the path of each file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("script", choices=["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
+    parser.add_argument(
+        "script",
+        type=lambda path: Path(path).name,
+        choices=["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"],
+    )
     parser.add_argument("directory", type=Path, help="created if it does not exist")
     args = parser.parse_args()
     if args.directory.is_dir() and any(args.directory.iterdir()):

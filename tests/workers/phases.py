@@ -15,7 +15,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
-import policies
 from runtime import checkpoints, readers, run
 from runtime.steps import Step
 
@@ -34,7 +33,7 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
         "step": (Step, "__enter__", later),
         "validation": (script, "validation", later),
         "save": (checkpoints._Writer, "write_data", None),
-        "generation": (policies, "generation", None),
+        "generation": (script, "generation", None),
         "best export": (run.Run, "_export", None),
         "export": (run.Run, "export", None),
     }

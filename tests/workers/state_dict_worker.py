@@ -101,16 +101,15 @@ def main() -> None:
 def saved_and_resumed(args: Namespace, device: torch.device) -> dict:
     """Save twice, the first time to import what a save needs, then resume a fresh state."""
     directory = Path(args.output_dir)
-    full = args.checkpoint_type == "full"
     driven = prepared(args, device, 2)
     state = driven.state
-    checkpoints.Saver(directory, state, 2, full).save()
+    checkpoints.Saver(args, directory, state).save()
     units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
     found = {
         "shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters()),
         "unit": 4 * max(sizes, default=0),  # none under FSDP2, of which a state dict gathers none
-        "save": peaks(checkpoints.Saver(directory, state, 2, full).save),
+        "save": peaks(checkpoints.Saver(args, directory, state).save),
         "momentum_saved": momentum(state),
     }
     driven.end()
