@@ -118,7 +118,6 @@ class Metrics:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "git": subprocess.getoutput(git),
-            "identity": state.identity,
             "arguments": vars(args),
         }
         self._write("start", settings)

@@ -12,7 +12,6 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -199,5 +198,5 @@ def trace(args: Namespace, step: int) -> contextlib.AbstractContextManager:
     """Return a profiler of rank 0's CPU and GPU if `step` is that of --profile."""
     if step != args.profile or dist.get_rank() != 0:
         return contextlib.nullcontext()
-    path = Path(args.output_dir) / f"trace-step-{step}.json.gz"
-    return torch.profiler.profile(on_trace_ready=lambda x: x.export_chrome_trace(str(path)))
+    path = f"{args.output_dir}/trace-step-{step}.json.gz"
+    return torch.profiler.profile(on_trace_ready=lambda x: x.export_chrome_trace(path))

@@ -157,6 +157,12 @@ def test_average_of_the_weights_resumes(fsdp, two_ranks):
      "Call step.guard"),
     ("            run.describe(model, tokenizer)\n", "", "Call run.describe"),
     ("        with step:\n", "        if step:\n", "The step was not entered"),
+    ("            optimizer.zero_grad()\n", "", "Call optimizer.zero_grad"),
+    ("            scheduler.step() ", "            # ", "Call scheduler.step"),
+    ("torch.optim.AdamW(groups, lr=args.lr, fused=True)",
+     "type('Own', (torch.optim.SGD,), {'step': lambda self: None})(groups)",
+     "needs an argument closure=None"),
+    ("    if not run.begin():\n        return False\n", "", "Call run.begin"),
 ])  # fmt: skip
 def test_incomplete_loop_fails_in_its_first_step(old, new, said, tmp_path):
     script = copied("gpt2_fsdp", {old: new})
