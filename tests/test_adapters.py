@@ -285,7 +285,7 @@ def test_one_rank_resumes_two_and_merges_like_peft(flags, wide_llama, tmp_path):
 def test_merge_names_a_base_that_cannot_be_read(damage, alone, llama_directory, tmp_path):
     """And leaves no export."""
     base = Path(shutil.copytree(llama_directory, tmp_path / "base"))
-    flags = ["--model-name", str(base), *LORA, "--merge"]
+    flags = ["--model-name", str(base), *LORA, "--merge", "--max-seq-length", "64"]
     args = llama_fsdp.parse_args([*flags, "--output-dir", str(tmp_path)])
     model, tokenizer, init = llama_fsdp.load_model(args, torch.device("cpu"))
     model.apply(init)
