@@ -282,6 +282,21 @@ def test_one_rank_resumes_two_and_merges_like_peft(flags, wide_llama, tmp_path):
     assert held_out_loss(again, flags) == pytest.approx(losses(whole, "val")[8], rel=1e-5)
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"")])
+def test_merge_names_a_base_that_cannot_be_read(damage, alone, llama_directory, tmp_path):
+    """And leaves no export."""
+    base = Path(shutil.copytree(llama_directory, tmp_path / "base"))
+    flags = ["--model-name", str(base), *LORA, "--merge", "--max-seq-length", "64"]
+    args = llama_fsdp.parse_args([*flags, "--output-dir", str(tmp_path)])
+    model, tokenizer, init = llama_fsdp.load_model(args, torch.device("cpu"))
+    model.apply(init)
+    file = min(base.glob("*.safetensors"))
+    damage(file)
+    with pytest.raises(OSError, match=f"{file} cannot be read .*Download it again"):
+        model.adapters.export(model, tokenizer, tmp_path / "final", args, lambda: None)
+    assert not (tmp_path / "final").exists()
+
+
 T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.py
     ("from runtime import arguments,", "from runtime import adapters, arguments, lora,"),
     (
