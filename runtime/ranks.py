@@ -147,11 +147,6 @@ def first_on_node(function: Callable[..., Any], *args: Any) -> Any:
     return results[0]
 
 
-def ranks_where(condition: bool) -> list[int]:
-    """Return the ranks on which `condition` is true."""
-    return [rank for rank, value in enumerate(on_every_rank(lambda: condition)) if value]
-
-
 def true_on_any(condition: bool) -> bool:
     """Return whether `condition` is true on any rank."""
     flag = torch.tensor(int(condition))

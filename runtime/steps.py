@@ -109,7 +109,8 @@ class Step:
         if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
             return
         count = dist.get_world_size()
-        bad_ranks = ranks.ranks_where(not math.isfinite(loss))
+        flags = ranks.on_every_rank(lambda: not math.isfinite(loss))
+        bad_ranks = [rank for rank, is_bad in enumerate(flags) if is_bad]
         suspects = [i for rank in bad_ranks or range(count) for i in samples[rank::count]]
         ranks.exit_with(
             f"Step {step}: gradient norm {grad_norm} at loss scale {scaler.get_scale():g}, "

@@ -45,9 +45,9 @@ def test_fp16_steps_are_near_fp32_and_resume_the_scale(script, strategy, results
 def test_overflow_changes_no_weight_and_halves_the_scale(script, strategy, results):
     """A scale below 1 ends the run. The schedule counts the step."""
     steps = results[f"{script} {strategy}"]["overflows"]
-    moved = {"changed": [0, 1], "scale": 1, "schedule": 1, "ended": []}
-    skipped = {"changed": [], "scale": 0.5, "schedule": 1, "ended": []}
-    ended = skipped | {"ended": [0, 1]}
+    moved = {"changed": [True] * 2, "scale": 1, "schedule": 1, "ended": [False] * 2}
+    skipped = moved | {"changed": [False] * 2, "scale": 0.5}
+    ended = skipped | {"ended": [True] * 2}
     expected = {"loss": skipped, "shard": skipped, "none": moved, "last": ended}
     if strategy == "ddp":
         del expected["shard"]

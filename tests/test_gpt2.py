@@ -128,7 +128,7 @@ def test_step_never_waits_for_the_device(two_ranks):
 def test_bad_step_changes_nothing_and_is_reported(two_ranks):
     for name in ("full_shard", "fsdp2", "ddp"):
         (changed, infinite), (changed_by_empty, empty) = two_ranks[name]["bad"].values()
-        assert changed == changed_by_empty == [], name
+        assert not changed and not changed_by_empty, name
         assert "Step 11: gradient norm" in infinite and "ranks [1], samples [8]. Lower" in infinite
         assert "Step 12 has no target tokens, in samples [7, 8]" in empty
 
@@ -139,7 +139,7 @@ def test_unfused_optimizer_resumes_and_skips_nan_steps(name, two_ranks):
     (losses, parameters), (again, their_parameters) = found["runs"]
     assert losses == again and len(losses) == 2
     assert all(map(torch.equal, parameters, their_parameters))
-    assert found["changed"] == []
+    assert not found["changed"]
     assert found["said"].count("Step 6: gradient norm nan") == 1
 
 

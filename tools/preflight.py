@@ -50,10 +50,7 @@ ROUNDS = 5
 TOLERANCE = 0.1  # relative time above the others that counts as slow
 CPU_TOLERANCE = 0.2  # cores share caches and memory: healthy processes differed by 17%
 SAMPLE_SECONDS = 0.25  # shorter calls are repeated within a sample
-SMALL_BYTES = 1 << 16
-CPU_UNIT_BYTES = 1 << 24  # gloo is slow: enough to measure a bandwidth
 FILE_BYTES = 1 << 26
-JOIN_MINUTES = 10.0  # for all ranks to start; imports can be slow
 MATMUL = "matrix products"
 STRATEGY = "full_shard"
 BOUNDS = {"compute": "compute", "intranode": "traffic in node", "internode": "traffic across"}
@@ -134,7 +131,7 @@ def check_machines(args: Namespace) -> list[str]:
     notes.append(f"unit: an FSDP unit of {args.model_name}, {unit / 1e6:,.1f} MB in {precision}")
     probes = local_probes(device, policies.PRECISIONS[precision].param_dtype)
     if device.type == "cpu":
-        unit = min(unit, CPU_UNIT_BYTES)
+        unit = min(unit, 1 << 24)  # gloo is slow: enough to measure a bandwidth
     for where, group in new_groups(places).items():
         probes += collective_probes(where, group, unit, device)
     wrong = check_disk(args, places)
@@ -157,7 +154,7 @@ def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
 
     Raise ValueError if a device is missing.
     """
-    timeout = timedelta(minutes=JOIN_MINUTES)
+    timeout = timedelta(minutes=10)  # imports can be slow
     with ranks.rendezvous(timeout) as meeting:
         places = introduce(**meeting)  # first, as the process group needs the devices
         wrong, notes = count_devices(args, places)
@@ -298,7 +295,7 @@ def collective_probes(
     count = dist.get_world_size(group)
     members = tuple(dist.get_process_group_ranks(group))
     probes = []
-    for name, call in collectives(SMALL_BYTES, group, device).items():
+    for name, call in collectives(1 << 16, group, device).items():
         kind = f"{where}, 64 kB"
         probes.append(Probe(f"{name} {kind}", "ms", 0, members, call, kind))
     for name, call in collectives(unit, group, device).items():

@@ -81,10 +81,10 @@ def overflow(driven: Driven, batch: dict, place: str) -> dict:
     pairs = zip(before, shards(state.model), strict=True)
     changed = any(not torch.equal(old, new) for old, new in pairs)
     return {
-        "changed": ranks.ranks_where(changed),
+        "changed": ranks.on_every_rank(lambda: changed),
         "scale": state.scaler.get_scale() / scale,
         "schedule": state.scheduler.last_epoch - schedule,
-        "ended": ranks.ranks_where(ended),
+        "ended": ranks.on_every_rank(lambda: ended),
     }
 
 

@@ -28,7 +28,7 @@ from runtime import ranks, weights
 
 def bad_steps(driven: Driven) -> dict[str, tuple]:
     """Return a step with an infinite loss on rank 1, and one without targets. Of each: the ranks on
-    which it changed a weight, a moment or the count of steps, and what rank 0 says when it is
+    any rank changed a weight, a moment or the count of steps, and what rank 0 says when it is
     checked."""
 
     state, batch = driven.state, driven.batch()
@@ -53,7 +53,7 @@ def bad_steps(driven: Driven) -> dict[str, tuple]:
         gpt2_fsdp.summed_loss = summed_loss
         driven.all_steps.unchecked.clear()
         pairs = zip(before, held(), strict=True)
-        changed = ranks.ranks_where(not all(torch.equal(old, new) for old, new in pairs))
+        changed = ranks.true_on_any(not all(torch.equal(old, new) for old, new in pairs))
         found[name] = changed, said.getvalue()
     return found
 
@@ -85,7 +85,7 @@ def other_optimizers(flags: list[str], device: torch.device) -> dict[str, dict]:
         with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
             driven.step()
         after = [local(p).detach() for p in driven.model.parameters()]
-        changed = ranks.ranks_where(not all(map(torch.equal, before, after)))
+        changed = ranks.true_on_any(not all(map(torch.equal, before, after)))
         found[name] = {"runs": runs, "changed": changed, "said": said.getvalue()}
     return found
 
