@@ -27,7 +27,7 @@ from runtime import ranks, weights
 
 
 def bad_steps(driven: Driven) -> dict[str, tuple]:
-    """Return a step with an infinite loss on rank 1, and one without targets. Of each: the ranks on
+    """Return a step with an infinite loss on rank 1, and one without targets. Of each: whether
     any rank changed a weight, a moment or the count of steps, and what rank 0 says when it is
     checked."""
 
