@@ -93,7 +93,7 @@ def compare(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
     if not differing:
         return
     pairs = [f"{name} is {here[name]}, was {saved.get(name)}" for name in differing]
-    remedy = "Use the flags, model, data and optimizer of that run, or another --output-dir."
+    remedy = "Pass the flags, model, data and optimizer of that run, or another --output-dir."
     if "global batch" in differing:
         batch = saved["global batch"]
         remedy += f" --global-batch-size {batch} keeps the batch if the processes divide {batch}."
