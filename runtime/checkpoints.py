@@ -7,6 +7,7 @@ files differ from it, is skipped. All ranks call each function together, except 
 """
 
 import json
+import logging
 import re
 import shutil
 import zlib
@@ -42,6 +43,8 @@ OWN = " (this rank's)"  # suffix of the names of tensors that differ between ran
 
 # torch.save would checksum every tensor, a tenth of a save's time. `file_sum` sums whole files.
 torch.serialization.set_crc32_options(False)
+# A resume under FSDP1 would warn of the second name of each tied weight, which is saved once.
+logging.getLogger("torch.distributed.fsdp._state_dict_utils").setLevel(logging.ERROR)
 
 
 class Saver:

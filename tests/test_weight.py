@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4383, 31121),
-    "gpt2_fsdp.py": (4209, 29185),
-    "llama_fsdp.py": (5190, 36880),
-    "runtime/": (4268, 29425),
+    "T5_training.py": (4386, 31137),
+    "gpt2_fsdp.py": (4212, 29201),
+    "llama_fsdp.py": (5193, 36896),
+    "runtime/": (4271, 29441),
 }
 
 
