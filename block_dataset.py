@@ -125,7 +125,6 @@ def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
     if first < 1:
         raise ValueError(f"--dataset {word} gives {len(rows)} blocks, so none can be held out for "
                          "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
-    say(f"{word}: validating on the last {len(rows) - first:,} of {len(rows):,} blocks")
     return {"train": rows.select(range(first)), "validation": rows.select(range(first, len(rows)))}
 
 

@@ -28,7 +28,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers.activations import NewGELUActivation
 
@@ -223,9 +222,14 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     if isinstance(model, FSDP):
         return model.clip_grad_norm_(max_norm)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients, foreach=True)
-    if isinstance(norm, DTensor):  # on the CPU under offload, where NCCL cannot reduce it
-        norm = norm.to(norm.device_mesh.device_type).full_tensor()
+    if isinstance(model, FSDPModule):  # DTensors, which cannot communicate if they are offloaded
+        mesh = gradients[0].device_mesh
+        shards = [gradient.to_local() for gradient in gradients]
+        square = nn.utils.get_total_norm(shards).square().to(mesh.device_type)
+        dist.all_reduce(square, group=mesh.get_group(mesh.ndim - 1))  # ranks that share a model
+        norm = square.sqrt()
+    else:
+        norm = nn.utils.get_total_norm(gradients)
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm, foreach=True)
     return norm
 

@@ -161,8 +161,6 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMIT
 def check_arguments(args: Namespace) -> list[str]:
     """Return a message for each mistake in the flags of every script."""
     problems = out_of_range(args)
-    if args.export_only + args.prepare_only + args.evaluate_only > 1:
-        problems.append("Pass only one of --export-only, --prepare-only and --evaluate-only.")
     for name in args.track:
         if importlib.util.find_spec(name) is None:
             problems.append(f"--track {name} is not installed. {INSTALL}")

@@ -67,7 +67,7 @@ def read(name: str, config: str | None) -> dict[str, Dataset]:
             return parts if isinstance(parts, dict) else {"train": parts}
         return {"train": concatenate_datasets([read_file(path) for path in files])}
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
-        reason = shorten(str(error.__cause__ or error) or type(error).__name__).rstrip(".")
+        reason = shorten(str(error.__cause__ or error)).rstrip(".")
         raise ValueError(f"--dataset {name} cannot be read: {reason}. {advice}") from error
 
 

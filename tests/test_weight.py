@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4386, 31137),
-    "gpt2_fsdp.py": (4212, 29201),
-    "llama_fsdp.py": (5193, 36896),
-    "runtime/": (4271, 29441),
+    "T5_training.py": (4388, 31155),
+    "gpt2_fsdp.py": (4213, 29188),
+    "llama_fsdp.py": (5195, 36914),
+    "runtime/": (4269, 29405),
 }
 
 
