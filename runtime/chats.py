@@ -95,10 +95,10 @@ def checked(turn: dict) -> dict:
         raise ValueError(f"the {role}'s turn is {content}, not text")
     if role == "assistant" and not calls and not content.strip():
         raise ValueError("the assistant's turn is empty")
-    found = {"role": role, "content": content}
+    known = {"role": role, "content": content}
     if calls:
-        found["tool_calls"] = [checked_call(call) for call in as_list(calls, "tool_calls")]
-    return found | {key: turn[key] for key in KEPT if turn.get(key)}
+        known["tool_calls"] = [checked_call(call) for call in as_list(calls, "tool_calls")]
+    return known | {key: turn[key] for key in KEPT if turn.get(key)}
 
 
 def checked_call(call: dict) -> dict:

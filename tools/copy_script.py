@@ -21,8 +21,7 @@ def imported_names(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             parents = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*parents, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 
 def needed_files(path: Path, known: set[Path] | None = None) -> set[Path]:
@@ -40,11 +39,8 @@ def needed_files(path: Path, known: set[Path] | None = None) -> set[Path]:
 def main() -> None:
     """Copy a script and its modules; print the number of lines and the path of each file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "script",
-        type=lambda path: Path(path).name,
-        choices=["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"],
-    )
+    scripts = ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"]
+    parser.add_argument("script", type=lambda path: Path(path).name, choices=scripts)
     parser.add_argument("directory", type=Path, help="created if it does not exist")
     args = parser.parse_args()
     if args.directory.is_dir() and any(args.directory.iterdir()):
@@ -54,9 +50,9 @@ def main() -> None:
         target = args.directory / file.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
-        lines = len(file.read_text().splitlines())
-        total += lines
+        lines = len(target.read_text().splitlines())
         print(f"{lines:6,}  {target}")
+        total += lines
     print(f"{total:6,}  lines in all")
 
 

@@ -458,7 +458,7 @@ def describe_slow(slow: dict[str, dict[Members, float]], places: list[Place]) ->
 
 def slowest_speeds(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, float]:
     """Return by probe the figure of the slowest members, in the probe's unit."""
-    slowest = {name: max(map(statistics.median, found.values())) for name, found in results.items()}
+    slowest = {name: max(map(statistics.median, times.values())) for name, times in results.items()}
     return {probe.name: probe.value(slowest[probe.name]) for probe in probes}
 
 
