@@ -1,4 +1,4 @@
-"""What the tests share: launching scripts on several CPU processes, small models and data."""
+"""Helpers and fixtures for the tests: launches on several CPU processes, small models and data."""
 
 import contextlib
 import json
@@ -27,20 +27,20 @@ from transformers import (
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-CACHE = tempfile.TemporaryDirectory()  # of `datasets`, which reads the variable when imported
+CACHE = tempfile.TemporaryDirectory()  # `datasets` reads the variable when imported
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
-huggingface_hub.constants.HF_HUB_OFFLINE = True  # it is imported already
+huggingface_hub.constants.HF_HUB_OFFLINE = True  # already imported
 
-# What `make test` runs: all tests of a file, or those named. `make test-ci` runs the others.
+# The tests that `make test` runs; an empty set: the whole file. `make test-ci` runs the others.
 MAKE_TEST: dict[str, set[str]] = {
     "test_chat_dataset": set(),
     "test_layout": set(),
     "test_llama": set(),
     "test_memory_estimator": {"test_verdict_contains_a_command_that_the_script_accepts"},
     "test_model_checks": {
-        "test_mean_in_place_of_summed_loss_is_refused",
-        "test_blocks_that_miss_a_layer_are_refused",
-        "test_model_that_sees_later_tokens_is_refused",
+        "test_mean_loss_is_refused",
+        "test_blocks_without_a_layer_class_are_refused",
+        "test_noncausal_model_is_refused",
         "test_changed_hidden_states_are_refused",
     },
     "test_readers": set(),
@@ -48,7 +48,7 @@ MAKE_TEST: dict[str, set[str]] = {
         "test_every_command_is_marked_or_run_by_a_test",
         "test_commands_parse",
         "test_links_resolve",
-        "test_files_in_the_pages_exist",
+        "test_files_named_in_docs_exist",
         "test_help_fits_140_lines_of_80_columns",
     },
     "test_summarization_dataset": set(),
@@ -59,8 +59,8 @@ MAKE_TEST: dict[str, set[str]] = {
     "test_t5_runs": {
         "test_killed_run_resumes_bit_for_bit",
         "test_exports_reload_with_the_same_loss",
-        "test_bad_input_is_one_message",
-        "test_wrong_values_are_one_message",
+        "test_bad_input_exits_with_one_message",
+        "test_invalid_values_exit_with_one_message",
     },
     "test_weight": set(),
 }
@@ -78,8 +78,8 @@ def launch(
     processes: int, script: str | Path, *args: object, check: bool = True, **options: object
 ) -> subprocess.CompletedProcess:
     """Run a script on `processes` ranks (0: without torchrun) and return its output as text."""
-    place = script if script == "-m" else str(ROOT / script)
-    command = [sys.executable, place, *map(str, args)]
+    path = script if script == "-m" else str(ROOT / script)
+    command = [sys.executable, path, *map(str, args)]
     if processes:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command[1:1] = [*torchrun, str(processes)]
@@ -90,42 +90,42 @@ def launch(
     return result
 
 
-def errors_said(stderr: str) -> list[str]:
-    """Return the sentences that a script ended with; torchrun's report repeats them, indented."""
+def error_lines(stderr: str) -> list[str]:
+    """Return the error messages of a script, without torchrun's report, which indents them."""
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
 def status(output: Path) -> str:
-    """Return the word in a run's file status."""
+    """Return the first word of a run's status file."""
     return (output / "status").read_text().split()[0]
 
 
 def metrics(output: Path, event: str) -> list[dict]:
-    """Return the lines of one event in a run's metrics.jsonl."""
+    """Return the entries of one event in a run's metrics.jsonl."""
     lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == event]
 
 
-def logged(output: Path, event: str) -> list[dict]:
-    """Return the logged lines of one event of a run that still writes them."""
-    found = []
+def live_metrics(output: Path, event: str) -> list[dict]:
+    """Return the entries of one event while the run is still writing metrics.jsonl."""
+    entries = []
     with contextlib.suppress(OSError):
         for line in (output / "metrics.jsonl").read_text().splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return [line for line in found if line["event"] == event]
+                entries.append(json.loads(line))
+    return [line for line in entries if line["event"] == event]
 
 
 def losses(output: Path, event: str = "train") -> dict[int, float]:
-    """Return the loss by step; fail if there is none, or a step is logged twice."""
+    """Return the loss by step; fail if no step is logged or a step is logged twice."""
     lines = metrics(output, event)
-    found = {line["step"]: line["loss"] for line in lines}
-    assert found and len(found) == len(lines)
-    return found
+    loss_by_step = {line["step"]: line["loss"] for line in lines}
+    assert loss_by_step and len(loss_by_step) == len(lines)
+    return loss_by_step
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors of an exported model; fails if there is none."""
+    """Return all tensors of an exported model; fail if there are no files."""
     files = sorted(directory.glob("*.safetensors"))
     assert files, directory
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
@@ -138,12 +138,12 @@ def check_tied_once(output: Path) -> None:
     assert sum(x.startswith("model.") for x in names) == len(weights(output / "final"))
 
 
-def check_equal_weights(one: Path, other: Path) -> None:
-    """Check that two exported models have the same tensors, to the last bit."""
-    ours, theirs = weights(one), weights(other)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
+def check_equal_weights(first: Path, second: Path) -> None:
+    """Check that two exported models are equal bit for bit."""
+    tensors, others = weights(first), weights(second)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, others[name]), name
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -151,14 +151,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark with `ci` all tests that `make test` leaves out."""
     for item in items:
         names = MAKE_TEST.get(item.path.stem)
-        is_in = names is not None and (not names or item.originalname in names)
-        if not is_in or item.originalname == "test_ten_steps_on_four_ranks":
+        is_quick = names is not None and (not names or item.originalname in names)
+        if not is_quick or item.originalname == "test_ten_steps_on_four_ranks":
             item.add_marker(pytest.mark.ci)
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """Return a process group of one."""
+def process_group() -> Iterator[None]:
+    """Initialize a process group with one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -166,8 +166,8 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small random T5 with a byte tokenizer as a Hugging Face directory, without
-    dropout."""
+    """Save a small random T5 without dropout and a byte tokenizer. Return the Hugging Face
+    directory."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
@@ -182,7 +182,7 @@ def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file of forty pairs with targets of 1 to 29 bytes; about two are for validation."""
+    """Return a file of 40 pairs with targets of 1 to 29 bytes; about two are held out."""
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [
         {"text": f"text {i}" + " ab cd" * (i % 7), "headline": chr(97 + i % 26) * (1 + 7 * i % 29)}
@@ -194,13 +194,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small random GPT-2 with a byte tokenizer as a Hugging Face directory, without
-    dropout."""
+    """Save a small random GPT-2 without dropout and a byte tokenizer. Return the Hugging Face
+    directory."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     shape = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
-    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=1, **off, **shape)
+    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=1, **rates, **shape)
     path = tmp_path_factory.mktemp("gpt2")
     GPT2LMHeadModel(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -209,8 +209,8 @@ def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return files of training and validation text: 35 blocks of 32 bytes with a short last one,
-    and 5."""
+    """Return files of training text (35 blocks of 32 bytes, of which the last is short) and
+    validation text (5 blocks)."""
     path = tmp_path_factory.mktemp("texts")
     line = "The {} of {} is {} times {}.\n"
     words = ["sum", "root", "cube", "half", "sine"]
@@ -222,7 +222,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small random Llama with grouped queries and a byte tokenizer, in several files."""
+    """Save a small random Llama with grouped queries, in several files, and a byte tokenizer."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     shape = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3}
@@ -239,7 +239,7 @@ def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small random Llama whose widths are multiples of 64, in 16 bits."""
+    """Save a small random Llama in bf16 whose widths are multiples of 64."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **WIDE)
@@ -251,7 +251,7 @@ def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a file of seventy chats of one to three turns, some of which are cut at 64 tokens."""
+    """Return a file of 70 chats of two or four turns, some of which are truncated to 64 tokens."""
     path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     rows = []
     for i in range(70):

@@ -1,4 +1,4 @@
-"""Adapters of llama_fsdp.py, on weights in 16, 32 and 4 bits, against single-process peft."""
+"""Adapters of llama_fsdp.py on weights in 32, 16 and 4 bits, compared with single-process peft."""
 
 import importlib.util
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, WIDE, check_equal_weights, errors_said, launch, losses, metrics, weights
+from conftest import ROOT, WIDE, check_equal_weights, error_lines, launch, losses, metrics, weights
 from safetensors.torch import save_file
 from ten_steps import COMPILED
-from test_architectures import blocks_of, small_model
+from test_architectures import block_classes, small_model
 from test_llama import HYBRID, check_parity, plain_steps
 from test_templates import copy_script, plain_loss
 from torch import nn
@@ -44,13 +44,13 @@ NF4_CONFIG = BitsAndBytesConfig(
     load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
 )
 ACCUMULATE = ["--batch-size", "2", "--gradient-accumulation-steps", "2"]
-FEWER = ["--lora-targets", "q_proj", "down_proj"]
+TWO_TARGETS = ["--lora-targets", "q_proj", "down_proj"]
 TWO_RANKS = {
     "lora": LORA,
     "lora_accumulate_no_sync": [*LORA, *ACCUMULATE, "--accumulate-no-sync"],
     "lora_recomputed": [*LORA, "--activation-checkpointing"],
     "lora_bf16": [*LORA, "--precision", "bf16"],
-    "lora_targets": [*LORA, *FEWER],
+    "lora_targets": [*LORA, *TWO_TARGETS],
     "lora_padded": [*LORA, "--no-packing"],
     "nf4": NF4,
     "nf4_accumulate": [*NF4, *ACCUMULATE],
@@ -59,14 +59,14 @@ TWO_RANKS = {
     "nf4_shard_grad_op": [*NF4, "--strategy", "shard_grad_op"],
     "nf4_bf16": [*NF4, "--precision", "bf16"],
 }
-OTHER_RANKS = {  # number of ranks: samples of each, variants
+OTHER_RANKS = {  # number of ranks: (batch size per rank, variants)
     3: (4, {"lora": LORA, "nf4": NF4}),
     4: (2, {"lora": [*LORA, *HYBRID], "nf4": [*NF4, *HYBRID]}),
 }
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, wide_llama: Path, chats: Path) -> dict:
+def results(tmp_path_factory: pytest.TempPathFactory, wide_llama: Path, chats: Path) -> dict:
     """Return results by number of ranks and variant."""
     directory = tmp_path_factory.mktemp("results")
     results = {}
@@ -78,7 +78,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, wide_llama: Path, chats: Pat
     return results
 
 
-def base(directory: Path, in_4bit: bool) -> LlamaForCausalLM:
+def load_base(directory: Path, in_4bit: bool) -> LlamaForCausalLM:
     """Return the base model as Transformers and bitsandbytes load it."""
     options = {}
     if in_4bit:
@@ -91,7 +91,7 @@ def base(directory: Path, in_4bit: bool) -> LlamaForCausalLM:
 
 
 def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch off bitsandbytes' shortcut for evaluation on some CPUs, which rounds to 16 bits."""
+    """Disable bitsandbytes' evaluation in bf16 on some CPUs, and return the model."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -99,30 +99,30 @@ def in_fp32(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def reference(result: dict, directory: Path, in_4bit: bool, targets: list[str]) -> dict:
-    """Return the same steps by Transformers and peft on one process, a document at a time."""
+    """Run the same steps with Transformers and peft in one process, one document at a time."""
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
-    model = peft.get_peft_model(base(directory, in_4bit), config).train()
+    model = peft.get_peft_model(load_base(directory, in_4bit), config).train()
     adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    begun = {f"base_model.model.{name}": tensor for name, tensor in result["begun"].items()}
-    assert adapters.keys() == begun.keys()
-    for name, tensor in begun.items():
+    initial = {f"base_model.model.{n}": x for n, x in result["initial_adapters"].items()}
+    assert adapters.keys() == initial.keys()
+    for name, tensor in initial.items():
         adapters[name].data.copy_(tensor)
     groups = [{"params": list(adapters.values()), "weight_decay": 0.1}]
-    found = plain_steps(model, groups, result["rows"])
-    gradient = found["gradient"].items()
-    return found | {"gradient": {n.removeprefix("base_model.model."): g for n, g in gradient}}
+    steps = plain_steps(model, groups, result["rows"])
+    gradient = steps["gradient"].items()
+    return steps | {"gradient": {n.removeprefix("base_model.model."): g for n, g in gradient}}
 
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CASES = [(2, name) for name in TWO_RANKS if "bf16" not in name]
 CASES += [(ranks, name) for ranks, (_, variants) in OTHER_RANKS.items() for name in variants]
 
 
 @pytest.mark.parametrize("ranks, variant", CASES)
-def test_ten_steps_equal_peft(ranks, variant, found, wide_llama):
-    """Losses to 1e-5, and the first gradient, on 2, 3 and 4 ranks; hybrid on 4."""
-    result = found[ranks][variant]
-    targets = FEWER[1:] if variant == "lora_targets" else ALL
+def test_ten_steps_equal_peft(ranks, variant, results, wide_llama):
+    """Losses and the first gradient match to 1e-5. The runs on 4 ranks use hybrid sharding."""
+    result = results[ranks][variant]
+    targets = TWO_TARGETS[1:] if variant == "lora_targets" else ALL_TARGETS
     expected = reference(result, wide_llama, variant.startswith("nf4"), targets)
     check_parity(result, expected)
     assert all(
@@ -131,31 +131,31 @@ def test_ten_steps_equal_peft(ranks, variant, found, wide_llama):
 
 
 @pytest.mark.parametrize("variant", ["lora", "lora_bf16", "nf4", "nf4_bf16"])
-def test_rank_holds_a_shard_of_the_base_and_of_the_adapters(variant, found):
-    """Base weights in the compute dtype or 4 bits; gradients and moments of the adapters alone, in
-    fp32."""
-    result = found[2][variant]
+def test_rank_holds_a_shard_of_the_base_and_of_the_adapters(variant, results):
+    """Base weights are in the compute dtype or 4 bits. Only the adapters have gradients and
+    moments, in fp32."""
+    result = results[2][variant]
     model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **WIDE))
     projections = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, nn.Linear))
     others = sum(parameter.numel() for parameter in model.parameters()) - projections
     itemsize = 2 if "bf16" in variant else 4
     base = itemsize * others + (0.5 if "nf4" in variant else itemsize) * projections
-    adapters = sum(tensor.nbytes for tensor in result["begun"].values())
+    adapters = sum(tensor.nbytes for tensor in result["initial_adapters"].values())
     assert result["parameter_bytes"] == (base + adapters) / 2
     assert result["gradient_bytes"] == adapters / 2
     assert result["optimizer_bytes"] == adapters
 
 
 @pytest.mark.parametrize("variant", ["lora", "nf4"])
-def test_bf16_losses_are_near_fp32(variant, found):
-    near, exact = found[2][f"{variant}_bf16"], found[2][variant]
+def test_bf16_losses_are_near_fp32(variant, results):
+    near, exact = results[2][f"{variant}_bf16"], results[2][variant]
     assert near["losses"] == pytest.approx(exact["losses"], abs=0.05)
     assert near["losses"] != pytest.approx(exact["losses"], abs=1e-6)
 
 
 @pytest.fixture(scope="module")
 def flags(wide_llama: Path, chats: Path) -> list[str]:
-    """Return flags for eight steps of a global batch of 4; the adapters have dropout."""
+    """Return flags for eight steps with a global batch of 4 and dropout in the adapters."""
     return ["--model-name", str(wide_llama), "--dataset", str(chats), "--max-seq-length", "96",
             "--num-train-samples", "20", "--max-steps", "8", "--log-every", "1", "--eval-every",
             "4", "--save-every", "2", "--lr", "1e-2", *NF4, "--lora-dropout", "0.1"]  # fmt: skip
@@ -170,7 +170,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 
 def held_out_loss(model: nn.Module, flags: list[str]) -> float:
-    """Return the mean loss of the validation documents, one by one."""
+    """Return the mean loss over the target tokens of the validation documents."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
     total, count = 0.0, 0
@@ -186,20 +186,20 @@ def held_out_loss(model: nn.Module, flags: list[str]) -> float:
 def test_peft_loads_exports_with_the_same_loss(uninterrupted, flags, wide_llama):
     val = losses(uninterrupted, "val")
     for name, expected in (("final", val[8]), ("best", min(val.values()))):
-        model = peft.PeftModel.from_pretrained(base(wide_llama, True), uninterrupted / name).eval()
-        assert held_out_loss(model, flags) == pytest.approx(expected, rel=1e-5)
+        model = peft.PeftModel.from_pretrained(load_base(wide_llama, True), uninterrupted / name)
+        assert held_out_loss(model.eval(), flags) == pytest.approx(expected, rel=1e-5)
     adapters = weights(uninterrupted / "final")
-    assert len(adapters) == 2 * 2 * len(ALL)
+    assert len(adapters) == 2 * 2 * len(ALL_TARGETS)
     assert all(tensor.any() and tensor.dtype == torch.float32 for tensor in adapters.values())
     size = sum(tensor.nbytes for tensor in adapters.values())
     path = uninterrupted / "checkpoints/step-00000008"
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = [entry for name, entry in entries.items() if not name.startswith("random.")]
-    held = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
-    assert 3 * size <= held <= 3 * size + 4 * len(tensors)  # AdamW counts its steps
+    checkpoint_size = sum(math.prod(x.size) * x.properties.dtype.itemsize for x in tensors)
+    assert 3 * size <= checkpoint_size <= 3 * size + 4 * len(tensors)  # the step counts of AdamW
 
 
-@pytest.mark.slow  # those of the scripts are killed in each make test
+@pytest.mark.slow  # make test covers runs without adapters
 def test_killed_run_with_dropout_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--batch-size", "2", "--output-dir", str(tmp_path)]
     assert launch(
@@ -215,21 +215,21 @@ def test_killed_run_with_dropout_resumes_bit_for_bit(uninterrupted, flags, tmp_p
 
 def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capfd):
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
-    words = [*flags, "--evaluate-only", "--output-dir", str(run)]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args(words))
-    found = json.loads((run / "evaluation.json").read_text())
-    assert found["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
-    words[words.index("--output-dir") + 1] = str(tmp_path / "nothing")
-    for more, said in (
+    command = [*flags, "--evaluate-only", "--output-dir", str(run)]
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args(command))
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert evaluation["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
+    command[command.index("--output-dir") + 1] = str(tmp_path / "nothing")
+    for extra, message in (
         ([], "--evaluate-only needs adapters in"),
         (["--model-name", str(run / "final")], "final has no config.json"),
     ):
         with pytest.raises(SystemExit):
-            llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, *more]))
-        assert said in capfd.readouterr().err
+            llama_fsdp.fsdp_main(llama_fsdp.parse_args([*command, *extra]))
+        assert message in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("changed, said", [
+@pytest.mark.parametrize("change, message", [
     (["--lora-alpha", "9"], "was rank 4, alpha 8, on"),
     (["--lora-rank", "2"], "adapters is rank 2, alpha 8"),
     (["--lora-targets", "q_proj"], "on q_proj, was rank 4"),
@@ -238,53 +238,53 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     (["ALL WEIGHTS"], "model is "),
 ])  # fmt: skip
 def test_resume_rejects_changed_adapters_or_base(
-    changed, said, uninterrupted, flags, wide_llama, tmp_path, capfd
+    change, message, uninterrupted, flags, wide_llama, tmp_path, capfd
 ):
-    """Another base has other values, not other shapes."""
+    """OTHER has the same shapes as the base model, but different values."""
     shutil.copytree(wide_llama, tmp_path / "OTHER")
     tensors = weights(wide_llama)
     tensors["model.layers.1.mlp.up_proj.weight"] += 1
     save_file(tensors, tmp_path / "OTHER/model.safetensors", metadata={"format": "pt"})
-    if changed == ["ALL WEIGHTS"]:
-        flags, changed = flags[: flags.index("--lora-rank")], []
-    changed = [word.replace("OTHER", str(tmp_path / "OTHER")) for word in changed]
+    if change == ["ALL WEIGHTS"]:
+        flags, change = flags[: flags.index("--lora-rank")], []
+    change = [word.replace("OTHER", str(tmp_path / "OTHER")) for word in change]
     shutil.copytree(uninterrupted, tmp_path / "run")
     output = ["--batch-size", "4", "--output-dir", str(tmp_path / "run"), "--max-steps", "9"]
     with pytest.raises(SystemExit) as end:
-        llama_fsdp.fsdp_main(llama_fsdp.parse_args([*flags, *output, *changed]))
+        llama_fsdp.fsdp_main(llama_fsdp.parse_args([*flags, *output, *change]))
     assert end.value.code
-    (error,) = errors_said(capfd.readouterr().err)
-    assert said in error
+    (error,) = error_lines(capfd.readouterr().err)
+    assert message in error
 
 
 def test_one_rank_resumes_two_and_merges_like_peft(flags, wide_llama, tmp_path):
     common = [*flags, "--no-load-in-4bit", "--lora-dropout", "0", "--export-dtype", "fp32"]
     one = [*common, "--batch-size", "4"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--output-dir", str(whole)]))
+    one_run, resumed_run = tmp_path / "whole", tmp_path / "parts"
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--output-dir", str(one_run)]))
     two = [*common, "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
-    killed = ["llama_fsdp", 0, 7, *two, "--output-dir", parts]
+    killed = ["llama_fsdp", 0, 7, *two, "--output-dir", resumed_run]
     assert launch(2, "tests/workers/killed.py", *killed, check=False).returncode
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--merge", "--output-dir", str(parts)]))
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--merge", "--output-dir", str(resumed_run)]))
     for event in ("train", "val"):
-        assert losses(parts, event) == pytest.approx(losses(whole, event), abs=1e-5)
+        assert losses(resumed_run, event) == pytest.approx(losses(one_run, event), abs=1e-5)
 
     export = [*one, "--merge", "--export-only", "--output-dir"]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*export, str(whole)]))
-    model = peft.PeftModel.from_pretrained(base(wide_llama, False), whole / "best")
+    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*export, str(one_run)]))
+    model = peft.PeftModel.from_pretrained(load_base(wide_llama, False), one_run / "best")
     merged = model.merge_and_unload().state_dict()
-    found = weights(whole / "final")
-    assert found.keys() == merged.keys()
-    for name, tensor in found.items():
+    tensors = weights(one_run / "final")
+    assert tensors.keys() == merged.keys()
+    for name, tensor in tensors.items():
         assert torch.equal(tensor, merged[name]), name
-        assert tensor.sub(weights(parts / "final")[name]).abs().max() < 1e-4
-    again = LlamaForCausalLM.from_pretrained(parts / "final")
-    assert held_out_loss(again, flags) == pytest.approx(losses(whole, "val")[8], rel=1e-5)
+        assert tensor.sub(weights(resumed_run / "final")[name]).abs().max() < 1e-4
+    reloaded = LlamaForCausalLM.from_pretrained(resumed_run / "final")
+    assert held_out_loss(reloaded, flags) == pytest.approx(losses(one_run, "val")[8], rel=1e-5)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"")])
-def test_merge_names_a_base_that_cannot_be_read(damage, alone, llama_directory, tmp_path):
-    """And leaves no export."""
+def test_merge_names_the_unreadable_base_file(damage, process_group, llama_directory, tmp_path):
+    """A failed merge leaves no export."""
     base = Path(shutil.copytree(llama_directory, tmp_path / "base"))
     flags = ["--model-name", str(base), *LORA, "--merge", "--max-seq-length", "64"]
     args = llama_fsdp.parse_args([*flags, "--output-dir", str(tmp_path)])
@@ -297,7 +297,7 @@ def test_merge_names_a_base_that_cannot_be_read(damage, alone, llama_directory, 
     assert not (tmp_path / "final").exists()
 
 
-T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.py
+T5_CHANGES = [  # add adapters to T5_training.py, with the lines of llama_fsdp.py
     ("from runtime import arguments,", "from runtime import adapters, arguments, lora,"),
     (
         "    arguments.add_common(",
@@ -316,7 +316,7 @@ T5 = [  # what gives T5_training.py adapters: the lines are those of llama_fsdp.
 
 
 def test_t5_copy_trains_and_merges_adapters(t5_directory, pairs, tmp_path):
-    path = copy_script("T5_training", T5, "T5_lora", tmp_path)
+    path = copy_script("T5_training", T5_CHANGES, "T5_lora", tmp_path)
     shutil.copytree(ROOT / "runtime", tmp_path / "runtime", dirs_exist_ok=True)
     flags = ["--model-name", t5_directory, "--dataset", pairs, "--lora-rank", "4", "--lr", "1e-2",
              "--max-steps", "4", "--rouge-samples", "2", "--merge",
@@ -329,7 +329,7 @@ def test_t5_copy_trains_and_merges_adapters(t5_directory, pairs, tmp_path):
 
 
 def held_out_pairs(pairs: Path) -> list[dict[str, torch.Tensor]]:
-    """Return the validation set, a sample at a time."""
+    """Return the validation samples, each as a batch of one."""
     args = T5_training.parse_args(["--dataset", str(pairs)])
     _, sets = summarization_dataset.load(args, ByT5Tokenizer())
     rows = sets[str(pairs)].with_format(None)
@@ -337,20 +337,20 @@ def held_out_pairs(pairs: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def test_routers_and_experts_get_no_adapters():
-    """Llama 4's router is a Linear module. peft would adapt experts in any case, so that is
-    refused."""
+    """Llama 4's router is a Linear module. peft would adapt the experts too, so such targets
+    are refused."""
     router = small_model(Llama4ForCausalLM)
     args = llama_fsdp.parse_args(["--model-name", "tiny", *LORA])
-    adapters.add(args, router, {}, tuple(blocks_of(router)), torch.float32)
-    adapted = [name for name, module in router.named_modules() if hasattr(module, "lora_A")]
-    assert "model.layers.1.self_attn.q_proj" in adapted
-    assert not any(name.endswith("router") for name in adapted)
+    adapters.add(args, router, {}, tuple(block_classes(router)), torch.float32)
+    targets = [name for name, module in router.named_modules() if hasattr(module, "lora_A")]
+    assert "model.layers.1.self_attn.q_proj" in targets
+    assert not any(name.endswith("router") for name in targets)
     experts = small_model(DeepseekV3ForCausalLM)
     with pytest.raises(ValueError, match="mlp.experts too, .* of the attention"):
-        adapters.add(args, experts, {}, tuple(blocks_of(experts)), torch.float32)
+        adapters.add(args, experts, {}, tuple(block_classes(experts)), torch.float32)
 
 
-@pytest.mark.parametrize("flags, said", [
+@pytest.mark.parametrize("flags, message", [
     (["--lora-rank", "4", "--fsdp", "1"], "--lora-rank needs --fsdp 2"),
     (["--lora-rank", "4", "--strategy", "ddp"], "--strategy ddp needs --fsdp 1"),
     (["--lora-rank", "-1"], "--lora-rank -1 is out of range"),
@@ -362,26 +362,26 @@ def test_routers_and_experts_get_no_adapters():
     (["--lora-rank", "4", "--optimizer", "paged_adamw_32bit"], "rejects DTensors"),
     (["--fsdp", "2", "--optimizer", "paged_adamw_32bit"], "rejects DTensors"),
 ])  # fmt: skip
-def test_conflicting_flags_are_refused(flags, said, capfd):
+def test_conflicting_flags_are_refused(flags, message, capfd):
     with pytest.raises(SystemExit) as end:
         llama_fsdp.parse_args(flags)
     assert end.value.code
-    (error,) = errors_said(capfd.readouterr().err)
-    assert said in error
+    (error,) = error_lines(capfd.readouterr().err)
+    assert message in error
 
 
-@pytest.mark.parametrize("flags, said", [
+@pytest.mark.parametrize("flags, message", [
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: no such projection. Pass some"),
     (["--load-in-4bit"], "computes a width of 32 wrongly on a CPU"),
 ])  # fmt: skip
-def test_unsuitable_targets_and_widths_are_refused(flags, said, llama_directory, tmp_path, capfd):
+def test_bad_targets_and_widths_are_refused(flags, message, llama_directory, tmp_path, capfd):
     common = ["--model-name", str(llama_directory), "--lora-rank", "4", "--max-seq-length", "64"]
     args = llama_fsdp.parse_args([*common, "--output-dir", str(tmp_path / "run"), *flags])
     with pytest.raises(SystemExit) as end:
         llama_fsdp.fsdp_main(args)
     assert end.value.code
-    (error,) = errors_said(capfd.readouterr().err)
-    assert said in error
+    (error,) = error_lines(capfd.readouterr().err)
+    assert message in error
 
 
 @pytest.mark.parametrize("flag, package", [
@@ -396,5 +396,5 @@ def test_missing_package_is_named(flag, package, capfd, monkeypatch):
     )
     with pytest.raises(SystemExit):
         llama_fsdp.parse_args(flag)
-    (error,) = errors_said(capfd.readouterr().err)
+    (error,) = error_lines(capfd.readouterr().err)
     assert f"needs {package}. Run `pip install -r requirements-extras.txt`." in error

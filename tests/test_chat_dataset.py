@@ -1,4 +1,4 @@
-"""chat_dataset.py and runtime/chats.py: which tokens are learned, how documents are packed."""
+"""chat_dataset.py and runtime/chats.py: which tokens are targets and how documents are packed."""
 
 import json
 import random
@@ -28,10 +28,10 @@ from runtime import chats, readers
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM, RESULT = {"role": "system", "content": "c"}, {"role": "tool", "content": "3", "name": "f"}
-GIVEN = {"day": "2024-05-01", "n": 12345678901234567890, "none": None}
-GIVEN |= {"of": {"b": 2.5, "a": [None]}}
-CALL = {"type": "function", "function": {"name": "f", "arguments": GIVEN}}
-CALLING = ASSISTANT | {"content": "", "tool_calls": [CALL]}
+ARGUMENTS = {"day": "2024-05-01", "n": 12345678901234567890, "none": None}
+ARGUMENTS |= {"of": {"b": 2.5, "a": [None]}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+CALL_TURN = ASSISTANT | {"content": "", "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -53,7 +53,7 @@ CHATS = {
     "no system": CHAT[1:],
     "ends with a question": CHAT[:6],
     "thoughts": THOUGHTS,
-    "tools": [USER, CALLING, RESULT, ASSISTANT, CHAT[1], CALLING, RESULT, RESULT, ASSISTANT],
+    "tools": [USER, CALL_TURN, RESULT, ASSISTANT, CHAT[1], CALL_TURN, RESULT, RESULT, ASSISTANT],
 }
 PAIRS = [
     (name, chat)
@@ -61,14 +61,14 @@ PAIRS = [
     for chat in CHATS
     if (chat != "tools" or name in TOOLS) and (chat == "no system" or name != "gemma")
 ]
-SEVERAL = {  # in how many documents, if not one
+DOCUMENT_COUNTS = {  # documents of a chat, where there are several
     "qwen 3": {"plain": 3, "no system": 3, "ends with a question": 2, "thoughts": 3, "tools": 4},
     "mistral": {"plain": 3, "ends with a question": 2, "thoughts": 3, "tools": 2},
 }
 
 
 def arguments(**changes: object) -> Namespace:
-    """Return the defaults of the flags, a seed, and `changes`."""
+    """Return the default flags and a seed, updated with `changes`."""
     parser = ArgumentParser()
     chat_dataset.add_arguments(parser)
     others = {"seed": 0, "evaluate_only": False}
@@ -76,7 +76,7 @@ def arguments(**changes: object) -> Namespace:
 
 
 def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE, trained until it has words, or else the commonest strings."""
+    """Return a byte-level BPE trained on CHAT. Without `words`, tokens may span several words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     tokenizer.decoder = decoders.ByteLevel()
@@ -94,28 +94,28 @@ def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
 
 
 def known_tokenizer(name: str, make: Callable = bpe) -> object:
-    """Return a tokenizer with the template and the special tokens of a kind of models."""
+    """Return a tokenizer with the template and the special tokens of a model family in KNOWN."""
     template, bos, eos, special = KNOWN[name]
     options = {"eos_token": eos, "additional_special_tokens": special, "chat_template": template}
     options |= {"extra_ids": 0} if make is ByT5Tokenizer else {"bos_token": bos}
     return make(**options)
 
 
-def letters(template: str = PROMPTER) -> ByT5Tokenizer:
-    """Return a tokenizer of bytes, without offsets."""
+def byt5(template: str = PROMPTER) -> ByT5Tokenizer:
+    """Return a byte tokenizer, which reports no offsets."""
     return ByT5Tokenizer(chat_template=template)
 
 
 def encode(
     chat: list[dict], tokenizer: object, tools: list[dict] | None = None, **flags: object
 ) -> list[tuple]:
-    """Return ids and labels of a chat's documents."""
-    (found,) = chat_dataset.encode([(chat, tools)], tokenizer, arguments(**flags))
-    return found
+    """Return the ids and labels of each document of a chat."""
+    (pairs,) = chat_dataset.encode([(chat, tools)], tokenizer, arguments(**flags))
+    return pairs
 
 
-def spans(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
-    """Return the text of each run of targets; fail if a label is neither its token nor -100."""
+def target_texts(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
+    """Return the text of each run of targets; fail if a label is neither the token nor -100."""
     pairs = list(zip(ids, labels, strict=True))
     assert all(label in (token, -100) for token, label in pairs)
     runs = groupby(pairs, key=lambda pair: pair[1] != -100)
@@ -123,49 +123,49 @@ def spans(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
 
 
 def write(path: Path, rows: list[dict]) -> str:
-    """Write a JSONL file."""
+    """Write a JSONL file and return its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def documents(path: str, tokenizer: object = None, **flags: object) -> Dataset:
-    """Return all documents of a data set, with all columns."""
-    return chat_dataset.load_documents(path, tokenizer or letters(), arguments(**flags))["train"]
+def load_documents(path: str, tokenizer: object = None, **flags: object) -> Dataset:
+    """Return all documents of a data set with all columns."""
+    return chat_dataset.load_documents(path, tokenizer or byt5(), arguments(**flags))["train"]
 
 
-def rendered(chat: list[dict], tools: list | None, tokenizer: object, prompt: bool) -> str:
-    """Return the text of a chat, or of the question for an answer to it."""
+def render(chat: list[dict], tools: list | None, tokenizer: object, prompt: bool) -> str:
+    """Return the text of a chat or, with `prompt`, of the prompt for its next answer."""
     options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools}
     text = tokenizer.apply_chat_template(chat, **options)
     return text if prompt else text.rstrip()
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
-    """Return what each token of a byte-level BPE stands for."""
+    """Return the bytes of each token of a byte-level BPE."""
     value = {letter: byte for byte, letter in bytes_to_unicode().items()}
     special = {number: str(x) for number, x in tokenizer.added_tokens_decoder.items()}
-    found = []
+    result = []
     for number, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
         is_special = number in special
-        found.append(token.encode() if is_special else bytes(value[letter] for letter in token))
-    return found
+        result.append(token.encode() if is_special else bytes(value[letter] for letter in token))
+    return result
 
 
 def check_documents(chat: list[dict], tools: list | None, tokenizer: object) -> int:
-    """Check that each answer is learned once, after the prompt for it, and nothing else.
+    """Check that the targets are exactly the answers, each of them once and after its prompt.
 
-    The expectation is in bytes: a token is a target if it ends within an answer. Return the number
-    of documents.
+    Compare bytes: a token is a target if it ends within an answer. Return the number of
+    documents.
     """
-    found = encode(chat, tokenizer, tools)
+    pairs = encode(chat, tokenizer, tools)
     answers = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
-    for ids, labels in found:
+    for ids, labels in pairs:
         parts = token_bytes(tokenizer, ids)
         text = b"".join(parts)
         expected = [False] * len(ids)
         while answers:
-            start = rendered(chat[: answers[0]], tools, tokenizer, True).encode()
-            end = rendered(chat[: answers[0] + 1], tools, tokenizer, False).encode()
+            start = render(chat[: answers[0]], tools, tokenizer, True).encode()
+            end = render(chat[: answers[0] + 1], tools, tokenizer, False).encode()
             if not text.startswith(end):
                 break
             answers.pop(0)
@@ -176,36 +176,35 @@ def check_documents(chat: list[dict], tools: list | None, tokenizer: object) -> 
         closing = tokenizer.eos_token.encode()
         if ids[-1] == tokenizer.eos_token_id and labels[-1] != -100:
             expected[-1] = True
-        whole = text if text.decode() == rendered(chat, tools, tokenizer, False) else b""
-        assert whole or any(
+        full_chat = text if text.decode() == render(chat, tools, tokenizer, False) else b""
+        assert full_chat or any(
             text in (end, end + closing)
             for end in (
-                rendered(chat[:n], tools, tokenizer, False).encode()
-                for n in range(len(chat) + 1)[1:]
+                render(chat[:n], tools, tokenizer, False).encode() for n in range(len(chat) + 1)[1:]
             )
         )
         assert [label != -100 for label in labels] == expected
         assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
-        again = tokenizer(text.decode(), add_special_tokens=False)["input_ids"]
-        assert ids == again
+        expected_ids = tokenizer(text.decode(), add_special_tokens=False)["input_ids"]
+        assert ids == expected_ids
     assert not answers
-    return len(found)
+    return len(pairs)
 
 
 @pytest.mark.parametrize("name, chat", PAIRS)
 def test_labels_are_exactly_the_answers(name, chat):
     tools = [TOOL] if chat == "tools" else None
     count = check_documents(CHATS[chat], tools, known_tokenizer(name))
-    assert count == SEVERAL.get(name, {}).get(chat, 1)
+    assert count == DOCUMENT_COUNTS.get(name, {}).get(chat, 1)
 
 
 def random_chats(seed: int, count: int) -> list[list[dict]]:
-    """Return chats of up to 20 turns, of words, spaces, other scripts and special tokens."""
+    """Return random chats of up to 20 turns: words, spaces, other scripts, special tokens."""
     draw = random.Random(seed)
     pieces = [*"ab \n\t-\u00a0é日ﬁ", "  ", "\n\n", "Emma", " wrote it", "e\u0301", "👩‍🔬", "[INST]"]
     pieces += ["<s>", "</s>", "[/INST]", "<|eot_id|>", "<|endoftext|>", "<|im", "_end|>"]
     pieces += ["<|im_start|>", "<|im_end|>", "<|im_start|>assistant\n", "<end_of_turn>"]
-    found = []
+    result = []
     for _ in range(count):
         roles = (["user", "assistant"] * 10)[: 2 * draw.randint(1, 10) - draw.randint(0, 1)]
         if draw.random() < 0.3:
@@ -216,8 +215,8 @@ def random_chats(seed: int, count: int) -> list[list[dict]]:
             turn["content"] += (
                 "x" if turn["role"] == "assistant" and not turn["content"].strip() else ""
             )
-        found.append(turns if "assistant" in roles else [*turns, ASSISTANT])
-    return found
+        result.append(turns if "assistant" in roles else [*turns, ASSISTANT])
+    return result
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(1700, marks=pytest.mark.slow)])
@@ -226,7 +225,7 @@ def random_chats(seed: int, count: int) -> list[list[dict]]:
 )
 def test_labels_of_random_chats_are_exactly_the_answers(name, count):
     tokenizer = known_tokenizer(name)
-    checked = 0
+    accepted_count = 0
     for chat in random_chats(len(name), count):
         try:
             encode(chat, tokenizer)
@@ -234,34 +233,34 @@ def test_labels_of_random_chats_are_exactly_the_answers(name, count):
             assert name == "gemma" or "drops" in str(error), error
             continue
         check_documents(chat, None, tokenizer)
-        checked += 1
-    assert checked > 0.6 * count
+        accepted_count += 1
+    assert accepted_count > 0.6 * count
 
 
 def test_last_answer_gets_one_eos():
-    plain = [f" {turn['content']} <|endoftext|>" for turn in CHAT[2::2]]
-    tokenizer = letters()
+    answers = [f" {turn['content']} <|endoftext|>" for turn in CHAT[2::2]]
+    tokenizer = byt5()
     ((ids, labels),) = encode(CHAT, tokenizer)
-    assert spans(ids, labels, tokenizer) == [*plain[:2], plain[2] + "</s>"]
+    assert target_texts(ids, labels, tokenizer) == [*answers[:2], answers[2] + "</s>"]
     ((ids, labels),) = encode(CHAT[:4], tokenizer)
-    assert spans(ids, labels, tokenizer) == plain[:1]
+    assert target_texts(ids, labels, tokenizer) == answers[:1]
     tokenizer = bpe(eos_token="<|endoftext|>")
     ((ids, labels),) = encode(CHAT[2:5], tokenizer)  # the assistant speaks first
-    assert [text.strip() for text in spans(ids, labels, tokenizer)] == [
-        x.strip() for x in plain[:2]
+    assert [text.strip() for text in target_texts(ids, labels, tokenizer)] == [
+        x.strip() for x in answers[:2]
     ]
     ((ids, labels),) = encode(CHAT, tokenizer, train_on_prompt=True)
     assert labels == [-100, *ids[1:]]
 
 
-def test_thoughts_are_learned_once():
+def test_thoughts_are_targets_once():
     tokenizer = known_tokenizer("qwen 3")
-    found = encode(THOUGHTS[:5], tokenizer)
-    texts = [spans(ids, labels, tokenizer) for ids, labels in found]
+    pairs = encode(THOUGHTS[:5], tokenizer)
+    texts = [target_texts(ids, labels, tokenizer) for ids, labels in pairs]
     assert texts == [[turn["content"] + "<|im_end|>"] for turn in THOUGHTS[2:5:2]]
-    beside = [USER, ASSISTANT | {"reasoning_content": "Hm."}]
-    within = [USER, ASSISTANT | {"content": "<think>\nHm.\n</think>\n\nb"}]
-    assert encode(beside, tokenizer) == encode(within, tokenizer)
+    separate = [USER, ASSISTANT | {"reasoning_content": "Hm."}]
+    inline = [USER, ASSISTANT | {"content": "<think>\nHm.\n</think>\n\nb"}]
+    assert encode(separate, tokenizer) == encode(inline, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +270,7 @@ def test_thoughts_are_learned_once():
         (chats.LLAMA_2, [ASSISTANT, USER], "user and assistant alternate"),
         (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], "does not start the answer with its generation"),
         (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], "drops content of the system's turn"),
-        (CHATML, [USER, CALLING], "drops tool_calls of the assistant's turn"),
+        (CHATML, [USER, CALL_TURN], "drops tool_calls of the assistant's turn"),
         (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], "drops thinking of the assistant's turn"),
         ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     ],
@@ -286,15 +285,15 @@ def test_template_that_drops_content_is_refused(template, chat, message):
 
 def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
     (tmp_path / "own.jinja").write_text(CHATML)
-    for own, wanted, template, words in (
+    for original, flag, template, message in (
         (None, None, chats.LLAMA_2, "no chat template: using llama-2"),
         (PROMPTER, None, PROMPTER, ""),
         (PROMPTER, "chatml", chats.CHATML, "--chat-template chatml replaces"),
         (None, str(tmp_path / "own.jinja"), CHATML, "own.jinja replaces"),
     ):
-        tokenizer = bpe(chat_template=own)
-        chats.set_chat_template(tokenizer, wanted)
-        assert tokenizer.chat_template == template and words in capfd.readouterr().out
+        tokenizer = bpe(chat_template=original)
+        chats.set_chat_template(tokenizer, flag)
+        assert tokenizer.chat_template == template and message in capfd.readouterr().out
     with pytest.raises(ValueError, match="is neither a file nor chatml or llama-2"):
         chats.set_chat_template(tokenizer, "chatlm")
     (tmp_path / "own.jinja").write_text("# Read me")
@@ -304,52 +303,52 @@ def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
 
 def test_template_always_writes_the_same_date():
     dated = "{{ strftime_now('%d %b %Y') }}" + PROMPTER
-    ((ids, _),) = encode(CHAT, letters(dated))
-    assert letters().decode(ids).startswith("26 Jul 2024<|system|>")
+    ((ids, _),) = encode(CHAT, byt5(dated))
+    assert byt5().decode(ids).startswith("26 Jul 2024<|system|>")
     with pytest.raises(ValueError, match="strftime_now"):
-        encode(CHAT, letters("{% set f = '%d' %}{{ strftime_now(f) }}" + PROMPTER))
+        encode(CHAT, byt5("{% set f = '%d' %}{{ strftime_now(f) }}" + PROMPTER))
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
 def test_tool_arguments_equal_the_file(name, tmp_path):
-    """Parquet gives all objects the same members."""
-    given = [GIVEN, {}, {"b": None, "a": 1}]
+    """Parquet stores all objects with the same keys."""
+    expected = [ARGUMENTS, {}, {"b": None, "a": 1}]
     rows = []
-    for i, values in enumerate(given):
+    for i, values in enumerate(expected):
         call = {"type": "function", "function": {"name": "f", "arguments": values}}
-        turns = [USER | {"content": f"{i}?"}, CALLING | {"tool_calls": [call]}, RESULT, ASSISTANT]
+        turns = [USER | {"content": f"{i}?"}, CALL_TURN | {"tool_calls": [call]}, RESULT, ASSISTANT]
         rows.append({"messages": turns, "tools": [TOOL]})
     path = tmp_path / name
     if name == "rows.parquet":
         rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"a": 7}
-        given = [{"a": 7}, {}, {"a": 1}]
+        expected = [{"a": 7}, {}, {"a": 1}]
         Dataset.from_list(rows).to_parquet(path)
     else:
         text = "".join(json.dumps(row) + "\n" for row in rows)
         path.write_text(text if name == "rows.jsonl" else json.dumps(rows, indent=2))
     tokenizer = known_tokenizer("qwen 2.5", ByT5Tokenizer)
-    found = [tokenizer.decode(ids) for ids in documents(str(path), tokenizer)["input_ids"]]
-    for text, values in zip(found, given, strict=True):
+    texts = [tokenizer.decode(ids) for ids in load_documents(str(path), tokenizer)["input_ids"]]
+    for text, values in zip(texts, expected, strict=True):
         assert f'{{"name": "f", "arguments": {json.dumps(values)}}}\n</tool_call>' in text
         assert name == "rows.parquet" or f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
 
 
 def test_formats_give_the_same_chat(tmp_path):
-    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     parts = [{"type": "text", "text": "a"}]
     rows = {
         "messages": {"messages": [USER | {"name": None}, ASSISTANT], "id": 1},
         "parts": {"messages": [USER | {"content": parts}, ASSISTANT]},
         "prompt": {"prompt": "a", "completion": [ASSISTANT]},
-        "sharegpt": {"conversations": said},
+        "sharegpt": {"conversations": turns},
         "alpaca": {"instruction": "a", "input": "", "output": "b", "content": "x"},
     }
-    found = [documents(write(tmp_path / f"{x}.jsonl", [row]))[0] for x, row in rows.items()]
-    assert found == [found[0]] * 5
+    result = [load_documents(write(tmp_path / f"{x}.jsonl", [row]))[0] for x, row in rows.items()]
+    assert result == [result[0]] * 5
     row = {"instruction": "a", "input": "c", "output": "b"}
-    ids = documents(write(tmp_path / "input.jsonl", [row]))["input_ids"][0]
-    assert "<|prompter|> a\n\nc <|endoftext|>" in letters().decode(ids)
-    text = documents(
+    ids = load_documents(write(tmp_path / "input.jsonl", [row]))["input_ids"][0]
+    assert "<|prompter|> a\n\nc <|endoftext|>" in byt5().decode(ids)
+    text = load_documents(
         write(tmp_path / "text.jsonl", [{"body": "a</s>", "id": 1}]), text_column="body"
     )
     assert text["input_ids"][0] == [*(byte + 3 for byte in b"a</s>"), 1]
@@ -381,21 +380,21 @@ def test_bad_rows_are_named_or_skipped(tmp_path, capfd):
     good = {"prompt": "a", "completion": "b"}
     path = write(tmp_path / "rows.jsonl", [good, good, {"prompt": "a"}, good])
     with pytest.raises(ValueError, match="rows.jsonl, row 3: the assistant's turn is None, not te"):
-        documents(path)
-    assert len(documents(path, bad_rows="skip")) == 3
+        load_documents(path)
+    assert len(load_documents(path, bad_rows="skip")) == 3
     assert f"Skipped {path}, row 3: the assistant's turn is None" in capfd.readouterr().out
     path = write(tmp_path / "more.jsonl", [good | {"completion": ""}, {"prompt": "a"}])
     with pytest.raises(ValueError, match="more.jsonl has no usable rows"):
-        documents(path, bad_rows="skip")
+        load_documents(path, bad_rows="skip")
     path = write(tmp_path / "text.jsonl", [{"content": "a"}, {"content": " "}])
     with pytest.raises(ValueError, match="row 2: the document is ' ', not text"):
-        documents(path)
+        load_documents(path)
 
 
 def test_hold_out_keeps_equal_prompts_together(tmp_path):
     turns = [[USER | {"content": str(i // 2)}, *CHAT[2 : 3 + i % 2 * 2]] for i in range(200)]
     path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
-    rows = documents(path, known_tokenizer("qwen 3"))
+    rows = load_documents(path, known_tokenizer("qwen 3"))
     assert len(rows) == 300
     parts = chat_dataset.hold_out("x", rows)
     keys = [set(part["key"]) for part in parts.values()]
@@ -405,42 +404,42 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path):
 
 
 def test_each_data_set_is_validated_on_its_own(tmp_path):
-    """Each is validated on by itself, or all of --val-dataset; a name given twice counts twice."""
+    """A path passed twice counts twice in training. --val-dataset replaces held-out samples."""
     paths = []
     for name in "abc":
         rows = [{"prompt": f"{name} {i}", "completion": str(i)} for i in range(40)]
         paths.append(write(tmp_path / f"{name}.jsonl", rows))
-    train, val = chat_dataset.load(arguments(dataset=[paths[0], paths[1], paths[1]]), letters())
+    train, val = chat_dataset.load(arguments(dataset=[paths[0], paths[1], paths[1]]), byt5())
     assert {name: len(rows.dataset) for name, rows in val.items()} == {paths[0]: 2, paths[1]: 2}
     assert len(train.dataset) == 114
     args = arguments(dataset=[f"{paths[0]}:train[:10]"], val_dataset=paths[1:])
-    train, val = chat_dataset.load(args, letters())
+    train, val = chat_dataset.load(args, byt5())
     assert len(train.dataset) == 10
     assert [len(rows.dataset) for rows in val.values()] == [40, 40]
     assert (
-        chat_dataset.load(arguments(evaluate_only=True, **{"dataset": [paths[0]]}), letters())[0]
+        chat_dataset.load(arguments(evaluate_only=True, **{"dataset": [paths[0]]}), byt5())[0]
         is None
     )
 
 
-@pytest.mark.parametrize("long", [10, 50, 51])
-def test_prompts_longer_than_the_sequence_are_left_out(long, tmp_path, capfd):
-    """Above half an error names a better length."""
-    prompts = ["?" * (1 + i) if i < 100 - long else "?" * (99 + i) for i in range(100)]
+@pytest.mark.parametrize("count", [10, 50, 51])
+def test_prompts_longer_than_the_sequence_are_dropped(count, tmp_path, capfd):
+    """If more than half are too long, the error suggests a better length."""
+    prompts = ["?" * (1 + i) if i < 100 - count else "?" * (99 + i) for i in range(100)]
     path = write(tmp_path / "chats.jsonl", [{"prompt": x, "completion": "x"} for x in prompts])
     args = arguments(max_seq_length=150)
-    if long > 50:
+    if count > 50:
         with pytest.raises(ValueError, match="the answers of 51 of 100 documents start after"):
-            chat_dataset.draw_documents(documents(path, max_seq_length=150), 0, "x", args)
+            chat_dataset.draw_documents(load_documents(path, max_seq_length=150), 0, "x", args)
         return
-    rows = chat_dataset.draw_documents(documents(path, max_seq_length=150), 0, "x", args)
-    assert len(rows) == 100 - long and rows.column_names == ["input_ids", "labels"]
-    assert f"{long} left out, because their answers start" in capfd.readouterr().out
+    rows = chat_dataset.draw_documents(load_documents(path, max_seq_length=150), 0, "x", args)
+    assert len(rows) == 100 - count and rows.column_names == ["input_ids", "labels"]
+    assert f"{count} left out, because their answers start" in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")
 def small() -> Dataset:
-    """Return three hundred documents of 2 to 31 tokens, no two the same."""
+    """Return 300 different documents of 2 to 31 tokens."""
     ids = [[i % 250 + 3, *range(3, 4 + i % 30)] for i in range(300)]
     columns = {"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids]}
     features = Features({k: chat_dataset.FEATURES[k] for k in columns})
@@ -449,9 +448,9 @@ def small() -> Dataset:
 
 def test_packs_depend_on_seed_and_epoch(small):
     def packs(seed: int, epoch: int) -> list[list[list[int]]]:
-        found = chat_dataset.Packs(small, arguments(max_seq_length=64, seed=seed))
-        found.set_epoch(epoch)
-        return [[row["input_ids"].tolist() for row in pack] for pack in found]
+        dataset = chat_dataset.Packs(small, arguments(max_seq_length=64, seed=seed))
+        dataset.set_epoch(epoch)
+        return [[row["input_ids"].tolist() for row in pack] for pack in dataset]
 
     first = packs(0, 0)
     assert first == packs(0, 0)
@@ -461,16 +460,16 @@ def test_packs_depend_on_seed_and_epoch(small):
         assert len({json.dumps(part) for part in flat}) == 1
 
 
-def test_pack_takes_the_longest_that_fits():
+def test_pack_takes_the_longest_document_that_fits():
     generator = torch.Generator().manual_seed(0)
     lengths = [3, 5, 8, 2, 5, 11, 7]
-    found = [[lengths[i] for i in pack] for pack in chat_dataset.pack(lengths, 10, generator)]
-    assert found == [[11], [8, 2], [7, 3], [5, 5]]
+    packs = [[lengths[i] for i in pack] for pack in chat_dataset.pack(lengths, 10, generator)]
+    assert packs == [[11], [8, 2], [7, 3], [5, 5]]
     assert len(chat_dataset.pack(lengths, 0, generator)) == 7
 
 
 def document(*ids: int, prompt: int = 1) -> dict[str, list[int]]:
-    """Return a document whose first `prompt` tokens are no targets."""
+    """Return a document whose first `prompt` tokens are not targets."""
     return {"input_ids": list(ids), "labels": [-100] * prompt + list(ids[prompt:])}
 
 
@@ -493,7 +492,7 @@ def test_collate_predicts_nothing_across_documents():
 
 
 def test_empty_batch_has_no_targets():
-    """A rank that has no samples left gets one."""
+    """A rank without samples left gets an empty batch."""
     batch = chat_dataset.collate([])
     assert batch["input_ids"].tolist() == batch["position_ids"].tolist() == [[0] * 8]
     assert batch["labels"].tolist() == [[-100] * 8]

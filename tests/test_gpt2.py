@@ -1,4 +1,4 @@
-"""gpt2_fsdp.py against plain single-process PyTorch, under every strategy that a CPU can run."""
+"""Compare gpt2_fsdp.py with plain single-process PyTorch under every strategy that a CPU runs."""
 
 import argparse
 import ast
@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, launch
-from copied import copied
+from copied import edited_script
 from datasets import Dataset
-from ten_steps import SHARED_VARIANTS, check_nothing_waits, check_recomputation
+from ten_steps import SHARED_VARIANTS, check_no_host_sync, check_recomputation
 from transformers import ByT5Tokenizer, GPT2Config
 
 import block_dataset
@@ -39,7 +39,7 @@ FOUR_RANKS = {
 
 
 def run_worker(path: Path, model: Path, texts: tuple, ranks: int, variants: dict) -> dict:
-    """Return the results of `ranks` ranks, at a global batch of 8."""
+    """Train on `ranks` ranks with a global batch of 8; return the results by variant."""
     flags = [path, model, *texts, 8 // ranks, json.dumps(variants)]
     launch(ranks, "tests/workers/gpt2_worker.py", *flags)
     return torch.load(path, weights_only=False)
@@ -49,8 +49,8 @@ def run_worker(path: Path, model: Path, texts: tuple, ranks: int, variants: dict
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, gpt2_directory: Path, texts: tuple) -> dict:
     """Return the results of two ranks by variant."""
     path = tmp_path_factory.mktemp("results") / "two.pt"
-    found = run_worker(path, gpt2_directory, texts, 2, TWO_RANKS)
-    return found | {"directory": f"{path}.run"}
+    results = run_worker(path, gpt2_directory, texts, 2, TWO_RANKS)
+    return results | {"directory": f"{path}.run"}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def four_ranks(
 
 @pytest.fixture(scope="module")
 def reference(two_ranks: dict, gpt2_directory: Path) -> dict:
-    """Return the same ten global batches in a plain training loop, an example at a time."""
+    """Train on the same ten global batches in a plain loop, one example at a time."""
     model = transformers.GPT2LMHeadModel.from_pretrained(gpt2_directory, dtype=torch.float32)
     model.train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -73,7 +73,7 @@ def reference(two_ranks: dict, gpt2_directory: Path) -> dict:
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     rates = [0.5, *(1 - step / 9 for step in range(9))]  # one step of warm-up, then linear
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [*rates, 0.0].__getitem__)
-    found: dict = {"losses": []}
+    result: dict = {"losses": []}
     for rows in two_ranks["full_shard"]["rows"]:
         loss = torch.zeros(())
         for row in rows:
@@ -82,29 +82,29 @@ def reference(two_ranks: dict, gpt2_directory: Path) -> dict:
             loss = loss + F.cross_entropy(logits, ids[0, 1:], reduction="sum")
         loss = loss / sum(len(row["input_ids"]) - 1 for row in rows)
         loss.backward()
-        found.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
+        result.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        found["losses"].append(loss.item())
+        result["losses"].append(loss.item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return found
+    return result
 
 
 def check_parity(result: dict, reference: dict) -> None:
-    """Check losses to 1e-5, and the first gradient to 1e-5 of its norm."""
+    """Check that losses match to 1e-5 and the first gradient to 1e-5 of its norm."""
     assert len(result["losses"]) == 10
     assert result["losses"] == pytest.approx(reference["losses"], abs=1e-5)
     assert result["gradient"].keys() == reference["gradient"].keys()
-    whole = torch.cat([grad.flatten() for grad in reference["gradient"].values()])
-    ours = torch.cat([result["gradient"][name].flatten() for name in reference["gradient"]])
-    assert (ours - whole).norm() <= 1e-5 * whole.norm()
+    expected = torch.cat([grad.flatten() for grad in reference["gradient"].values()])
+    actual = torch.cat([result["gradient"][name].flatten() for name in reference["gradient"]])
+    assert (actual - expected).norm() <= 1e-5 * expected.norm()
     assert result["tied"]
 
 
 @pytest.mark.parametrize("variant", [name for name in TWO_RANKS if "bf16" not in name])
 def test_ten_steps_on_two_ranks_equal_plain_pytorch(variant, two_ranks, reference):
-    """With the short last block, and steps that the ranks cannot share evenly."""
+    """The last block is short, and some batches cannot be divided evenly among the ranks."""
     check_parity(two_ranks[variant], reference)
 
 
@@ -118,41 +118,41 @@ def test_recomputation_changes_no_loss(two_ranks):
 
 
 def test_step_never_waits_for_the_device(two_ranks):
-    """A step has three collectives for each unit (the root stays gathered for the backward pass),
-    one for the gradient norm and one exchange."""
-    check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
+    """A step has three collectives for each unit (two for the root, which stays gathered for the
+    backward pass), one for the gradient norm and one exchange of metrics."""
+    check_no_host_sync(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
     for name in ("full_shard", "fsdp2"):
         assert two_ranks[name]["collectives"] == 3 * two_ranks[name]["units"] + 1
 
 
 def test_bad_step_changes_nothing_and_is_reported(two_ranks):
     for name in ("full_shard", "fsdp2", "ddp"):
-        (changed, infinite), (changed_by_empty, empty) = two_ranks[name]["bad"].values()
+        (changed, error), (changed_by_empty, empty_error) = two_ranks[name]["bad"].values()
         assert not changed and not changed_by_empty, name
-        assert "Step 11: gradient norm" in infinite and "ranks [1], samples [8]. Lower" in infinite
-        assert "Step 12 has no target tokens, in samples [7, 8]" in empty
+        assert "Step 11: gradient norm" in error and "ranks [1], samples [8]. Lower" in error
+        assert "Step 12 has no target tokens, in samples [7, 8]" in empty_error
 
 
 @pytest.mark.parametrize("name", ["Lion", "SGD", "AdamW"])
 def test_unfused_optimizer_resumes_and_skips_nan_steps(name, two_ranks):
-    found = two_ranks["other optimizers"][name]
-    (losses, parameters), (again, their_parameters) = found["runs"]
-    assert losses == again and len(losses) == 2
-    assert all(map(torch.equal, parameters, their_parameters))
-    assert not found["changed"]
-    assert found["said"].count("Step 6: gradient norm nan") == 1
+    result = two_ranks["other optimizers"][name]
+    (losses, parameters), (resumed_losses, resumed_parameters) = result["runs"]
+    assert losses == resumed_losses and len(losses) == 2
+    assert all(map(torch.equal, parameters, resumed_parameters))
+    assert not result["changed"]
+    assert result["message"].count("Step 6: gradient norm nan") == 1
 
 
 @pytest.mark.parametrize("fsdp", ["1", "2"])
 def test_average_of_the_weights_resumes(fsdp, two_ranks):
-    found = two_ranks["ema"][fsdp]
-    (count, average), (their_count, theirs) = found["averages"]
-    assert count == their_count == 5
-    assert all(map(torch.equal, average, theirs))
-    assert not all(map(torch.equal, average, found["weights"]))
+    result = two_ranks["ema"][fsdp]
+    (count, average), (resumed_count, resumed_average) = result["averages"]
+    assert count == resumed_count == 5
+    assert all(map(torch.equal, average, resumed_average))
+    assert not all(map(torch.equal, average, result["weights"]))
 
 
-@pytest.mark.parametrize("old, new, said", [
+@pytest.mark.parametrize("old, new, message", [
     ("            step.guard(optimizer, loss, grad_norm)", "            None",
      "Call step.guard"),
     ("            run.describe(model, tokenizer)\n", "", "Call run.describe"),
@@ -164,12 +164,12 @@ def test_average_of_the_weights_resumes(fsdp, two_ranks):
      "needs an argument closure=None"),
     ("    if not run.begin():\n        return False\n", "", "Call run.begin"),
 ])  # fmt: skip
-def test_incomplete_loop_fails_in_its_first_step(old, new, said, tmp_path):
-    script = copied("gpt2_fsdp", {old: new})
+def test_incomplete_loop_fails_in_its_first_step(old, new, message, tmp_path):
+    script = edited_script("gpt2_fsdp", {old: new})
     flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "9",
              "--num-val-samples", "2", "--block-size", "32", "--output-dir",
              str(tmp_path)]  # fmt: skip
-    with pytest.raises(RuntimeError, match=said):
+    with pytest.raises(RuntimeError, match=message):
         script.fsdp_main(script.parse_args(flags))
     assert not (tmp_path / "checkpoints").exists()
 
@@ -181,7 +181,7 @@ def test_blocks_compile_without_graph_breaks(two_ranks):
     assert not two_ranks["full_shard"]["graphs"]
 
 
-@pytest.mark.slow  # Llama's are not
+@pytest.mark.slow  # the equivalent test of Llama is not slow
 @pytest.mark.parametrize("variant", FOUR_RANKS)
 def test_ten_steps_on_four_ranks_equal_plain_pytorch(variant, four_ranks, reference):
     check_parity(four_ranks[variant], reference)
@@ -208,12 +208,12 @@ def test_units_are_blocks_and_root(two_ranks):
 ])  # fmt: skip
 def test_rank_holds_its_share_of_the_bytes(strategy, share, four_ranks, reference):
     count = sum(grad.numel() for grad in reference["gradient"].values())
-    padding = 4 * 16 * four_ranks["full_shard"]["units"]  # at most 15 elements a unit, and rounding
+    padding = 4 * 16 * four_ranks["full_shard"]["units"]  # 15 elements per unit, and rounding
     result = four_ranks[strategy]
     for kind, copies in (("parameter", 1), ("gradient", 1), ("optimizer", 2)):
-        promised = copies * 4 * count / share
-        assert promised <= result[f"{kind}_bytes"] + copies * padding
-        assert result[f"{kind}_bytes"] <= promised + copies * padding
+        expected = copies * 4 * count / share
+        assert expected <= result[f"{kind}_bytes"] + copies * padding
+        assert result[f"{kind}_bytes"] <= expected + copies * padding
 
 
 def test_chunked_loss_equals_cross_entropy(monkeypatch):
@@ -237,36 +237,36 @@ def test_chunked_loss_equals_cross_entropy(monkeypatch):
 
 
 def functions(path: Path) -> dict[str, str]:
-    """Return the source of each function of a script, docstrings included."""
+    """Return the source of each function of a script, with docstrings, by name."""
     text = path.read_text()
     nodes = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     return {node.name: ast.get_source_segment(text, node) for node in nodes}
 
 
 def test_fused_gelu_equals_transformers():
-    """Autograd keeps one tensor instead of four."""
+    """Autograd saves one tensor per block instead of four."""
     torch.manual_seed(0)
     config = GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=32)
     model = transformers.GPT2LMHeadModel(config).eval()
     ids = torch.arange(30)[None]
 
-    def look() -> tuple[torch.Tensor, list[torch.Tensor], int]:
-        kept = {}
+    def run_model() -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        saved = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            return kept.setdefault(id(tensor), tensor)
+            return saved.setdefault(id(tensor), tensor)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             logits = model(ids).logits
         gradients = torch.autograd.grad(logits.square().mean(), list(model.parameters()))
-        return logits, gradients, sum(x.shape == (1, 30, 256) for x in kept.values())
+        return logits, gradients, sum(x.shape == (1, 30, 256) for x in saved.values())
 
-    logits, gradients, kept = look()
+    logits, gradients, count = run_model()
     policies.fuse_gelu(model)
-    fused_logits, fused_gradients, fused_kept = look()
+    fused_logits, fused_gradients, fused_count = run_model()
     torch.testing.assert_close(fused_logits, logits, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(fused_gradients, gradients, rtol=1e-5, atol=1e-7)
-    assert (kept, fused_kept) == (8, 2)  # of two blocks
+    assert (count, fused_count) == (8, 2)  # for two blocks
 
 
 def test_scripts_share_identical_functions():
@@ -278,16 +278,16 @@ def test_scripts_share_identical_functions():
     assert gpt2["summed_loss"] == llama["summed_loss"]
     assert t5["units"] == gpt2["units"]
     assert t5["wrap_model"] == llama["wrap_model"]
-    loops = [found["train"].partition("    run.restore")[2] for found in (t5, gpt2, llama)]
+    loops = [script["train"].partition("    run.restore")[2] for script in (t5, gpt2, llama)]
     assert loops[0] == loops[1] == loops[2] and "scaler.step(optimizer)" in loops[0]
 
 
 def test_blocks_predict_every_token_once():
     rows = [{"input_ids": list(range(10))}, {"input_ids": []}, {"input_ids": list(range(10, 23))}]
-    cut = [block["input_ids"] for block in block_dataset.blocks(rows, 5)]
-    assert [len(block) for block in cut] == [6, 6, 6, 6, 3]
-    assert [token for block in cut for token in block[1:]] == list(range(1, 23))
-    batch = block_dataset.collate([{"input_ids": cut[0]}, {"input_ids": cut[-1]}])
+    blocks = [block["input_ids"] for block in block_dataset.blocks(rows, 5)]
+    assert [len(block) for block in blocks] == [6, 6, 6, 6, 3]
+    assert [token for block in blocks for token in block[1:]] == list(range(1, 23))
+    batch = block_dataset.collate([{"input_ids": blocks[0]}, {"input_ids": blocks[-1]}])
     assert batch["labels"].tolist()[0] == [1, 2, 3, 4, 5, -100, -100, -100]
     assert batch["labels"].tolist()[1] == [21, 22] + [-100] * 6
     assert batch["input_ids"].tolist()[1][:2] == [20, 21]
@@ -295,12 +295,12 @@ def test_blocks_predict_every_token_once():
 
 
 def load(tmp_path: Path, *flags: str) -> Dataset:
-    """Return the training blocks that these flags give."""
+    """Return the training blocks for these flags."""
     args = gpt2_fsdp.parse_args(["--model-name", "tiny", "--block-size", "16", *flags])
     return block_dataset.load_blocks(args.dataset[0], ByT5Tokenizer(), args)["train"]
 
 
-def decoded(rows: Dataset) -> str:
+def decode(rows: Dataset) -> str:
     """Return the text of consecutive blocks."""
     ids = [rows[0]["input_ids"][0], *(i for row in rows for i in row["input_ids"][1:])]
     return ByT5Tokenizer().decode(ids)
@@ -311,21 +311,21 @@ def test_documents_are_joined_with_eos(tmp_path):
         (tmp_path / name).write_text(text)
     rows = [{"body": "four"}, {"body": ""}, {"body": "five\n"}, {"body": "six"}]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    some = ["--val-dataset", str(tmp_path / "b.txt"), "--text-column", "body"]
-    both = load(tmp_path, "--dataset", str(tmp_path / "*.txt"), *some)
-    assert decoded(both) == "one\u2028\x85 <unk> \ntwo</s>three</s>"
-    assert decoded(load(tmp_path, "--dataset", str(tmp_path / "c.jsonl"), *some)) == (
+    common = ["--val-dataset", str(tmp_path / "b.txt"), "--text-column", "body"]
+    both = load(tmp_path, "--dataset", str(tmp_path / "*.txt"), *common)
+    assert decode(both) == "one\u2028\x85 <unk> \ntwo</s>three</s>"
+    assert decode(load(tmp_path, "--dataset", str(tmp_path / "c.jsonl"), *common)) == (
         "four</s>five\nsix</s>"
     )
     Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
-    assert decoded(load(tmp_path, "--dataset", str(tmp_path / "c.parquet"), *some)) == (
+    assert decode(load(tmp_path, "--dataset", str(tmp_path / "c.parquet"), *common)) == (
         "four</s>five\nsix</s>"
     )
-    (tmp_path / "text.jsonl").write_text('{"text": "seven", "other": "x"}\n')  # as WikiText has it
-    own = ["--dataset", str(tmp_path / "text.jsonl"), "--val-dataset", str(tmp_path / "b.txt")]
-    assert decoded(load(tmp_path, *own)) == "seven</s>"
-    (tmp_path / "b.txt").write_text("changed")  # and not what the cache has
-    assert decoded(load(tmp_path, "--dataset", str(tmp_path / "b.txt"), *some)) == "changed</s>"
+    (tmp_path / "text.jsonl").write_text('{"text": "seven", "other": "x"}\n')  # as in WikiText
+    wikitext = ["--dataset", str(tmp_path / "text.jsonl"), "--val-dataset", str(tmp_path / "b.txt")]
+    assert decode(load(tmp_path, *wikitext)) == "seven</s>"
+    (tmp_path / "b.txt").write_text("changed")  # the cache is stale
+    assert decode(load(tmp_path, "--dataset", str(tmp_path / "b.txt"), *common)) == "changed</s>"
 
 
 def test_end_is_held_out_without_validation_data(texts, tmp_path):
@@ -335,26 +335,26 @@ def test_end_is_held_out_without_validation_data(texts, tmp_path):
     args = gpt2_fsdp.parse_args(flags)
     train_set, val_sets = block_dataset.load(args, ByT5Tokenizer())
     rows = [part.with_format(None) for part in (train_set, val_sets[str(path)])]
-    whole = load(tmp_path, *flags)
-    assert [len(part) for part in rows] == [len(whole) - len(whole) // 20, len(whole) // 20]
-    assert list(rows[0]) + list(rows[1]) == list(whole)
-    assert decoded(rows[0]) + decoded(rows[1])[1:] == path.read_text().rstrip("\n") + "</s>"
+    blocks = load(tmp_path, *flags)
+    assert [len(part) for part in rows] == [len(blocks) - len(blocks) // 20, len(blocks) // 20]
+    assert list(rows[0]) + list(rows[1]) == list(blocks)
+    assert decode(rows[0]) + decode(rows[1])[1:] == path.read_text().rstrip("\n") + "</s>"
     args.evaluate_only = True
-    _, again = block_dataset.load(args, ByT5Tokenizer())
-    assert list(again[str(path)].with_format(None)) == list(rows[1])
+    _, val_sets = block_dataset.load(args, ByT5Tokenizer())
+    assert list(val_sets[str(path)].with_format(None)) == list(rows[1])
     path.write_text("short")
     with pytest.raises(ValueError, match="gives 1 blocks, .* Pass --val-dataset"):
         block_dataset.load(args, ByT5Tokenizer())
 
 
-@pytest.mark.parametrize("content, flags, said", [
+@pytest.mark.parametrize("content, flags, message", [
     (b"a", ["--model-name", "tiny"], None),
     (b"", ["--wrap", "size"], "argument --wrap: invalid unit_size value: 'size'"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
     (b"", ["--output-dir", __file__], "is a file. Pass a directory."),
 ])  # fmt: skip
 def test_bad_input_is_one_message(
-    content, flags, said, texts, tmp_path, gpt2_directory, capfd, monkeypatch
+    content, flags, message, texts, tmp_path, gpt2_directory, capfd, monkeypatch
 ):
     file = tmp_path / "train.txt"
     file.write_bytes(content)
@@ -362,35 +362,35 @@ def test_bad_input_is_one_message(
     command = ["--model-name", "tiny", "--dataset", str(file), "--val-dataset", str(texts[1]),
                "--output-dir", str(tmp_path / "run"), "--block-size", "32", "--max-steps", "1",
                *flags]  # fmt: skip
-    if said is None:  # the smallest text there can be: one byte and EOS
+    if message is None:  # the smallest possible text: one byte and EOS
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command))
         return
     with pytest.raises(SystemExit) as end:
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(command))
     error = capfd.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code and error.startswith("error: ") and said in error
+    assert end.value.code and error.startswith("error: ") and message in error
 
 
 ACCUMULATE = ["--gradient-accumulation-steps", "2"]
 
 
-@pytest.mark.parametrize("processes, flags, refused", [
-    # FSDP overwrites an offloaded gradient, unless no_sync keeps it on the GPU until the end; one
-    # process never enters no_sync.
+@pytest.mark.parametrize("processes, flags, problem", [
+    # FSDP overwrites an offloaded gradient, unless no_sync keeps it on the GPU until the end. A
+    # single process never enters no_sync.
     ("1", [*ACCUMULATE, "--accumulate-no-sync"], "--cpu-offload with accumulation"),
     ("2", ACCUMULATE, "--cpu-offload with accumulation"),
     ("2", [*ACCUMULATE, "--accumulate-no-sync"], ""),
-    # FSDP1 offloads wrongly what it does not shard.
+    # FSDP1 offloads unsharded parameters incorrectly.
     ("1", [], "--cpu-offload needs --fsdp 2"),
     ("2", ["--strategy", "no_shard"], "--cpu-offload needs --fsdp 2"),
     ("1", ["--fsdp", "2"], ""),
     ("1", ["--export-only"], ""),
     ("2", [], ""),
 ])  # fmt: skip
-def test_offload_is_refused_where_it_trains_incorrectly(processes, flags, refused, monkeypatch):
+def test_offload_is_refused_where_it_trains_incorrectly(processes, flags, problem, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", processes)
     parser = argparse.ArgumentParser()
     arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
     _, problems = arguments.resolve(parser.parse_args(["--cpu-offload", *flags]), policies)
-    assert refused in "; ".join(problems) and bool(refused) == bool(problems)
+    assert problem in "; ".join(problems) and bool(problem) == bool(problems)

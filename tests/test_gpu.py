@@ -1,9 +1,9 @@
-"""What only a GPU can show; on one GPU as one process, on more as two, on four or more as four.
+"""Tests that need a GPU, with one process per GPU: one, two or, on four GPUs or more, four.
 
-    python -m pytest -n 8 tests/test_gpu.py -k "not resumes"     # first: what ran on no GPU so far
+    python -m pytest -n 8 tests/test_gpu.py -k "not resumes"     # first: all other tests
     python -m pytest -n 8 tests/test_gpu.py -k resumes           # then: each script with each flag
 
-Each half is meant to take less than ten minutes on one GPU and 16 cores; that was not measured yet.
+Each half should take less than ten minutes on one GPU and 16 cores, but that is not measured yet.
 The slow cases compile, or load a model of 7B.
 """
 
@@ -35,25 +35,25 @@ four_gpus = pytest.mark.skipif(GPUS < 4, reason="fewer than four GPUs")
 
 
 def run(script: str, directory: Path, output: Path, data: list, *flags: str) -> None:
-    """Train a small model for forty steps, with a resume after twenty."""
-    command = begun(directory, output, data, *flags)
+    """Train a small model for forty steps and resume it after twenty."""
+    command = run_flags(directory, output, data, *flags)
     launch(RANKS, script, *command, "--max-steps", "20")
     launch(RANKS, script, *command, "--max-steps", "40")
     check_run(output)
 
 
-def begun(directory: Path, output: Path, data: list, *flags: str) -> list:
-    """Return the flags of a run that saves at every twentieth step."""
+def run_flags(directory: Path, output: Path, data: list, *flags: str) -> list:
+    """Return the flags of a run that saves every twenty steps."""
     return ["--model-name", directory, *data, "--output-dir", output, "--lr", "3e-3", "--log-every",
             "1", "--save-every", "20", *flags]  # fmt: skip
 
 
 def check_run(output: Path) -> None:
-    """Check that each of forty steps is logged once, that the loss fell, and that weights are
+    """Check that each of forty steps is logged once, the loss fell and the weights are
     finite."""
-    found = losses(output)
-    assert list(found) == list(range(1, 41))
-    assert found[40] < 0.9 * found[1]
+    loss_by_step = losses(output)
+    assert list(loss_by_step) == list(range(1, 41))
+    assert loss_by_step[40] < 0.9 * loss_by_step[1]
     assert all(tensor.isfinite().all() for tensor in weights(output / "final").values())
     assert metrics(output, "train")[-1]["peak_memory_mb"] > 0
 
@@ -116,7 +116,7 @@ LLAMA_DATA = ["--max-seq-length", "128", "--batch-size", "2", "--precision", "bf
 
 @pytest.mark.parametrize("merged", [[], ["--merge"]], ids=["adapters", "merged"])
 @pytest.mark.parametrize("in_4bit", [[], ["--load-in-4bit"]], ids=["lora", "qlora"])
-def test_lora_and_qlora_resumes(in_4bit, merged, wide_llama, chats, tmp_path):
+def test_adapter_run_resumes(in_4bit, merged, wide_llama, chats, tmp_path):
     pytest.importorskip("peft")
     if in_4bit:
         pytest.importorskip("bitsandbytes")
@@ -146,7 +146,7 @@ def test_paged_optimizer_resumes(strategy, llama_directory, chats, tmp_path):
 def test_run_killed_during_async_save_continues(fsdp, gpt2_directory, texts, tmp_path):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     flags = ["--async-save", "--save-every", "4", "--fsdp", fsdp, "--precision", "bf16"]
-    command = [*begun(gpt2_directory, tmp_path, data, *flags), "--max-steps", "40"]
+    command = [*run_flags(gpt2_directory, tmp_path, data, *flags), "--max-steps", "40"]
     assert launch(
         RANKS, "tests/workers/killed.py", "gpt2_fsdp", 0, 26, *command, check=False
     ).returncode
@@ -169,20 +169,20 @@ def test_compiled_losses_are_near_eager(
                           "--max-seq-length", "128", "--attention", "sdpa"],
     }[script]  # fmt: skip
     common = ["--max-steps", "5", "--log-every", "1", "--precision", "bf16", "--fsdp", fsdp]
-    found = []
+    runs = []
     for flag in ("--no-compile", "--compile"):
         launch(RANKS, script, *flags, *common, flag, "--output-dir", tmp_path / flag)
-        found.append(list(losses(tmp_path / flag).values()))
-    assert found[0] == pytest.approx(found[1], abs=0.05)
+        runs.append(list(losses(tmp_path / flag).values()))
+    assert runs[0] == pytest.approx(runs[1], abs=0.05)
 
 
-PARTS = [[300, 17, 2], [90, 64, 65]]  # tokens of the documents in two packs
+DOCUMENT_LENGTHS = [[300, 17, 2], [90, 64, 65]]  # in tokens, of two packs
 
 
-def packed(device: torch.device) -> dict:
+def packed_batch(device: torch.device) -> dict:
     """Return a batch of two packs of random documents."""
     packs = []
-    for lengths in PARTS:
+    for lengths in DOCUMENT_LENGTHS:
         rows = [torch.randint(3, 300, (length,)).tolist() for length in lengths]
         packs.append([{"input_ids": row, "labels": row} for row in rows])
     return to_device(chat_dataset.collate(packs), device)
@@ -197,23 +197,23 @@ def test_nan_step_leaves_weights_and_moments(
     flags, gpt2_directory, texts, device, tmp_path, monkeypatch
 ):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
-    command = begun(gpt2_directory, tmp_path, data, "--precision", "bf16", *flags)
+    command = run_flags(gpt2_directory, tmp_path, data, "--precision", "bf16", *flags)
     driven = Driven(gpt2_fsdp, gpt2_fsdp.parse_args(list(map(str, command))), device)
 
-    def trained() -> list[torch.Tensor]:
+    def weights_and_moments() -> list[torch.Tensor]:
         moments = [x for each in driven.state.optimizer.state.values() for x in each.values()]
         return [local(x.detach()).clone() for x in [*driven.model.parameters(), *moments]]
 
     driven.step()
-    first = trained()
+    first = weights_and_moments()
     driven.step()
-    before = trained()
+    before = weights_and_moments()
     assert not any(map(torch.equal, first, before))
     summed_loss = gpt2_fsdp.summed_loss
     monkeypatch.setattr(gpt2_fsdp, "summed_loss", lambda *args: summed_loss(*args) * torch.nan)
     monkeypatch.setattr(ranks, "GRACE_SECONDS", 0)
     driven.step()
-    assert all(map(torch.equal, before, trained()))
+    assert all(map(torch.equal, before, weights_and_moments()))
     with pytest.raises(SystemExit):
         driven.check()
 
@@ -221,7 +221,7 @@ def test_nan_step_leaves_weights_and_moments(
 @pytest.mark.parametrize("attention", ["flash", "varlen"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_kernels_agree_with_sdpa(attention, head_size):
-    """Within the error of bf16 against fp32."""
+    """The tolerance is twice the error of bf16 against fp32."""
     try:
         kernel = varlen_kernel(attention, "bf16")
     except ValueError as error:
@@ -231,9 +231,9 @@ def test_kernels_agree_with_sdpa(attention, head_size):
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384}
     config = LlamaConfig(head_dim=head_size, **shape)
     model = llama_fsdp.LossModel(config).cuda().train()
-    batch = packed(torch.device("cuda"))
+    batch = packed_batch(torch.device("cuda"))
     register(kernel)
-    found = {}
+    results = {}
     for name, dtype in (("sdpa", torch.float32), ("sdpa", torch.bfloat16),
                         ("packed", torch.bfloat16)):  # fmt: skip
         model.set_attn_implementation(name)
@@ -242,22 +242,22 @@ def test_kernels_agree_with_sdpa(attention, head_size):
             loss = llama_fsdp.summed_loss(model, batch)
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found[name, dtype] = loss.item(), gradient
-    exact, near = found["sdpa", torch.float32], found["sdpa", torch.bfloat16]
-    ours = found["packed", torch.bfloat16]
-    for place in (0, 1):
-        error = torch.as_tensor(near[place] - exact[place]).norm()
-        assert torch.as_tensor(ours[place] - exact[place]).norm() < 2 * error + 1e-3
+        results[name, dtype] = loss.item(), gradient
+    exact, sdpa = results["sdpa", torch.float32], results["sdpa", torch.bfloat16]
+    varlen = results["packed", torch.bfloat16]
+    for index in (0, 1):
+        error = torch.as_tensor(sdpa[index] - exact[index]).norm()
+        assert torch.as_tensor(varlen[index] - exact[index]).norm() < 2 * error + 1e-3
 
 
 @pytest.mark.slow
 def test_lora_of_7b_shape_trains(tmp_path):
-    """Needs 13 GB of disk: checkpoints and the export contain the adapters alone."""
+    """Needs 13 GB of disk: checkpoints and the export contain only the adapters."""
     pytest.importorskip("peft")
     if torch.cuda.get_device_properties(0).total_memory < 38e9:
         pytest.skip("needs a GPU of 40 GB")
     torch.manual_seed(0)
-    config = LlamaConfig(num_key_value_heads=32)  # the defaults are 7B's
+    config = LlamaConfig(num_key_value_heads=32)  # all other defaults are those of 7B
     with torch.device("cuda"):
         model = llama_fsdp.transformers.LlamaForCausalLM(config).bfloat16()
     model.save_pretrained(tmp_path / "model")
@@ -269,7 +269,7 @@ def test_lora_of_7b_shape_trains(tmp_path):
                "--num-val-samples", "10", "--eval-every", "0", "--save-every", "0",
                "--output-dir", tmp_path / "run"]  # fmt: skip
     launch(RANKS, "llama_fsdp.py", *command, timeout=480)
-    found = losses(tmp_path / "run")
-    assert found[10] < found[1]
+    loss_by_step = losses(tmp_path / "run")
+    assert loss_by_step[10] < loss_by_step[1]
     if "H200" in torch.cuda.get_device_name():
         assert 0 < metrics(tmp_path / "run", "train")[-1]["mfu"] < 1

@@ -1,4 +1,4 @@
-"""Pretrained weights as they come: loaded and saved as Transformers does it, and broken files."""
+"""Pretrained weights load and export as in Transformers, and broken files are reported."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import errors_said, launch, weights
+from conftest import error_lines, launch, weights
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -27,7 +27,7 @@ from transformers import (
 from runtime import ranks
 from runtime import weights as hf_weights
 
-# Small shapes, as the configs of these families call them.
+# Small shapes, with the names that the configs of these families use.
 DECODER = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
            "intermediate_size": 64, "max_position_embeddings": 64}  # fmt: skip
 GROUPED = DECODER | {"num_key_value_heads": 2, "head_dim": 8}
@@ -39,7 +39,7 @@ GPT2 = {"vocab_size": 384, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
 EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 VISION = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
           "intermediate_size": 32, "image_size": 28, "patch_size": 14}  # fmt: skip
-MODELS = {  # class to load, shape; twelve experts have another order by number than by key
+MODELS = {  # class, shape; the key order of twelve experts differs from their numeric order
     "t5": ("T5ForConditionalGeneration", T5),
     "t5 untied": ("T5ForConditionalGeneration", T5),
     "gpt2": ("GPT2LMHeadModel", GPT2),
@@ -59,7 +59,7 @@ IN_BF16 = {"gpt2", "gemma3", "pegasus"}
 
 
 def new_model(name: str) -> PreTrainedModel:
-    """Return a random model, none of whose weights is constant."""
+    """Return a random model without constant weights."""
     kind, shape = MODELS[name]
     if name == "gemma3 text part":
         kind = "Gemma3ForConditionalGeneration"
@@ -75,7 +75,7 @@ def new_model(name: str) -> PreTrainedModel:
 
 
 def save(name: str, directory: Path) -> None:
-    """Write a model of MODELS as it may be found on the hub."""
+    """Save a model of MODELS in a format that occurs on the hub."""
     model = new_model(name)
     if name in IN_BF16:
         model = model.to(torch.bfloat16)
@@ -107,23 +107,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def differences(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     """Return the results of files_worker.py by number of ranks."""
     folder = tmp_path_factory.mktemp("results")
-    found = {}
+    results = {}
     for count in (1, 2):
         launch(count, "tests/workers/files_worker.py", models, folder / f"{count}.json")
-        found[count] = json.loads((folder / f"{count}.json").read_text())
-    return found
+        results[count] = json.loads((folder / f"{count}.json").read_text())
+    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("way", ["fsdp1", "fsdp2", "ddp"])
 @pytest.mark.parametrize("name", MODELS)
 def test_loads_and_exports_equal_transformers(name, way, ranks, differences):
-    """Logits, buffers, and the keys, dtypes and values of exported files, to the last bit."""
+    """Logits, buffers and exported keys, dtypes and values are equal bit for bit."""
     assert differences[ranks][f"{name} {way}"] == []
 
 
-def test_older_and_extra_keys_are_accepted(alone, t5_directory, gpt2_directory, tmp_path):
-    """t5-base has one bias too many and the embedding twice. GPT-2's keys lack the prefix."""
+def test_older_and_extra_keys_are_accepted(process_group, t5_directory, gpt2_directory, tmp_path):
+    """t5-base has an extra bias and two copies of the embedding. GPT-2's keys lack the prefix."""
     tensors = weights(t5_directory)
     embedding = tensors.pop("shared.weight")
     for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
@@ -141,7 +141,7 @@ def test_older_and_extra_keys_are_accepted(alone, t5_directory, gpt2_directory, 
     assert torch.equal(source["transformer.wte.weight"], tensors["wte.weight"])
 
 
-def test_all_problems_of_files_are_one_error(t5_directory, pairs, tmp_path):
+def test_all_problems_of_weights_are_one_error(t5_directory, pairs, tmp_path):
     for path in t5_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     tensors = weights(t5_directory)
@@ -153,7 +153,7 @@ def test_all_problems_of_files_are_one_error(t5_directory, pairs, tmp_path):
     flags = ["--model-name", tmp_path, "--dataset", pairs, "--output-dir", output]
     result = launch(2, "T5_training.py", *flags, check=False)
     assert result.returncode != 0
-    (error,) = errors_said(result.stderr)
+    (error,) = error_lines(result.stderr)
     assert "missing_keys: ['decoder.final_layer_norm.weight']" in error
     assert "unexpected_keys: ['extra.weight']" in error
     assert "mismatched_keys: [('shared.weight', torch.Size([383, 32]), torch.Size([384" in error
@@ -161,22 +161,22 @@ def test_all_problems_of_files_are_one_error(t5_directory, pairs, tmp_path):
     assert not (output / "checkpoints").exists()
 
 
-def test_broken_files_are_named(alone, t5_directory, tmp_path):
+def test_broken_files_are_named(process_group, t5_directory, tmp_path):
     config = T5ForConditionalGeneration.config_class.from_pretrained(t5_directory)
     file = tmp_path / "model.safetensors"
 
-    def refused(pattern: str) -> None:
+    def check_error(pattern: str) -> None:
         with pytest.raises(OSError, match=pattern):
             hf_weights.new_model(T5ForConditionalGeneration, config, tmp_path)
 
-    refused("model.safetensors cannot be read .*save_pretrained")
-    whole = (t5_directory / "model.safetensors").read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    refused("model.safetensors cannot be read")
+    check_error("model.safetensors cannot be read .*save_pretrained")
+    content = (t5_directory / "model.safetensors").read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    check_error("model.safetensors cannot be read")
     file.unlink()
     index = {"weight_map": {"shared.weight": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused("model-00001-of-00002.safetensors cannot be read")
+    check_error("model-00001-of-00002.safetensors cannot be read")
 
 
 def change(directory: Path, **settings: object) -> None:
@@ -201,12 +201,12 @@ def with_empty_tokenizer(directory: Path) -> None:
 
 
 def with_adapters(directory: Path) -> None:
-    """Leave adapters in place of a model."""
+    """Replace the model with adapters."""
     (directory / "config.json").unlink()
     (directory / "adapter_config.json").touch()
 
 
-@pytest.mark.parametrize(("damage", "said"), [
+@pytest.mark.parametrize(("damage", "message"), [
     (lambda directory: change(directory, model_type="mistral"), "is a mistral, not a llama"),
     (lambda directory: change(directory, quantization_config={"quant_method": "fp8"}),
      "is quantized. Pass its weights in 16 or 32 bits"),
@@ -216,27 +216,27 @@ def with_adapters(directory: Path) -> None:
     (with_large_tokenizer, "has a tokenizer of 483 tokens, the model 384"),
     (with_empty_tokenizer, "has no tokenizer: its vocabulary is missing"),
 ])  # fmt: skip
-def test_unfit_directory_is_refused(damage, said, alone, llama_directory, tmp_path):
+def test_unsuitable_directory_is_refused(damage, message, process_group, llama_directory, tmp_path):
     for path in llama_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
     damage(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
 
 
-def test_text_part_of_multimodal_model_is_complete(alone, models, tmp_path):
+def test_text_part_of_multimodal_model_is_complete(process_group, models, tmp_path):
     tensors = weights(models / "gemma3 text part")
-    kind = Gemma3ForCausalLM
+    model_class = Gemma3ForCausalLM
     config = transformers.AutoConfig.from_pretrained(models / "gemma3 text part").text_config
-    hf_weights.new_model(kind, config, models / "gemma3 text part")
+    hf_weights.new_model(model_class, config, models / "gemma3 text part")
     tensors["language_model.model.layers.2.mlp.up_proj.weight"] = torch.zeros(64, 32)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected_keys: .*layers.2.mlp.up_proj.weight"):
-        hf_weights.new_model(kind, config, tmp_path)
+        hf_weights.new_model(model_class, config, tmp_path)
 
 
-ANSWERS = {  # status and X-Error-Code of the hub
+ANSWERS = {  # HTTP status and X-Error-Code of the hub, expected message
     "meta/gated": (403, "GatedRepo", "is gated. Accept its license at https://huggingface.co/"),
     "me/private": (401, "RepoNotFound", "is neither a directory nor a model on the hub"),
     "gtp2": (404, "RepoNotFound", "is neither a directory nor a model on the hub"),
@@ -248,7 +248,7 @@ ANSWERS = {  # status and X-Error-Code of the hub
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_unavailable_model_is_one_message(name, tmp_path, monkeypatch):
-    status, code, said = ANSWERS[name]
+    status, code, message = ANSWERS[name]
 
     def answer(_: httpx2.Request) -> httpx2.Response:
         if status is None:
@@ -264,12 +264,12 @@ def test_unavailable_model_is_one_message(name, tmp_path, monkeypatch):
             hf_weights.find_directory(name, hf_weights.SETTINGS)
     finally:
         huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
-    assert str(error.value).startswith(f"--model-name {name} ") and said in str(error.value)
+    assert str(error.value).startswith(f"--model-name {name} ") and message in str(error.value)
     assert "or pass a directory" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
-def test_only_the_first_process_of_a_node_asks_the_hub(local_rank, alone, tmp_path, monkeypatch):
+def test_only_one_process_per_node_asks_the_hub(local_rank, process_group, tmp_path, monkeypatch):
     cached = tmp_path / "models--me--small"
     (cached / "refs").mkdir(parents=True)
     (cached / "refs/main").write_text("c0ffee")
@@ -285,7 +285,7 @@ def test_only_the_first_process_of_a_node_asks_the_hub(local_rank, alone, tmp_pa
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-    hooks = {"request": [huggingface_hub.utils._http.hf_request_event_hook]}  # as by default
+    hooks = {"request": [huggingface_hub.utils._http.hf_request_event_hook]}  # the default
     transport = httpx2.MockTransport(answer)
     huggingface_hub.set_client_factory(
         lambda: httpx2.Client(transport=transport, event_hooks=hooks)

@@ -1,4 +1,4 @@
-"""What a copy of a script for another architecture could train incorrectly is refused."""
+"""Script copies that would train another architecture incorrectly are refused at startup."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import launch
-from copied import copied, llama_as, llama_changes
+from copied import edited_script, llama_as, llama_changes
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,19 +31,19 @@ from runtime.model_checks import fit_config
 from runtime.optimization import parameter_groups
 from tools import memory_estimator
 
-FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONV = ["conv", "conv", "full_attention", "conv"]
-LLAMAS = {  # the architecture, its folder in Transformers, and what TINY has besides
+LLAMAS = {  # architecture, its folder in Transformers, additions to TINY
     "Llama": ("Llama", "", {}),
     "Mistral": ("Mistral", "", {"sliding_window": 8}),  # shorter than the documents
     "Granite": ("Granite", "", {"logits_scaling": 8.0}),
-    "Gemma2": ("Gemma2", "", {"initializer_range": 1.0}),  # logits of 50, which it caps at 30
+    "Gemma2": ("Gemma2", "", {"initializer_range": 1.0}),  # caps logits of 50 at 30
     "GptOss": ("GptOss", "gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
-    "scaled": ("Llama", "", {"logit_scale": 0.5}),  # to which Llama pays no heed
+    "scaled": ("Llama", "", {"logit_scale": 0.5}),  # Llama ignores it
 }
-DIFFER = "The logits behind the loss differ from the model's own by"
-SEEN = "Documents in a sequence see each other"
-REFUSED = {"GptOss": SEEN, "scaled": DIFFER}
+WRONG_LOGITS = "The logits behind the loss differ from the model's own by"
+LEAK = "Documents in a sequence see each other"
+ERRORS = {"GptOss": LEAK, "scaled": WRONG_LOGITS}
 ATTENTIONS = {  # on one rank
     "sdpa": ["--strategy", "ddp"],
     "eager": ["--precision", "bf16"],
@@ -65,22 +65,22 @@ T5GEMMA = {
         "for name in ('encoder', 'decoder')"
     ),
 }
-LEFT_OUT = '("labels", "targets", "tokens"'
-NO_MASK = {LEFT_OUT: LEFT_OUT + ', "decoder_attention_mask"'}
+EXCLUDED_KEYS = '("labels", "targets", "tokens"'
+NO_MASK = {EXCLUDED_KEYS: EXCLUDED_KEYS + ', "decoder_attention_mask"'}
 PADDING_FIRST = {
-    "        check_decoder(": "        for one in (batch, alone[2]):\n"
+    "        check_decoder(": "        for one in (batch, singles[2]):\n"
     "            one['decoder_input_ids'][:, 0] = 0\n"
     "        check_decoder("
 }
-SEQ2SEQ = {  # what T5_training.py is changed by, and how it is refused
+SEQ2SEQ = {  # changes to T5_training.py, expected error
     "T5": ({}, ""),
     "T5 without the source's mask": (
-        {LEFT_OUT: LEFT_OUT + ', "attention_mask"'},
+        {EXCLUDED_KEYS: EXCLUDED_KEYS + ', "attention_mask"'},
         "Padding changes the model's logits by",
     ),
     "T5Gemma": (T5GEMMA, ""),
     "T5Gemma that starts with padding": (T5GEMMA | PADDING_FIRST, "The decoder's logits differ"),
-    "T5Gemma without a mask, too": (  # by version
+    "T5Gemma without a mask": (  # the error depends on the version of Transformers
         T5GEMMA | PADDING_FIRST | NO_MASK,
         "The model is not causal|The decoder's logits differ",
     ),
@@ -98,31 +98,32 @@ def device() -> Iterator[torch.device]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, chats: Path, pairs: Path) -> dict:
-    """Return the messages of two ranks, by model and variant."""
-    folder = tmp_path_factory.mktemp("results")
+    """Return the error of each of two ranks (empty if none) by model and variant."""
+    directory = tmp_path_factory.mktemp("results")
     cases = {}
     for variant, flags in TWO_RANKS.items():
-        for name, (architecture, place, config) in LLAMAS.items():
-            changes = llama_changes(architecture, place, **config)
+        for name, (architecture, folder, config) in LLAMAS.items():
+            changes = llama_changes(architecture, folder, **config)
             cases[f"{name} {variant}"] = ["llama_fsdp", changes, [*LLAMA_DATA, str(chats), *flags]]
         for name, (changes, _) in SEQ2SEQ.items():
             flags = [flag for flag in flags if flag not in ("--attention", "eager")]
             cases[f"{name} {variant}"] = ["T5_training", changes, ["--dataset", str(pairs), *flags]]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    launch(2, "tests/workers/model_checks_worker.py", folder / "cases.json", folder / "said.json")
-    return json.loads((folder / "said.json").read_text())
+    (directory / "cases.json").write_text(json.dumps(cases))
+    output = directory / "messages.json"
+    launch(2, "tests/workers/model_checks_worker.py", directory / "cases.json", output)
+    return json.loads(output.read_text())
 
 
-def wrapped(script: ModuleType, args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """Return the script's model, as it trains."""
+def training_model(script: ModuleType, args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """Return the script's model, wrapped as for training."""
     model, _, init = script.load_model(args, device)
     return script.wrap_model(args, device, model, init)
 
 
 def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) -> nn.Module:
-    """Return the tiny model, its loss checked as at a run's start, without its data."""
+    """Build the tiny model, run the startup check of its loss and return the model."""
     args = script.parse_args([*FLAGS, "--dataset", str(chats), *flags])
-    model = wrapped(script, args, device)
+    model = training_model(script, args, device)
     script.check_loss(args, device, model)
     return model
 
@@ -130,27 +131,28 @@ def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) ->
 @pytest.mark.parametrize("variant", TWO_RANKS)
 def test_different_loss_and_leaky_packing_are_refused_on_all_ranks(variant, two_ranks):
     for name in LLAMAS:
-        for said in two_ranks[f"{name} {variant}"]:
-            assert said.startswith(REFUSED[name]) if name in REFUSED else said == "", name
+        for error in two_ranks[f"{name} {variant}"]:
+            assert error.startswith(ERRORS[name]) if name in ERRORS else error == "", name
 
 
 @pytest.mark.parametrize("variant", TWO_RANKS)
 def test_different_decoder_inputs_are_refused_on_all_ranks(variant, two_ranks):
     for name, (_, expected) in SEQ2SEQ.items():
-        for said in two_ranks[f"{name} {variant}"]:
-            assert re.match(expected, said) and bool(said) == bool(expected), name
+        for error in two_ranks[f"{name} {variant}"]:
+            assert re.match(expected, error) and bool(error) == bool(expected), name
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("name", LLAMAS)
-def test_checks_hold_for_each_attention(name, attention, chats, device):
-    architecture, place, config = LLAMAS[name]
-    script = llama_as(architecture, place, **config)
+def test_checks_work_with_each_attention(name, attention, chats, device):
+    architecture, folder, config = LLAMAS[name]
+    script = llama_as(architecture, folder, **config)
     flags = ["--attention", attention, *ATTENTIONS[attention]]
-    expected = REFUSED.get(name)
+    expected = ERRORS.get(name)
     if attention == "varlen":
-        lacks = {"Gemma2": "softcap", "GptOss": "s_aux", "Mistral": "sliding_window"}
-        expected = f"do not support {lacks[name]}.*attention eager" if name in lacks else expected
+        unsupported = {"Gemma2": "softcap", "GptOss": "s_aux", "Mistral": "sliding_window"}
+        if name in unsupported:
+            expected = f"do not support {unsupported[name]}.*attention eager"
     has_sdpa = getattr(transformers, f"{architecture}ForCausalLM")._supports_sdpa
     if attention == "sdpa" and not has_sdpa:
         expected = f"--attention sdpa: {architecture}ForCausalLM has none. Pass eager."
@@ -161,7 +163,7 @@ def test_checks_hold_for_each_attention(name, attention, chats, device):
         check(script, chats, device, *flags)
 
 
-PLAIN_LOSS = {  # a copy that takes the loss from the model's own logits
+PLAIN_LOSS = {  # computes the loss from the model's own logits
     '    return model(**model_inputs(batch), targets=batch["labels"])\n': (
         "    logits = model(**model_inputs(batch), use_cache=False).logits\n"
         '    return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())\n'
@@ -170,30 +172,30 @@ PLAIN_LOSS = {  # a copy that takes the loss from the model's own logits
 
 
 def test_loss_of_a_copy_without_loss_logits_is_not_checked(chats, device, capfd):
-    """Causality, documents and the sum are still checked."""
+    """Causality, document boundaries and the sum are still checked."""
     check(llama_fsdp, chats, device, "--attention", "sdpa")
     assert "not checked" not in capfd.readouterr().out
-    check(copied("llama_fsdp", PLAIN_LOSS), chats, device, "--attention", "sdpa")
+    check(edited_script("llama_fsdp", PLAIN_LOSS), chats, device, "--attention", "sdpa")
     assert capfd.readouterr().out.count("The loss is not checked against the model's own") == 1
-    mean = copied("llama_fsdp", PLAIN_LOSS | {', reduction="sum"': ""})
+    mean = edited_script("llama_fsdp", PLAIN_LOSS | {', reduction="sum"': ""})
     with pytest.raises(ValueError, match="summed_loss is not a sum over target tokens"):
         check(mean, chats, device, "--attention", "sdpa")
 
 
-RIGHT = {  # the folder, and what TINY has besides; test_architectures.py has all others
+CORRECT = {  # folder, additions to TINY; test_architectures.py covers the others
     "DeepseekV3": ("deepseek_v3", {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "moe_intermediate_size": 64, "q_lora_rank": 64, "kv_lora_rank": 32,
         "first_k_dense_replace": 1, "num_key_value_heads": 4,
     }),
     "Gemma3": ("gemma3", {"head_dim": 32, "sliding_window": 8}),
-    "Qwen3Moe": ("qwen3_moe", FEW | {"head_dim": 32}),
+    "Qwen3Moe": ("qwen3_moe", FEW_EXPERTS | {"head_dim": 32}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_correct_models_pass(name, chats, device):
-    folder, config = RIGHT[name]
+@pytest.mark.parametrize("name", CORRECT)
+def test_correct_models_are_accepted(name, chats, device):
+    folder, config = CORRECT[name]
     script = llama_as(name, folder, **config)
     for flags in (
         [],
@@ -206,7 +208,7 @@ def test_correct_models_pass(name, chats, device):
         check(script, chats, device, *flags)
 
 
-LEAKS = {  # the folder, and what TINY has besides
+LEAKS = {  # folder, additions to TINY
     "GptOss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
     "Lfm2": ("lfm2", {"layer_types": CONV}),
     "Qwen3_5": ("qwen3_5", {
@@ -227,12 +229,12 @@ def test_leaks_between_documents_are_refused(name, chats, device):
     script = llama_as(name, folder, **config)
     for precision in "fp32", "bf16":
         flags = ["--precision", precision]
-        with pytest.raises(ValueError, match=f"{SEEN}.*Pass --no-packing"):
+        with pytest.raises(ValueError, match=f"{LEAK}.*Pass --no-packing"):
             check(script, chats, device, *flags)
         check(script, chats, device, *flags, "--no-packing")
 
 
-SPARSE = {  # the folder, and what TINY has besides
+SPARSE = {  # folder, additions to TINY
     "DeepseekV4": ("deepseek_v4", {
         "moe_intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 32,
         "num_experts_per_tok": 2, "n_routed_experts": 4, "partial_rotary_factor": 0.5,
@@ -249,15 +251,15 @@ SPARSE = {  # the folder, and what TINY has besides
 
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_attention_is_refused(name, chats, device):
-    """It selects keys by their position in the pack, which only shows beyond a block of 128
-    keys."""
+    """Sparse attention selects keys by their position in the pack. The effect appears only with
+    more than one block of 128 keys."""
     if not hasattr(transformers, f"{name}ForCausalLM"):
         pytest.skip(f"this Transformers has no {name}")
     folder, config = SPARSE[name]
     script = llama_as(name, folder, **config)
     attention = "sdpa" if getattr(transformers, f"{name}ForCausalLM")._supports_sdpa else "eager"
     flags = ["--attention", attention, "--max-seq-length", "512"]
-    with pytest.raises(ValueError, match=f"{SEEN}.*Pass --no-packing"):
+    with pytest.raises(ValueError, match=f"{LEAK}.*Pass --no-packing"):
         check(script, chats, device, *flags)
     check(script, chats, device, *flags, "--no-packing")
 
@@ -267,27 +269,27 @@ def test_changed_hidden_states_are_refused(chats, device):
         ("self.get_output_embeddings()(hidden", "self.get_output_embeddings()(1.01 * hidden"),
         ("self.model(input_ids, use_cache=False, **options)", "self.model(input_ids)"),
     ):
-        with pytest.raises(ValueError, match=DIFFER):
-            check(copied("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
+        with pytest.raises(ValueError, match=WRONG_LOGITS):
+            check(edited_script("llama_fsdp", {old: new}), chats, device, "--attention", "sdpa")
 
 
-def test_checks_leave_no_trace(chats, device):
-    """They run in evaluation mode without compiling, and restore mode, method and random states."""
+def test_checks_restore_mode_and_random_state(chats, device):
+    """The checks run in eval mode, compile nothing and restore mode, methods and RNG state."""
     model = check(llama_fsdp, chats, device, "--attention", "sdpa")
-    compiled, modes = [], []
+    graphs, modes = [], []
 
-    def compile_nothing(graph: torch.fx.GraphModule, _: list) -> Callable:
-        compiled.append(graph)
+    def record_graph(graph: torch.fx.GraphModule, _: list) -> Callable:
+        graphs.append(graph)
         return graph.forward
 
-    def draw(module: nn.Module, *_: object) -> None:
+    def record_mode(module: nn.Module, *_: object) -> None:
         modes.append(module.training)
         torch.rand(1)
 
-    model.module.model.embed_tokens.register_forward_hook(draw)
+    model.module.model.embed_tokens.register_forward_hook(record_mode)
     for module in model.modules():
         if isinstance(module, llama_fsdp.BLOCKS):
-            module.compile(backend=compile_nothing)
+            module.compile(backend=record_graph)
     args = llama_fsdp.parse_args([*FLAGS, "--dataset", str(chats)])
     ids = torch.arange(32).repeat(2, 1)
     for mode in (True, False):
@@ -297,36 +299,36 @@ def test_checks_leave_no_trace(chats, device):
             llama_fsdp.check_loss(args, device, model)
         assert torch.equal(torch.get_rng_state(), before)
         assert all(module.training is mode for module in model.modules())
-    assert set(modes) == {False} and not compiled
+    assert set(modes) == {False} and not graphs
     assert "loss_logits" not in vars(model.module.lm_head)
     model(input_ids=ids)
-    assert compiled
+    assert graphs
 
 
-def command(texts: tuple, output: Path, steps: int) -> list[str]:
+def gpt2_run(texts: tuple, output: Path, steps: int) -> list[str]:
     """Return flags for a short run of GPT-2."""
     files = ["--dataset", str(texts[0]), "--val-dataset", str(texts[1])]
     length = ["--block-size", "32", "--max-steps", str(steps)]
     return ["--model-name", "tiny", *files, *length, "--output-dir", str(output)]
 
 
-def test_mean_in_place_of_summed_loss_is_refused(texts, pairs, tmp_path, capfd):
+def test_mean_loss_is_refused(texts, pairs, tmp_path, capfd):
     columns = ["--source-column", "text", "--target-column", "headline"]
-    summaries = ["--dataset", str(pairs), *columns, "--output-dir", str(tmp_path / "t5")]
-    blocks = command(texts, tmp_path / "gpt2", 1)
+    t5_flags = ["--dataset", str(pairs), *columns, "--output-dir", str(tmp_path / "t5")]
+    gpt2_flags = gpt2_run(texts, tmp_path / "gpt2", 1)
     for script, change, flags in (
-        ("T5_training", {', reduction="sum"': ""}, ["--model-name", "tiny", *summaries]),
-        ("gpt2_fsdp", {"targets=batch[": 'targets=batch["labels"]) / len(batch['}, blocks),
+        ("T5_training", {', reduction="sum"': ""}, ["--model-name", "tiny", *t5_flags]),
+        ("gpt2_fsdp", {"targets=batch[": 'targets=batch["labels"]) / len(batch['}, gpt2_flags),
     ):
-        changed = copied(script, change)
+        copy = edited_script(script, change)
         with pytest.raises(SystemExit) as end:
-            changed.fsdp_main(changed.parse_args(flags))
+            copy.fsdp_main(copy.parse_args(flags))
         error = capfd.readouterr().err.strip().splitlines()[-1]
         assert end.value.code == 1 and error.startswith("error: summed_loss is not a sum over")
     assert not list(tmp_path.rglob("metrics.jsonl"))
 
 
-def test_blocks_that_miss_a_layer_are_refused():
+def test_blocks_without_a_layer_class_are_refused():
     with torch.device("meta"):
         mistral = transformers.MistralForCausalLM(transformers.MistralConfig(num_hidden_layers=2))
         bart = transformers.BartForConditionalGeneration(transformers.BartConfig())
@@ -340,7 +342,7 @@ def test_blocks_that_miss_a_layer_are_refused():
 
 
 def attend(**options: object) -> torch.Tensor:
-    """Call packed attention for two documents of 8 tokens in a row, with further `options`."""
+    """Call packed attention on a row with two documents of 8 tokens, with extra `options`."""
     query = torch.randn(1, 2, 16, 8)
     ends = torch.tensor([0, 8, 16], dtype=torch.int32)
     module = SimpleNamespace()
@@ -365,25 +367,25 @@ def attend(**options: object) -> torch.Tensor:
     ("module_is_causal", False),
     ("block_indices", torch.zeros(1)),
 ])  # fmt: skip
-def test_packed_attention_refuses_features_that_it_lacks(name, value):
+def test_packed_attention_refuses_unsupported_features(name, value):
     register(per_document)
-    said = {"module_is_causal": "is_causal"}.get(name, name)
-    with pytest.raises(ValueError, match=f"do not support {said}.*needs. Pass --attention eager"):
+    option = {"module_is_causal": "is_causal"}.get(name, name)
+    with pytest.raises(ValueError, match=f"do not support {option}.*needs. Pass --attention eager"):
         attend(**{name: value})
 
 
-def test_packed_attention_accepts_features_that_are_off():
+def test_packed_attention_accepts_disabled_features():
     register(per_document)
-    off = {"dropout": 0.0, "softcap": None, "s_aux": None, "use_cache": False, "is_causal": None}
-    assert attend(**off, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
+    unset = {"dropout": 0.0, "softcap": None, "s_aux": None, "use_cache": False, "is_causal": None}
+    assert attend(**unset, sliding_window=16, position_ids=torch.arange(16)).shape == (1, 16, 2, 8)
     register(per_document, longest=32)
     attend(sliding_window=32)
     with pytest.raises(ValueError, match="do not support sliding_window"):
         attend(sliding_window=16)
 
 
-def formula(config: transformers.PretrainedConfig, length: float) -> float:
-    """Return the FLOP of a token, from the fields of a GPT-2's or a Llama's config."""
+def expected_flops(config: transformers.PretrainedConfig, length: float) -> float:
+    """Return the FLOPs per token, computed from the config of a GPT-2 or a Llama."""
     if config.model_type == "gpt2":
         width, layers, heads = config.n_embd, config.n_layer, config.n_embd
         weights = 12 * layers * width**2
@@ -397,22 +399,22 @@ def formula(config: transformers.PretrainedConfig, length: float) -> float:
 
 @pytest.mark.parametrize("name", ["tiny", "llama-2-7b", "llama-2-70b", "tiny-gpt2", "gpt2"])
 def test_flops_equal_the_formula(name):
-    """6 N + 12 L d T, with the tied head of GPT-2 and the grouped queries of 70B."""
+    """The formula is 6 N + 12 L d T. GPT-2 has a tied head, and 70B has grouped queries."""
     config = memory_estimator.load_config(name)
     scripts = {"gpt2": gpt2_fsdp.LossModel, "llama": llama_fsdp.LossModel}
     with torch.device("meta"):
         model = scripts[config.model_type](config)
     model.product_weights = product_weights(model)
-    assert flops_per_token(model, 377.3) == pytest.approx(formula(config, 377.3), rel=1e-9)
+    assert flops_per_token(model, 377.3) == pytest.approx(expected_flops(config, 377.3), rel=1e-9)
 
 
-def test_model_that_sees_later_tokens_is_refused(chats, texts, device, monkeypatch):
+def test_noncausal_model_is_refused(chats, texts, device, monkeypatch):
     for script, flags in (
         (llama_fsdp, [*FLAGS, "--dataset", str(chats), "--attention", "sdpa", "--no-packing"]),
-        (gpt2_fsdp, command(texts, Path("unused"), 1)),
+        (gpt2_fsdp, gpt2_run(texts, Path("unused"), 1)),
     ):
         args = script.parse_args(flags)
-        model = wrapped(script, args, device)
+        model = training_model(script, args, device)
         script.check_loss(args, device, model)
         for module in model.modules():
             if hasattr(module, "is_causal"):
@@ -424,17 +426,17 @@ def test_model_that_sees_later_tokens_is_refused(chats, texts, device, monkeypat
             script.check_loss(args, device, model)
 
 
-def test_decoder_that_sees_later_tokens_is_refused(pairs, device):
+def test_noncausal_decoder_is_refused(pairs, device):
     args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
-    model = wrapped(T5_training, args, device)
+    model = training_model(T5_training, args, device)
     T5_training.check_loss(args, device, model)
     model.module.decoder.is_decoder = model.module.decoder.config.is_decoder = False
     with pytest.raises(ValueError, match="The model is not causal"):
         T5_training.check_loss(args, device, model)
 
 
-def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, alone):
-    """T5Gemma's BOS is in the decoder's config."""
+def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, process_group):
+    """T5Gemma stores its BOS token in the decoder's config."""
     shutil.copytree(t5_directory, tmp_path / "t5")
     config = json.loads((t5_directory / "config.json").read_text())
     del config["decoder_start_token_id"]
@@ -444,7 +446,7 @@ def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, alone):
     model, _, _ = T5_training.load_model(args, torch.device("cpu"))
     with pytest.raises(ValueError, match="Set decoder_start_token_id .* in its config.json"):
         T5_training.data.collator(model)
-    script = copied("T5_training", T5GEMMA)
+    script = edited_script("T5_training", T5GEMMA)
     args = script.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
     model, tokenizer, _ = script.load_model(args, torch.device("cpu"))
     train_set, _ = script.load_data(args, tokenizer)
@@ -456,19 +458,19 @@ def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, alone):
 
 
 def fit(config: transformers.PretrainedConfig, model_class: type, model_name: str = "path") -> None:
-    """Call `fit_config` without a length to check."""
+    """Call `fit_config` without a sequence length to check."""
     args = argparse.Namespace(model_name=model_name)
     fit_config(args, model_class, config)
 
 
-def test_layerdrop_is_switched_off(alone, capfd):
+def test_layerdrop_is_switched_off(process_group, capfd):
     config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
     assert config.encoder_layerdrop == 0.05
     fit(config, transformers.M2M100ForConditionalGeneration)
     assert config.encoder_layerdrop == config.decoder_layerdrop == 0
-    said = capfd.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     expected = "encoder_layerdrop is set to 0 (the model has 0.05)"
-    assert len(said) == 2 and said[0].startswith(expected)
+    assert len(lines) == 2 and lines[0].startswith(expected)
     config = transformers.RwkvConfig(num_hidden_layers=1, hidden_size=16)
     fit(config, transformers.RwkvForCausalLM)
     assert config.rescale_every == 0 and "rescale_every is set to 0" in capfd.readouterr().out
@@ -477,7 +479,7 @@ def test_layerdrop_is_switched_off(alone, capfd):
     assert capfd.readouterr().out == ""
 
 
-HEADED = {  # the script, the model, and its shape
+HEADS = {  # script, architecture, config
     "GPT-J": ("gpt2_fsdp", "GPTJ", {"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8}),
     "Phi": ("llama_fsdp", "Phi", {}),
     "Granite": ("llama_fsdp", "Granite", {"logits_scaling": 3.0}),
@@ -489,13 +491,13 @@ HEADED = {  # the script, the model, and its shape
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HEADED)
+@pytest.mark.parametrize("name", HEADS)
 def test_chunked_loss_equals_plain_loss(name, monkeypatch):
-    """With a scale, cap or bias of the head."""
-    script, architecture, config = HEADED[name]
-    own_model = {"gpt2_fsdp": "GPT2LMHeadModel", "llama_fsdp": "LlamaForCausalLM"}[script]
-    script = copied(
-        script, {f"transformers.{own_model}": f"transformers.{architecture}ForCausalLM"}
+    """The heads have a scale, a cap or a bias."""
+    script, architecture, config = HEADS[name]
+    base_model = {"gpt2_fsdp": "GPT2LMHeadModel", "llama_fsdp": "LlamaForCausalLM"}[script]
+    script = edited_script(
+        script, {f"transformers.{base_model}": f"transformers.{architecture}ForCausalLM"}
     )
     monkeypatch.setattr(chunked_loss, "CHUNK", 5)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -510,20 +512,20 @@ def test_chunked_loss_equals_plain_loss(name, monkeypatch):
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     ids = torch.randint(2, 64, (2, 16))
     targets = torch.randint(2, 64, (2, 16)).masked_fill(torch.rand(2, 16) < 0.3, -100)
-    own = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    expected = torch.autograd.grad(own, list(model.parameters()), allow_unused=True)
+    plain = F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected = torch.autograd.grad(plain, list(model.parameters()), allow_unused=True)
     loss = model(ids, targets=targets)
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    torch.testing.assert_close(loss, own, rtol=1e-6, atol=0)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    gradient = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5)
     assert type(model).__name__ == f"{architecture}ForCausalLM"
     if name in ("GPT-J", "Phi"):
         (bias,) = (p for n, p in model.named_parameters() if n == "lm_head.bias")
         assert torch.autograd.grad(model(ids, targets=targets), bias)[0].norm() > 0.1
 
 
-def attention_said(name: str, attention: str, *flags: str, **config: object) -> str:
-    """Return what `set_attention` refuses a model of Transformers with, or which one it sets."""
+def attention_or_error(name: str, attention: str, *flags: str, **config: object) -> str:
+    """Return the attention that `set_attention` chooses for a model, or its error message."""
     args = llama_fsdp.parse_args([*FLAGS, "--attention", attention, *flags])
     model_class = getattr(transformers, f"{name}ForCausalLM")
     try:
@@ -533,21 +535,21 @@ def attention_said(name: str, attention: str, *flags: str, **config: object) -> 
     return kernel.partition(" (")[0]
 
 
-def test_attention_that_a_model_lacks_is_refused():
-    assert attention_said("GptOss", "auto") == attention_said("GptOss", "eager") == "eager"
-    assert attention_said("GptOss", "sdpa").endswith("GptOssForCausalLM has none. Pass eager.")
+def test_unsupported_attention_is_refused():
+    assert attention_or_error("GptOss", "auto") == attention_or_error("GptOss", "eager") == "eager"
+    assert attention_or_error("GptOss", "sdpa").endswith("GptOssForCausalLM has none. Pass eager.")
     for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
-        assert attention_said(name, "auto") == other
-        said = attention_said(name, "varlen", "--precision", "bf16")
-        assert said.endswith(f"dropout or chunks. Pass --attention {other}.")
-    assert attention_said("Lfm2", "auto") == "varlen"  # whose config has no attention_dropout
+        assert attention_or_error(name, "auto") == other
+        error = attention_or_error(name, "varlen", "--precision", "bf16")
+        assert error.endswith(f"dropout or chunks. Pass --attention {other}.")
+    assert attention_or_error("Lfm2", "auto") == "varlen"  # its config has no attention_dropout
 
 
 def test_chunked_attention_needs_a_mask():
-    assert attention_said("Llama4", "auto", attention_chunk_size=64) == "varlen"
-    assert attention_said("Llama4", "auto", attention_chunk_size=63) == "sdpa"
-    said = attention_said("Llama4", "varlen", attention_chunk_size=63)
-    assert said.endswith("dropout or chunks. Pass --attention sdpa.")
+    assert attention_or_error("Llama4", "auto", attention_chunk_size=64) == "varlen"
+    assert attention_or_error("Llama4", "auto", attention_chunk_size=63) == "sdpa"
+    error = attention_or_error("Llama4", "varlen", attention_chunk_size=63)
+    assert error.endswith("dropout or chunks. Pass --attention sdpa.")
 
 
 def test_layers_that_drop_cu_seq_lens_are_refused(chats, device):
@@ -577,7 +579,7 @@ def test_weight_decay_excludes_biases_and_norms(name):
 
 
 def test_weight_decay_excludes_vectors_after_flattening(device):
-    """FSDP1 flattens parameters, so their shapes are recorded before."""
+    """FSDP1 flattens parameters, so their shapes are recorded beforehand."""
     config = transformers.Qwen3NextConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         head_dim=16, num_key_value_heads=2, vocab_size=64,
@@ -587,14 +589,14 @@ def test_weight_decay_excludes_vectors_after_flattening(device):
         layer_types=["linear_attention", "full_attention"],
     )  # fmt: skip
     model = transformers.Qwen3NextForCausalLM(config)
-    model.rows = nn.ParameterDict({"gate_up_proj_bias": torch.zeros(4, 8)})  # as gpt-oss's experts
+    model.rows = nn.ParameterDict({"gate_up_proj_bias": torch.zeros(4, 8)})  # as in gpt-oss
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
     model.shapes = {name: p.shape for name, p in model.named_parameters()}
-    wrapped = FSDP(model, device_id=device, use_orig_params=True)
+    sharded = FSDP(model, device_id=device, use_orig_params=True)
     names = {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in model.named_parameters()}
-    for parameter in wrapped.parameters():
+    for parameter in sharded.parameters():
         parameter.data = parameter.data.flatten()  # as on several ranks
-    decayed, others = ({names[id(p)] for p in g["params"]} for g in parameter_groups(wrapped, 0.1))
+    decayed, others = ({names[id(p)] for p in g["params"]} for g in parameter_groups(sharded, 0.1))
     assert decayed | others == shapes.keys() and not decayed & others
     assert "model.layers.0.linear_attn.A_log" in others
     assert "model.layers.0.linear_attn.dt_bias" in others

@@ -1,4 +1,4 @@
-"""The data rules of summarization_dataset.py, on small files in the shape of the real ones."""
+"""The data rules of summarization_dataset.py, tested on small files in the real formats."""
 
 import argparse
 import csv
@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def arguments(**changes):
-    """Return defaults of the flags, all examples, texts not cut, and `changes`."""
+    """Return the default flags, updated to use all rows and long texts, and with `changes`."""
     parser = argparse.ArgumentParser()
     sd.add_arguments(parser)
     rouge.add_arguments(parser)
@@ -93,8 +93,8 @@ def articles(number):
     return [(f"How to {i}", f"Do {i}.", f"{i}: {LONG}") for i in range(number)]
 
 
-def placed(**changes):
-    """Return split -> (text, summary) pairs of all rows of WikiHow."""
+def wikihow_splits(**changes):
+    """Return the (text, summary) pairs of WikiHow by split."""
     parts = sd.load_rows("wikihow", arguments(**changes), TOKENIZER, True)
     return {split: [(row["text"], row["summary"]) for row in rows] for split, rows in parts.items()}
 
@@ -111,15 +111,15 @@ def test_wikihow_rows_are_cleaned_and_counted(tmp_path, capsys):
             ("How to Number", "123", LONG),
             ("How to Null", "null", LONG + "NA"),
             ("How to Be Short", "x" * 74, "y" * 100),
-            ("How to Fail", "x" * 75, "y" * 100),  # 0.75 of the length is not shorter
+            ("How to Fail", "x" * 75, "y" * 100),  # must be shorter than 0.75 of the text
             ("How to Be Empty", "  \n", LONG),
             ("How to Be Emptier", "Do it.", ""),
             ("", "A headline without title.", LONG),
         ],
     )
-    found = placed(data_dir=str(tmp_path))
-    assert [len(rows) for rows in found.values()] == [3, 1, 1]
-    texts = {summary: text for split in sd.TITLE_LISTS for text, summary in found[split]}
+    splits = wikihow_splits(data_dir=str(tmp_path))
+    assert [len(rows) for rows in splits.values()] == [3, 1, 1]
+    texts = {summary: text for split in sd.TITLE_LISTS for text, summary in splits[split]}
     assert texts == {
         'Be "nice", always. Go home.': 'Say "hello", first. Then go. Rest well. Bye.,'
         + LONG.rstrip(),
@@ -129,7 +129,7 @@ def test_wikihow_rows_are_cleaned_and_counted(tmp_path, capsys):
         "A headline without title.": LONG.rstrip(),
     }
     train, val = load(data_dir=str(tmp_path))
-    assert (sorted(train), val) == (sorted(found["train"]), found["validation"])
+    assert (sorted(train), val) == (sorted(splits["train"]), splits["validation"])
     out = capsys.readouterr().out
     assert "wikihow: 5 of 8 rows used" in out
     assert "train 3, validation 1, test 1" in out
@@ -139,13 +139,13 @@ def test_paragraphs_of_an_article_stay_in_one_split(tmp_path):
     rows = [(title, f"{title}: {part}", LONG) for title, _, _ in articles(300) for part in "abc"]
     random.Random(0).shuffle(rows)
     wikihow_sep(tmp_path, rows)
-    found = placed(data_dir=str(tmp_path), wikihow_part="sep")
-    titles = {split: {s.split(":")[0] for _, s in rows} for split, rows in found.items()}
+    splits = wikihow_splits(data_dir=str(tmp_path), wikihow_part="sep")
+    titles = {split: {s.split(":")[0] for _, s in rows} for split, rows in splits.items()}
     assert set(titles) == {"train", "validation", "test"}
-    assert sum(map(len, titles.values())) == 300  # no title on two sides
-    assert sum(map(len, found.values())) == 900
-    for title, _, _ in articles(300):  # the rule itself, so that no version may change it
-        bucket = sd.hashed(title.replace(" ", "")) % 100
+    assert sum(map(len, titles.values())) == 300  # no title is in two splits
+    assert sum(map(len, splits.values())) == 900
+    for title, _, _ in articles(300):  # pins the rule, so that no version changes it
+        bucket = sd.stable_hash(title.replace(" ", "")) % 100
         split = "train" if bucket < 98 else "validation" if bucket < 99 else "test"
         assert title in titles[split]
 
@@ -153,7 +153,7 @@ def test_paragraphs_of_an_article_stay_in_one_split(tmp_path):
 def test_title_lists_define_the_splits(tmp_path, capsys):
     eyes = [(f"{t} Cat's  Eyes, Quickly{i}", h, x) for i, (t, h, x) in enumerate(articles(9))]
     wikihow_all(tmp_path, eyes)
-    keys = [f"Howto{i}CatsEyesQuickly{i}" for i in range(9)]  # as the real lists have them
+    keys = [f"Howto{i}CatsEyesQuickly{i}" for i in range(9)]  # as in the real lists
     lists = {"train": keys[:4], "val": keys[4:6] + keys[3:4], "test": keys[6:7]}
     for name, titles in lists.items():
         (tmp_path / f"all_{name}.txt").write_text("".join(f"{title}\n" for title in titles))
@@ -165,7 +165,7 @@ def test_title_lists_define_the_splits(tmp_path, capsys):
     assert "train 3, validation 3, test 1" in out
 
 
-def test_wikihow_mistakes_are_one_message(tmp_path):
+def test_wikihow_errors_are_one_message(tmp_path):
     flags = {"data_dir": str(tmp_path)}
     with pytest.raises(ValueError, match="mahnazkoupaee/WikiHow-Dataset, or pass --dataset docst"):
         load(**flags)
@@ -184,11 +184,11 @@ def test_wikihow_mistakes_are_one_message(tmp_path):
 
 def test_wikihow_splits_and_slices_can_be_selected(tmp_path):
     wikihow_all(tmp_path, articles(300))
-    found = placed(data_dir=str(tmp_path))
+    splits = wikihow_splits(data_dir=str(tmp_path))
     flags = {"data_dir": str(tmp_path), "val_dataset": ["wikihow:test"]}
     train, val = load(dataset="wikihow:train[:10]", **flags)
-    assert train == found["train"][:10] and val == found["test"]
-    assert load(evaluate_only=True, **flags) == [[], found["test"]]
+    assert train == splits["train"][:10] and val == splits["test"]
+    assert load(evaluate_only=True, **flags) == [[], splits["test"]]
     with pytest.raises(ValueError, match="has no split dev. Pass wikihow:SPLIT with one of train"):
         load(dataset="wikihow:dev", data_dir=str(tmp_path))
 
@@ -220,7 +220,7 @@ def write_rows(path, rows):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
-def test_files_of_each_kind_give_the_same_pairs(tmp_path, suffix):
+def test_all_file_formats_give_the_same_pairs(tmp_path, suffix):
     train, val = load(dataset=str(write_rows(tmp_path / f"x{suffix}", ROWS)), **COLUMNS)
     expected = [], []
     for row in ROWS:
@@ -230,7 +230,7 @@ def test_files_of_each_kind_give_the_same_pairs(tmp_path, suffix):
 
 
 def test_several_data_sets_are_validated_separately(tmp_path):
-    """A glob is one data set, two words are two; each is validated on by itself."""
+    """A glob is one data set, two arguments are two. Each has its own validation set."""
     parts = [ROWS[:100], ROWS[100:], ROWS[:50]]
     paths = [str(write_rows(tmp_path / f"{i}.jsonl", part)) for i, part in enumerate(parts)]
     glob = str(tmp_path / "[01].jsonl")
@@ -259,14 +259,14 @@ def words_tokenizer(template=True, vocabulary="abcdefgh", eos_token="</s>"):
 
 
 @pytest.mark.parametrize("template", [True, False])
-def test_encoding_ends_in_eos(tmp_path, template):
+def test_encoded_texts_end_with_eos(tmp_path, template):
     rows = [{"text": "a b c d e f g h", "headline": "h g f e"}, {"text": "b", "headline": "a"}]
     path = str(write_rows(tmp_path / "x.jsonl", rows))
     args = arguments(dataset=path, source_length=6, target_length=3, source_prefix="summarize: ")
     train, val = sd.load(args, words_tokenizer(template))
     rows = [*train, *val[path]]
-    found = sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
-    assert found == [([4, 3, 5, 6, 7, 1], [12, 11, 1]), ([4, 3, 6, 1], [5, 1])]
+    pairs = sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
+    assert pairs == [([4, 3, 5, 6, 7, 1], [12, 11, 1]), ([4, 3, 6, 1], [5, 1])]
     assert all(row["length"] == len(row["input_ids"]) for row in rows)
 
 
@@ -292,7 +292,7 @@ def test_collate_pads_to_a_multiple_of_8_on_a_gpu(monkeypatch):
     assert batch["decoder_attention_mask"].tolist() == [[1, 1] + [0] * 6, [1] * 8]
 
 
-def test_collate_gives_t5_its_own_decoder_inputs():
+def test_collate_builds_the_decoder_inputs_of_t5():
     config = T5Config(
         vocab_size=32,
         d_model=8,
@@ -307,8 +307,8 @@ def test_collate_gives_t5_its_own_decoder_inputs():
     batch = sd.collate([{"input_ids": [5, 1], "labels": [9, 8, 1]}], 0, 0)
     assert (batch.pop("targets"), batch.pop("tokens")) == (3, 5)
     assert torch.equal(batch["decoder_input_ids"], model._shift_right(batch["labels"]))
-    given = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
-    assert torch.equal(model(**batch).logits, model(**given).logits)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+    assert torch.equal(model(**batch).logits, model(**inputs).logits)
 
     empty = sd.collate([], 0, 0)
     assert (empty.pop("targets"), empty.pop("tokens")) == (0, 1)
@@ -322,21 +322,21 @@ def test_collate_gives_t5_its_own_decoder_inputs():
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
-def test_flags_and_tokenizers_do_not_share_a_cache(tmp_path):
+def test_changed_flags_or_tokenizer_miss_the_cache(tmp_path):
     rows = [{"text": t * 2, "headline": t} for t in ("a b", "c")]
     path = str(write_rows(tmp_path / "x.jsonl", rows))
 
-    def encoded(tokenizer, **changes):
+    def encode(tokenizer, **changes):
         train, val = sd.load(arguments(dataset=path, **changes), tokenizer)
         return sorted(row["input_ids"].tolist() for row in (*train, *val[path]))
 
-    base = encoded(words_tokenizer())
-    assert encoded(words_tokenizer(), source_length=2) != base
-    assert encoded(words_tokenizer(vocabulary="hgfedcba")) != base
-    assert encoded(words_tokenizer(), source_prefix="summarize: ") != base
-    assert encoded(words_tokenizer()) == base
+    base = encode(words_tokenizer())
+    assert encode(words_tokenizer(), source_length=2) != base
+    assert encode(words_tokenizer(vocabulary="hgfedcba")) != base
+    assert encode(words_tokenizer(), source_prefix="summarize: ") != base
+    assert encode(words_tokenizer()) == base
     write_rows(Path(path), [rows[0], rows[1] | {"text": "d"}])
-    assert encoded(words_tokenizer()) != base
+    assert encode(words_tokenizer()) != base
 
 
 def test_rouge_ignores_padding_and_empty_rows():
@@ -349,6 +349,6 @@ def test_rouge_ignores_padding_and_empty_rows():
     output = torch.tensor([ids["ab d"] + [0], ids["ab d"] + [0]])
     triples = rouge.generated_texts(batch, output, TOKENIZER)
     assert triples == [("ab", "a c", "ab d")]
-    assert rouge.shown(triples).splitlines()[2] == "generated: ab d"
+    assert rouge.format_triples(triples).splitlines()[2] == "generated: ab d"
     assert rouge.score([]) == {}
     assert rouge.score([("", "one two", "one three")])["rouge1"] == pytest.approx(50)

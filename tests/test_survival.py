@@ -1,4 +1,4 @@
-"""What a run survives, and how it ends: signals, lost ranks, torn saves, full disks, two starts."""
+"""Runs resume or end cleanly after signals, lost ranks, damaged saves, full disks and takeovers."""
 
 import os
 import signal
@@ -14,9 +14,9 @@ from chaos import workers
 from conftest import (
     ROOT,
     check_equal_weights,
-    errors_said,
+    error_lines,
     launch,
-    logged,
+    live_metrics,
     losses,
     metrics,
     status,
@@ -29,7 +29,7 @@ from runtime.lock import Lock
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Return flags for ten steps of a global batch of 8 of `tiny`, which has dropout."""
+    """Return flags for ten steps of `tiny`, which has dropout, with a global batch of 8."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--max-steps", "10",
             "--log-every", "1", "--save-every", "2", "--lr", "1e-3", "--model-name", "tiny",
@@ -45,13 +45,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchrun wait longer for a rank that it told to end than a test does."""
+def long_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torchrun wait longer for a rank that it terminates than the tests do."""
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "95")
 
 
 def check_equal(output: Path, uninterrupted: Path) -> None:
-    """Check that a finished run equals another to the last bit, and that it left no temporary
+    """Check that a finished run equals another bit for bit and that it left no temporary
     files."""
     for event in ("train", "val"):
         assert losses(output, event) == losses(uninterrupted, event)
@@ -60,17 +60,17 @@ def check_equal(output: Path, uninterrupted: Path) -> None:
     assert not [*output.rglob("tmp-*"), *output.glob("lock*")]
 
 
-def begin(*command: object, torchrun: tuple = ("--nproc-per-node", "2")) -> subprocess.Popen:
-    """Return a launch that goes on in the background."""
+def spawn(*command: object, torchrun: tuple = ("--nproc-per-node", "2")) -> subprocess.Popen:
+    """Start torchrun in the background and return its process."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", *torchrun]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen([*start, *map(str, command)], cwd=ROOT, **pipes)
 
 
 def wait_for_step(output: Path, step: int) -> None:
-    """Wait until that step is logged."""
+    """Wait until the step is logged."""
     deadline = time.monotonic() + 100
-    while step not in [line["step"] for line in logged(output, "train")]:
+    while step not in [line["step"] for line in live_metrics(output, "train")]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -78,7 +78,7 @@ def wait_for_step(output: Path, step: int) -> None:
 def test_signal_to_torchrun_saves_and_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     command = [*flags, "--output-dir", tmp_path, "--save-every", "0"]
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1", "--nproc-per-node", "2"]
-    process = begin("tests/workers/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
+    process = spawn("tests/workers/slowed.py", "gpt2_fsdp", *command, torchrun=handled)
     wait_for_step(tmp_path, 2)
     pids = workers(process.pid)
     assert len(pids) == 2
@@ -89,7 +89,7 @@ def test_signal_to_torchrun_saves_and_resumes_bit_for_bit(uninterrupted, flags, 
     assert status(tmp_path) == "stopped"
     last = max(losses(tmp_path))
     assert last < 10 and (tmp_path / f"checkpoints/step-{last:08d}").is_dir()
-    for name in ("checkpoints/step-00000099", "tmp-final-7"):  # left by a kill inside a save
+    for name in ("checkpoints/step-00000099", "tmp-final-7"):  # left by a kill during a save
         (tmp_path / name).mkdir()
     launch(2, "gpt2_fsdp.py", *command)
     check_equal(tmp_path, uninterrupted)
@@ -109,7 +109,7 @@ def test_signal_without_torchrun_exits_with_75(flags, tmp_path):
 
 
 def test_workers_of_a_killed_torchrun_save_and_exit(flags, tmp_path):
-    process = begin("gpt2_fsdp.py", *flags, "--output-dir", tmp_path, "--max-steps", "1000")
+    process = spawn("gpt2_fsdp.py", *flags, "--output-dir", tmp_path, "--max-steps", "1000")
     wait_for_step(tmp_path, 2)
     pids = workers(process.pid)
     assert len(pids) == 2
@@ -122,7 +122,7 @@ def test_workers_of_a_killed_torchrun_save_and_exit(flags, tmp_path):
     assert not list(tmp_path.glob("lock*"))
 
 
-def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, patient):
+def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, long_shutdown):
     command = ["gpt2_fsdp", "hang", 1, 3, *flags, "--output-dir", tmp_path]
     start = time.monotonic()
     launch(2, "tests/workers/faulty.py", *command, "--timeout-minutes", 0.5, check=False)
@@ -134,7 +134,7 @@ def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, patient)
 
 
 def test_killed_rank_ends_the_job_at_once(flags, tmp_path):
-    process = begin("tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
+    process = spawn("tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
     wait_for_step(tmp_path, 2)
     os.kill(workers(process.pid)[-1], signal.SIGKILL)
     start = time.monotonic()
@@ -143,7 +143,7 @@ def test_killed_rank_ends_the_job_at_once(flags, tmp_path):
     assert status(tmp_path) == "failed"
 
 
-def test_error_on_one_rank_shows_one_traceback(flags, tmp_path, patient):
+def test_error_on_one_rank_shows_one_traceback(flags, tmp_path, long_shutdown):
     start = time.monotonic()
     command = ["gpt2_fsdp", "raise", 1, 3, *flags, "--output-dir", tmp_path]
     error = launch(2, "tests/workers/faulty.py", *command, check=False).stderr
@@ -163,7 +163,7 @@ def test_nan_loss_ends_all_ranks_and_saves_nothing(flags, tmp_path):
     (error,) = errors
     assert "Step 5: gradient norm nan" in error and "samples [" in error and "ranks [" in error
     assert "Lower --lr, or check these samples, which the script's load_data returns" in error
-    assert error in result.stderr.split("Root Cause")[1]  # the last on the screen
+    assert error in result.stderr.split("Root Cause")[1]  # the last lines on the screen
     names = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
     assert names == ["step-00000002", "step-00000004"]
 
@@ -172,10 +172,10 @@ def test_nan_loss_ends_all_ranks_and_saves_nothing(flags, tmp_path):
 def test_torchrun_restart_resumes_the_last_save(uninterrupted, flags, tmp_path):
     command = ["gpt2_fsdp", "once", 1, 6, *flags, "--output-dir", tmp_path]
     torchrun = ("--nproc-per-node", "2", "--max-restarts", "3")
-    process = begin("tests/workers/faulty.py", *command, torchrun=torchrun)
-    printed, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, printed
-    assert "waiting for process" not in printed
+    process = spawn("tests/workers/faulty.py", *command, torchrun=torchrun)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "waiting for process" not in output
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 5]
     check_equal(tmp_path, uninterrupted)
 
@@ -184,8 +184,8 @@ def test_torchrun_restart_resumes_the_last_save(uninterrupted, flags, tmp_path):
 def test_full_disk_skips_one_save(uninterrupted, flags, tmp_path):
     command = ["gpt2_fsdp", "full", 1, 6, *flags, "--output-dir", tmp_path]
     result = launch(2, "tests/workers/faulty.py", *command)
-    said = [line for line in result.stdout.splitlines() if "tries again" in line]
-    assert len(said) == 1 and "step-00000006 could not be saved" in said[0]
+    warnings = [line for line in result.stdout.splitlines() if "tries again" in line]
+    assert len(warnings) == 1 and "step-00000006 could not be saved" in warnings[0]
     assert 6 not in [line["step"] for line in metrics(tmp_path, "save")]
     check_equal(tmp_path, uninterrupted)
 
@@ -201,7 +201,7 @@ def test_disk_that_stays_full_ends_the_run(mode, flags, tmp_path):
     assert error.startswith("error: ") and error.endswith("This is the second failure in a row.")
     assert status(tmp_path) == "failed"
     names = sorted(path.name for path in tmp_path.glob("checkpoints/*"))
-    assert names in (["step-00000002", "step-00000004"], ["step-00000002"])  # 4 was on its way
+    assert names in (["step-00000002", "step-00000004"], ["step-00000002"])  # 4 was pending
     launch(0, "gpt2_fsdp.py", *flags, "--output-dir", tmp_path)
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 2 * len(names)]
 
@@ -251,21 +251,21 @@ def test_run_without_intact_checkpoint_does_not_start_over(flags, tmp_path, capf
     for _ in range(2):
         with pytest.raises(SystemExit):
             run(flags, tmp_path)
-        said = capfd.readouterr().err
-        assert "is intact. Pass another --output-dir" in said
+        error = capfd.readouterr().err
+        assert "is intact. Pass another --output-dir" in error
 
 
 @pytest.mark.slow
 def test_suspended_run_writes_nothing_after_a_takeover(flags, tmp_path):
-    if not containers.possible():
-        pytest.skip("needs unshare, and the right to make name spaces")
+    if not containers.is_available():
+        pytest.skip("needs unshare and the permission to create namespaces")
     output, log = tmp_path / "output", tmp_path / "log"
     (tmp_path / "hosts").write_text("127.0.0.1 localhost a\n")
     flags = [*flags, "--max-steps", "400", "--save-every", "0", "--eval-every", "400"]
     command = [sys.executable, "gpt2_fsdp.py", *flags, "--output-dir", str(output)]
     suspended = containers.Container("a", tmp_path / "hosts", log, command)
     try:
-        wait_until(lambda: len(logged(output, "train")) > 5, 120, str)
+        wait_until(lambda: len(live_metrics(output, "train")) > 5, 120, str)
         suspended.send(signal.SIGSTOP)
         launch(0, "gpt2_fsdp.py", *flags, "--max-steps", "20", "--output-dir", output)
         files = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
@@ -273,8 +273,8 @@ def test_suspended_run_writes_nothing_after_a_takeover(flags, tmp_path):
         assert suspended.process.wait(timeout=60) == 75
     finally:
         suspended.process.kill()
-    said = f"error: Another run has taken over --output-dir {output}. This one ends."
-    assert errors_said(log.read_text()) == [said]
+    error = f"error: Another run has taken over --output-dir {output}. This one ends."
+    assert error_lines(log.read_text()) == [error]
     assert files == {path: path.stat().st_mtime_ns for path in files}
     assert not [path for path in output.rglob("*") if path.is_file() and path not in files]
     assert status(output) == "finished" and sorted(losses(output)) == list(range(1, 21))
@@ -289,7 +289,7 @@ with Lock(pathlib.Path(sys.argv[1])):
 """
 
 
-def test_lock_of_killed_process_is_replaced(alone, tmp_path):
+def test_lock_of_killed_process_is_replaced(process_group, tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], cwd=ROOT)
     try:
         wait_until((tmp_path / "lock").exists, 60, str)

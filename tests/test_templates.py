@@ -1,4 +1,4 @@
-"""The scripts as templates: each is copied, changed to another model in a few lines, and run."""
+"""Copy each script, adapt it to another model by changing a few lines, and run it."""
 
 import difflib
 import importlib.util
@@ -29,13 +29,13 @@ from runtime.chats import LLAMA_2
 from runtime.optimization import parameter_groups
 from tools.copy_script import needed_files
 
-Changes = list[tuple[str, str]]  # what stands in the script, and what takes its place
+Changes = list[tuple[str, str]]  # (text in the script, its replacement)
 
 
 def from_t5(folder: str, model: str, blocks: str, tiny: str = "") -> Changes:
-    """Return the changes that make T5_training.py that of another model."""
+    """Return the changes that adapt T5_training.py to another model."""
     old = "models.t5.modeling_t5 import T5Block"
-    comment = "  # FSDP units, compiled and recomputed one by one"
+    comment = "  # FSDP units, each compiled and recomputed separately"
     changes = [
         (old, f"models.{folder}.modeling_{folder} import {blocks}"),
         (
@@ -51,7 +51,7 @@ def from_t5(folder: str, model: str, blocks: str, tiny: str = "") -> Changes:
 
 
 def from_gpt2(folder: str, model: str, block: str, tiny: str) -> Changes:
-    """Return the changes that make gpt2_fsdp.py that of another model."""
+    """Return the changes that adapt gpt2_fsdp.py to another model."""
     old = "models.gpt2.modeling_gpt2 import GPT2Block"
     return [
         (old, f"models.{folder}.modeling_{folder} import {block}"),
@@ -62,7 +62,7 @@ def from_gpt2(folder: str, model: str, block: str, tiny: str) -> Changes:
 
 
 def from_llama(folder: str, name: str, more: str = "") -> Changes:
-    """Return the changes that make llama_fsdp.py that of another model, with `more` lines of
+    """Return the changes that adapt llama_fsdp.py to another model, with `more` lines added to
     TINY."""
     block = f"{name}DecoderLayer"
     changes = [
@@ -85,7 +85,7 @@ TINY = {"encoder": STACK, "decoder": STACK}"""
 LAYERS = 'TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}'
 WIDER = '\nTINY |= {"intermediate_size": 512}'
 EXPERTS = '    "num_experts": 4,\n    "num_experts_per_tok": 2,\n    "moe_intermediate_size": 64,\n'
-CASES = {  # the name of a copy: its script, its changes, and the class in Transformers
+CASES = {  # name of the copy: (script, changes, class in Transformers)
     "bart": ("T5_training", from_t5(
         "bart", "BartForConditionalGeneration", "BartDecoderLayer, BartEncoderLayer",
         ENCODER_AND_DECODER), transformers.BartForConditionalGeneration),
@@ -113,14 +113,14 @@ LIKE_BART = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 1, "encoder_f
              "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
              "max_position_embeddings": 128, "pad_token_id": 0, "dropout": 0.0,
              "attention_dropout": 0.0,
-             "decoder_start_token_id": 2}  # fmt: skip  # in T5 it is the padding
+             "decoder_start_token_id": 2}  # fmt: skip  # T5 uses the padding token
 LIKE_NEOX = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
              "num_attention_heads": 4, "max_position_embeddings": 64}  # fmt: skip
 NO_DROPOUT = dict.fromkeys(
     ("embd_pdrop", "resid_pdrop", "embedding_dropout", "residual_dropout", "attention_dropout"), 0.0
 )
-HALF = {**LIKE_LLAMA, "head_dim": 8, "vocab_size": 384}  # of T5Gemma
-SHAPES = {  # of the models in files; no dropout
+HALF = {**LIKE_LLAMA, "head_dim": 8, "vocab_size": 384}  # each half of T5Gemma
+SHAPES = {  # configs of the saved models, without dropout
     "bart": LIKE_BART,
     "t5gemma": {"encoder": HALF, "decoder": HALF},
     "opt": LIKE_NEOX | {"word_embed_proj_dim": 16, "ffn_dim": 64, "pad_token_id": 0}
@@ -134,7 +134,7 @@ SHAPES = {  # of the models in files; no dropout
 }  # fmt: skip
 
 
-SHORT = {  # texts as long as these models take
+SHORT = {  # length flags that fit these models
     "T5_training": ["--source-length", "128", "--target-length", "32"],
     "gpt2_fsdp": ["--block-size", "64"],
     "llama_fsdp": ["--max-seq-length", "128"],
@@ -142,7 +142,7 @@ SHORT = {  # texts as long as these models take
 
 
 def copy_script(script: str, changes: list[tuple[str, str]], name: str, folder: Path) -> Path:
-    """A changed copy of a script in `folder`, with the files that it imports."""
+    """Write a changed copy of a script, with the files it imports, to `folder`; return its path."""
     text = (ROOT / f"{script}.py").read_text()
     (folder / "runtime").mkdir()
     for file in needed_files(ROOT / f"{script}.py"):
@@ -156,7 +156,7 @@ def copy_script(script: str, changes: list[tuple[str, str]], name: str, folder: 
 
 
 def import_copy(path: Path) -> ModuleType:
-    """Return the copy as a module of this process."""
+    """Import the copy and return the module."""
     spec = importlib.util.spec_from_file_location(f"copied_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -164,7 +164,7 @@ def import_copy(path: Path) -> ModuleType:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_copy_needs_at_most_eight_lines(name, alone, tmp_path):
+def test_copy_changes_at_most_eight_lines(name, process_group, tmp_path):
     script, changes, model_class = CASES[name]
     path = copy_script(script, changes, name, tmp_path)
     config = ["--config", ROOT / "pyproject.toml"]
@@ -197,7 +197,7 @@ def byte_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Return a tokenizer with bytes as tokens, padding 0 and EOS 1."""
     if CASES[name][0] != "llama_fsdp":
         return ByT5Tokenizer()
-    # For some of these models Transformers reads no tokenizer but from a tokenizer.json.
+    # For some of these models Transformers reads tokenizers only from a tokenizer.json.
     tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -206,8 +206,8 @@ def byte_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def save_model(name: str, path: Path) -> Path:
-    """Return a small model with a byte tokenizer as a Hugging Face directory; none of it is 0 or
-    1."""
+    """Save a small model and a byte tokenizer; return the directory. No weight keeps its initial
+    0 or 1."""
     torch.manual_seed(0)
     model_class = CASES[name][2]
     config = model_class.config_class(
@@ -217,13 +217,13 @@ def save_model(name: str, path: Path) -> Path:
     with torch.no_grad():
         for tensor in model.state_dict(keep_vars=True).values():
             tensor.add_(torch.randn_like(tensor), alpha=0.2)
-    model.save_pretrained(path, save_original_format=False)  # experts are stacked, as in the model
+    model.save_pretrained(path, save_original_format=False)  # keep experts stacked as in the model
     byte_tokenizer(name).save_pretrained(path)
     return path
 
 
 def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]:
-    """Return flags for data of the script's kind; texts are as long as the model takes."""
+    """Return the flags of the script for data, lengths, learning rate and logging."""
     if script == "T5_training":
         data = ["--dataset", pairs, "--rouge-samples", "2"]
     elif script == "gpt2_fsdp":
@@ -234,7 +234,7 @@ def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]
 
 
 def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Return the training or the validation set, a sample at a time, as Transformers takes it."""
+    """Yield the samples of a split as inputs of a Transformers model, each a batch of one."""
     args = importlib.import_module(script).parse_args(flags)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if script == "llama_fsdp":
@@ -242,14 +242,14 @@ def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, tor
     train_set, val_sets = importlib.import_module(script).data.load(args, tokenizer)
     rows = train_set if split == "train" else val_sets.popitem()[1]
     for row in getattr(rows, "dataset", rows).with_format(None):
-        row.setdefault("labels", row["input_ids"])  # of GPT-2
+        row.setdefault("labels", row["input_ids"])  # GPT-2's data has no labels
         yield {key: torch.tensor([row[key]]) for key in ("input_ids", "labels")}
 
 
 def plain_logits(
     model: PreTrainedModel, sample: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return Transformers' logits of one sample, and its targets."""
+    """Return Transformers' logits and the targets of one sample."""
     if model.config.is_encoder_decoder:
         return model(**sample).logits[0], sample["labels"][0]
     return model(sample["input_ids"][:, :-1]).logits[0], sample["labels"][0, 1:]
@@ -271,7 +271,7 @@ def plain_loss(model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]) -
 def plain_gradient(
     model: PreTrainedModel, samples: list[dict[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Return the gradient of `plain_loss`, by name."""
+    """Return the gradient of `plain_loss` by parameter name."""
     model.eval()
     count = 0
     for sample in samples:
@@ -283,11 +283,11 @@ def plain_gradient(
 
 
 @pytest.fixture(scope="module")
-def trained(
+def trained_copies(
     tmp_path_factory: pytest.TempPathFactory, pairs: Path, texts: tuple, chats: Path
 ) -> Path:
-    """Return a folder with MODEL and OUTPUT_DIR by name, of two steps of two ranks under FSDP2. The
-    first step is on all samples."""
+    """Train each copy for two steps on two ranks under FSDP2. Return the folder with their models
+    and outputs. The first step uses all samples."""
     folder = tmp_path_factory.mktemp("trained")
     cases = {}
     for name, (script, changes, _) in CASES.items():
@@ -301,24 +301,24 @@ def trained(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_copy_trains_and_exports_like_plain_pytorch(trained, name):
-    """Loss and first gradient."""
+def test_copy_trains_and_exports_like_plain_pytorch(trained_copies, name):
+    """Compare the loss before and after training, and the first gradient."""
     script, _, model_class = CASES[name]
-    output = trained / name / "output"
-    flags = json.loads((trained / "cases.json").read_text())[name][2]
+    output = trained_copies / name / "output"
+    flags = json.loads((trained_copies / "cases.json").read_text())[name][2]
     held_out = list(samples(script, flags, "validation"))
-    model = model_class.from_pretrained(trained / name / "model")
+    model = model_class.from_pretrained(trained_copies / name / "model")
     first, *_, last = metrics(output, "val")
-    difference = first["loss"] - plain_loss(model, held_out)
+    loss_error = first["loss"] - plain_loss(model, held_out)
     expected = plain_gradient(model, list(samples(script, flags, "train")))
-    found = torch.load(output / "gradient.pt")
-    assert found.keys() == expected.keys()
-    apart = [(found[key] - expected[key]).norm() for key in expected]
-    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    apart = torch.stack(apart).norm() / whole
+    gradients = torch.load(output / "gradient.pt")
+    assert gradients.keys() == expected.keys()
+    errors = [(gradients[key] - expected[key]).norm() for key in expected]
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    gradient_error = torch.stack(errors).norm() / norm
     final, report = model_class.from_pretrained(output / "final", output_loading_info=True)
     assert not any(report.values()), report
-    after = last["loss"] - plain_loss(final, held_out)
-    print(name, f"loss {difference:.1e}, gradient {apart:.1e}, exported {after:.1e}")  # pytest -s
-    assert abs(difference) < 1e-5 and apart < 1e-4 and abs(after) < 1e-4
+    export_error = last["loss"] - plain_loss(final, held_out)
+    print(name, f"loss {loss_error:.1e}, gradient {gradient_error:.1e}, export {export_error:.1e}")
+    assert abs(loss_error) < 1e-5 and gradient_error < 1e-4 and abs(export_error) < 1e-4
     assert abs(first["loss"] - last["loss"]) > 1e-3
