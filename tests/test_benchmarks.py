@@ -16,14 +16,14 @@ from tools import memory_estimator
 
 
 def run(command: str) -> str:
-    """Return the output of a benchmark program."""
+    """Run a benchmark program and return its output."""
     name, *flags = command.split()
     return subprocess.check_output([sys.executable, ROOT / "benchmarks" / name, *flags], text=True)
 
 
 @pytest.fixture
 def run_all(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the module, which stands in no package."""
+    """Import benchmarks/run_all.py, which is not in a package."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("run_all")
 
@@ -45,38 +45,38 @@ def test_presets_use_existing_flags_and_models(preset, processes, large, run_all
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("peer, share", [("trl", 1.0), ("seq2seq", 2.0), ("trainer", 255 / 256)])
-def test_trainers_report_the_same_loss(peer, share):
-    """Except for the factors that RESULTS.md names."""
+@pytest.mark.parametrize("peer, factor", [("trl", 1.0), ("seq2seq", 2.0), ("trainer", 255 / 256)])
+def test_peer_trainers_report_the_same_loss(peer, factor):
+    """The losses agree up to the factors listed in RESULTS.md."""
     pytest.importorskip("trl" if peer == "trl" else "accelerate", reason=f"{peer} needs it")
     table = run(f"side_by_side.py --peers {peer} --rows 40 --epochs 1")
     for name in ("ours, ddp", "ours, full_shard", peer):
         assert len(re.findall(rf"^\| {name} \|", table, re.M)) == 1
-    reported, alone = re.search(r"of (\S+) for its first step; .* has (\S+)", table).groups()
-    assert float(alone) * share == pytest.approx(float(reported), rel=2e-3)
+    reported, single = re.search(r"of (\S+) for its first step; .* has (\S+)", table).groups()
+    assert float(single) * factor == pytest.approx(float(reported), rel=2e-3)
 
 
 @pytest.mark.slow
-def test_load_holds_a_shard_and_export_one_file():
-    """A model of 1.1B parameters, stored in 16 bits."""
+def test_load_needs_one_shard_and_export_one_file():
+    """The model has 1.1B parameters, stored in 16 bits."""
     pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
     flags = "saving.py --model 1.1B --turns 1 --stages load export --ways ours-fsdp1 ours-fsdp2"
-    found = json.loads(run(flags).splitlines()[-1])
+    results = json.loads(run(flags).splitlines()[-1])
     shard, tensor, unit, file = 2200, 262, 176, 4400  # MB
-    assert found["ours-fsdp1"]["load MB"][0] < shard + 2 * tensor + 250
-    assert found["ours-fsdp2"]["load MB"][0] < 1.02 * shard + tensor
-    for row in found.values():
+    assert results["ours-fsdp1"]["load MB"][0] < shard + 2 * tensor + 250
+    assert results["ours-fsdp2"]["load MB"][0] < 1.02 * shard + tensor
+    for row in results.values():
         assert row["export MB"][0] < file + unit + 250
 
 
 @pytest.mark.slow
 def test_measured_bytes_equal_the_estimate():
     pairs = re.findall(r"([0-9.]+) / ([0-9.]+)", run("estimate.py --models tiny-t5 tiny"))
-    assert len(pairs) == 18 and all(estimated == found for estimated, found in pairs)
+    assert len(pairs) == 18 and all(estimated == measured for estimated, measured in pairs)
 
 
 @pytest.mark.slow
-def test_full_shard_holds_half_of_ddp():
+def test_full_shard_on_two_ranks_stores_half_of_ddp():
     start = time.monotonic()
     command = [sys.executable, ROOT / "benchmarks/compare_strategies.py", "--steps", "3"]
     table = subprocess.check_output(command, text=True)

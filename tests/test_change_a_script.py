@@ -17,7 +17,7 @@ OTHERS = PAGE.replace(Z_LOSS, "").replace(ACCURACY, "")
 
 
 def apply_diffs(script: str, text: str) -> str:
-    """Return the script with all diffs of a text applied. The old lines of each must be there."""
+    """Return the script's text with all diffs in `text` applied. Fail if one does not match."""
     source = (ROOT / f"{script}.py").read_text()
     for diff in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
         lines = diff.splitlines()
@@ -29,7 +29,7 @@ def apply_diffs(script: str, text: str) -> str:
 
 
 def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
-    """BART with Lion, smoothed labels, a cosine schedule and an average of its weights."""
+    """BART with Lion, label smoothing, a cosine schedule and an average of the weights."""
     (tmp_path / "my_script.py").write_text(apply_diffs("T5_training", OTHERS))
     for name in ("lion", "ema"):
         shutil.copy(ROOT / f"tests/helpers/{name}.py", tmp_path)
@@ -42,14 +42,14 @@ def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
              "--rouge-samples", 4, "--target-length", 8, "--output-dir", output]  # fmt: skip
     for steps in (20, 22):
         launch(0, tmp_path / "my_script.py", *flags, "--max-steps", steps, cwd=tmp_path)
-    logged = losses(output)
-    assert list(logged) == list(range(1, 23)) and logged[22] < 0.8 * logged[1]
+    history = losses(output)
+    assert list(history) == list(range(1, 23)) and history[22] < 0.8 * history[1]
     assert [line["updates"] for line in metrics(output, "train")] == list(range(1, 23))
     assert [line["step"] for line in metrics(output, "start")] == [0, 20]
     assert '"BartForConditionalGeneration"' in (output / "final/config.json").read_text()
 
 
-SCRIPTS = {  # the fixtures that a script reads, by flag, and other flags
+SCRIPTS = {  # ({flag: fixture}, other flags)
     "T5_training": ({"--model-name": "t5_directory", "--dataset": "pairs"}, ["--rouge-samples=0"]),
     "gpt2_fsdp": ({"--model-name": "gpt2_directory"}, ["--dataset=docstrings", "--block-size=32"]),
     "llama_fsdp": (
@@ -59,8 +59,8 @@ SCRIPTS = {  # the fixtures that a script reads, by flag, and other flags
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_z_loss_and_accuracy_follow_the_documented_diffs(script, request, tmp_path):
-    """Validation, perplexity and best/ use the cross-entropy alone."""
+def test_documented_diffs_add_z_loss_and_accuracy(script, request, tmp_path):
+    """Validation, perplexity and best/ still use only the cross-entropy."""
     fixtures, flags = SCRIPTS[script]
     for flag, fixture in fixtures.items():
         flags = [*flags, flag, str(request.getfixturevalue(fixture))]
@@ -83,15 +83,15 @@ def test_z_loss_and_accuracy_follow_the_documented_diffs(script, request, tmp_pa
         runs[edit, "val"] = [line["loss"] for line in values]
     plain, z_loss, accuracy = runs["plain"], runs["z_loss"], runs["accuracy"]
 
-    # The z-loss is about 1e-4 times the square of the logarithm of the vocabulary, and is trained.
+    # The z-loss is about 1e-4 * log(vocabulary)**2 and affects the gradients.
     assert z_loss[0]["z_loss"] == pytest.approx(1e-4 * math.log(384) ** 2, rel=0.2)
     assert z_loss[0]["loss"] == plain[0]["loss"] != z_loss[0]["z_loss"]
     assert z_loss[0]["grad_norm"] != plain[0]["grad_norm"]
     assert runs["z_loss", "val"][0] == runs["plain", "val"][0]
 
-    # The accuracy is a share, and changes nothing else.
+    # The accuracy is between 0 and 1 and changes nothing else.
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in accuracy] == [line[name] for line in plain]
     assert runs["accuracy", "val"] == runs["plain", "val"]
-    shares = [line["accuracy"] for line in accuracy]
-    assert min(shares) >= 0 and 0 < max(shares) < 1
+    accuracies = [line["accuracy"] for line in accuracy]
+    assert min(accuracies) >= 0 and 0 < max(accuracies) < 1

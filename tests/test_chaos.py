@@ -1,4 +1,4 @@
-"""Scripts that come to harm in every phase: what comes out is as if nothing had been."""
+"""Faults in every phase of a script leave its results bit-for-bit unchanged."""
 
 import shutil
 
@@ -11,21 +11,21 @@ SCRIPTS = ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"]
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("fsdp", ["1", "2"])
-def test_run_killed_in_every_phase_ends_bit_for_bit(script, fsdp, tmp_path):
-    found = chaos(Launch(script, ["--fsdp", fsdp]), tmp_path, ["SIGKILL rank 1"], PHASES, seed=2)
-    assert len(found) >= 8
+def test_run_killed_in_every_phase_resumes_bit_for_bit(script, fsdp, tmp_path):
+    outcomes = chaos(Launch(script, ["--fsdp", fsdp]), tmp_path, ["SIGKILL rank 1"], PHASES, seed=2)
+    assert len(outcomes) >= 8
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("gcc"), reason="needs gcc")
-def test_failing_and_slow_files_change_nothing(tmp_path):
+def test_failing_and_slow_files_do_not_change_results(tmp_path):
     launch = Launch("gpt2_fsdp.py", ["--fsdp", "2"])
-    found = chaos(launch, tmp_path, ["EIO", "slow files"], ["save", "export"], seed=4)
-    assert len(found) == 4
+    outcomes = chaos(launch, tmp_path, ["EIO", "slow files"], ["save", "export"], seed=4)
+    assert len(outcomes) == 4
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_after_a_killed_rank(tmp_path):
+def test_torchrun_restarts_run_after_killed_rank(tmp_path):
     launch = Launch("gpt2_fsdp.py", [], restarts=True)
-    found = chaos(launch, tmp_path, ["SIGKILL rank 1"], ["save"], seed=5)
-    assert [outcome["status"] for outcome in found] == ["finished"]
+    outcomes = chaos(launch, tmp_path, ["SIGKILL rank 1"], ["save"], seed=5)
+    assert [outcome["status"] for outcome in outcomes] == ["finished"]

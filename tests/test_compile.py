@@ -1,6 +1,6 @@
-"""--compile on a CPU: single blocks by inductor, whole scripts when there is time, what is refused.
+"""--compile on a CPU: single blocks with inductor, whole scripts (slow) and refused flags.
 
-Whole scripts with the graphs run as they stand are in test_t5.py, test_gpt2.py and test_llama.py.
+test_t5.py, test_gpt2.py and test_llama.py run whole scripts with traced but not compiled graphs.
 """
 
 import copy
@@ -36,7 +36,7 @@ SMALL = {  # one block in a stack
     "name", ["gpt2_fsdp", "llama_fsdp", pytest.param("T5_training", marks=pytest.mark.slow)]
 )
 def test_compiled_block_equals_eager(name):
-    """Inductor compiles one block in seconds, and reads it from its cache the next time."""
+    """Inductor compiles one block in seconds and caches it."""
     script = importlib.import_module(name)
     torch.manual_seed(0)
     eager = memory_estimator.model_class(script)(SMALL[name]).train()
@@ -45,15 +45,15 @@ def test_compiled_block_equals_eager(name):
     policies.compile_blocks(stack, script.BLOCKS)
     ids = torch.arange(24).reshape(2, 12)
     inputs = {"decoder_input_ids": ids} if name == "T5_training" else {}
-    found = []
+    results = []
     counters.clear()
     for model in (eager, compiled):
         logits = model(input_ids=ids, use_cache=False, **inputs).logits
         logits.logsumexp(-1).sum().backward()
-        found.append([logits.detach(), *(p.grad for p in model.parameters())])
+        results.append([logits.detach(), *(p.grad for p in model.parameters())])
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert counters["inductor"]
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -61,11 +61,11 @@ def test_compiled_block_equals_eager(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", ["1", "2"])
 @pytest.mark.parametrize("script", SMALL)
-def test_scripts_train_alike_under_inductor(
+def test_compiled_scripts_train_like_eager_ones(
     script, fsdp, t5_directory, pairs, gpt2_directory, texts, llama_directory, chats, tmp_path
 ):
-    """Under FSDP with recomputation. T5 takes minutes, because its batches have several lengths."""
-    own = {
+    """FSDP with recomputation. T5 takes minutes because its batches have several lengths."""
+    data = {
         "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0],
                       "--val-dataset", texts[1], "--block-size", "32"],
         "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats,
@@ -74,7 +74,7 @@ def test_scripts_train_alike_under_inductor(
                         "--rouge-samples", "0", "--source-length", "40", "--target-length", "8"],
     }  # fmt: skip
     for flag in ("--no-compile", "--compile"):
-        command = [*own[script], "--max-steps", "4", "--log-every", "1", "--batch-size", "2"]
+        command = [*data[script], "--max-steps", "4", "--log-every", "1", "--batch-size", "2"]
         command += [flag, "--fsdp", fsdp, "--activation-checkpointing", "--export-dtype", "fp32"]
         launch(2, f"{script}.py", *command, "--output-dir", tmp_path / flag, timeout=3600)
     eager, compiled = tmp_path / "--no-compile", tmp_path / "--compile"
@@ -82,25 +82,25 @@ def test_scripts_train_alike_under_inductor(
         expected = losses(eager, event)
         assert losses(compiled, event) == pytest.approx(expected, abs=1e-5)
     expected = weights(eager / "final")
-    found = weights(compiled / "final")
-    assert found.keys() == expected.keys()
+    exported = weights(compiled / "final")
+    assert exported.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
 
 
-def refused(flags: list[str], capsys: pytest.CaptureFixture) -> str:
-    """Return the one sentence that a script ends with, before it has begun."""
+def parse_error(flags: list[str], capsys: pytest.CaptureFixture) -> str:
+    """Parse flags that a script refuses, and return its one-line error message."""
     with pytest.raises(SystemExit) as end:
         gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings", *flags])
     assert end.value.code == 1
-    (said,) = capsys.readouterr().err.strip().splitlines()
-    return said
+    (message,) = capsys.readouterr().err.strip().splitlines()
+    return message
 
 
-def test_accumulation_that_cannot_be_compiled_is_refused(capsys, monkeypatch):
+def test_compile_refuses_unsupported_accumulation(capsys, monkeypatch):
     flags = ["--compile", "--gradient-accumulation-steps", "2"]
     for more in ([], ["--accumulate-no-sync"], ["--strategy", "no_shard"]):
-        assert "--accumulate-no-sync on two" in refused([*flags, *more], capsys)
+        assert "--accumulate-no-sync on two" in parse_error([*flags, *more], capsys)
     command = ["--model-name", "tiny", "--dataset", "docstrings", *flags]
     gpt2_fsdp.parse_args([*command, "--strategy", "ddp"])
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""A copy that tools/copy_script.py makes works alone."""
+"""Copies made by tools/copy_script.py work without the repository."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 from conftest import ROOT, launch, losses, metrics, status, weights
 
-SHORT = {  # flags that keep texts short
+SHORT = {  # flags for short texts
     "gpt2_fsdp.py": ["--dataset", "docstrings", "--block-size", "32"],
     "T5_training.py": ["--dataset", "docstrings", "--source-length", "32", "--target-length", "8",
                        "--rouge-samples", "0"],
@@ -16,7 +16,7 @@ SHORT = {  # flags that keep texts short
 
 @pytest.mark.parametrize("script", SHORT)
 def test_copied_script_trains_resumes_and_exports(script, tmp_path):
-    """In an empty directory, without the repository, and without adapters."""
+    """The copy is in an empty directory, and its adapter modules are deleted."""
     copy = tmp_path / "copy"
     command = [sys.executable, ROOT / "tools/copy_script.py", script, copy]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""fp16 with its loss scaler, on two CPU processes."""
+"""fp16 with its loss scaler on two CPU processes."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from conftest import launch
 from fp16_worker import STRATEGIES
 
-TRIED = [(script, strategy) for script, tried in STRATEGIES.items() for strategy in tried]
+CASES = [(script, strategy) for script, names in STRATEGIES.items() for strategy in names]
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,7 @@ def results(
     t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
     chats: Path, tmp_path_factory: pytest.TempPathFactory,
 ) -> dict:  # fmt: skip
-    """Return the results of fp16_worker.py by script and strategy, and its output."""
+    """Return the results of fp16_worker.py by script and strategy, and its completed process."""
     directory = tmp_path_factory.mktemp("fp16")
     scripts = {
         "T5_training": ["--model-name", t5_directory, "--dataset", pairs, "--batch-size", "8"],
@@ -27,32 +27,32 @@ def results(
     shared = ["--max-steps", "12", "--lr", "1e-3", "--lr-schedule", "constant"]
     flags = {name: [*map(str, own), *shared] for name, own in scripts.items()}
     result = directory / "result.json"
-    said = launch(2, "tests/workers/fp16_worker.py", result, directory, json.dumps(flags))
-    return {"said": said} | json.loads(result.read_text())
+    process = launch(2, "tests/workers/fp16_worker.py", result, directory, json.dumps(flags))
+    return {"process": process} | json.loads(result.read_text())
 
 
-@pytest.mark.parametrize("script, strategy", TRIED)
-def test_fp16_steps_are_near_fp32_and_resume_the_scale(script, strategy, results):
-    found = results[f"{script} {strategy}"]
-    assert len(found["fp16"]["losses"]) == 12
-    assert found["fp16"]["losses"] == pytest.approx(found["fp32"]["losses"], rel=2e-3)
-    assert found["fp16"]["losses"] != found["fp32"]["losses"]
-    assert found["fp16"]["scale"] == 2**12
-    assert found["scaler_resumed"]
+@pytest.mark.parametrize("script, strategy", CASES)
+def test_fp16_losses_are_close_to_fp32_and_scale_is_resumed(script, strategy, results):
+    result = results[f"{script} {strategy}"]
+    assert len(result["fp16"]["losses"]) == 12
+    assert result["fp16"]["losses"] == pytest.approx(result["fp32"]["losses"], rel=2e-3)
+    assert result["fp16"]["losses"] != result["fp32"]["losses"]
+    assert result["fp16"]["scale"] == 2**12
+    assert result["scaler_resumed"]
 
 
-@pytest.mark.parametrize("script, strategy", TRIED)
+@pytest.mark.parametrize("script, strategy", CASES)
 def test_overflow_changes_no_weight_and_halves_the_scale(script, strategy, results):
-    """A scale below 1 ends the run. The schedule counts the step."""
+    """A scale below 1 ends the run. The schedule counts skipped steps."""
     steps = results[f"{script} {strategy}"]["overflows"]
-    moved = {"changed": [True] * 2, "scale": 1, "schedule": 1, "ended": [False] * 2}
-    skipped = moved | {"changed": [False] * 2, "scale": 0.5}
+    applied = {"changed": [True] * 2, "scale": 1, "schedule": 1, "ended": [False] * 2}
+    skipped = applied | {"changed": [False] * 2, "scale": 0.5}
     ended = skipped | {"ended": [True] * 2}
-    expected = {"loss": skipped, "shard": skipped, "none": moved, "last": ended}
+    expected = {"loss": skipped, "shard": skipped, "none": applied, "last": ended}
     if strategy == "ddp":
         del expected["shard"]
     assert steps == expected
 
 
-def test_fp16_reports_why_a_run_ended(results):
-    assert "at loss scale 0.75" in results["said"].stderr
+def test_run_reports_the_final_loss_scale_when_it_ends(results):
+    assert "at loss scale 0.75" in results["process"].stderr

@@ -1,6 +1,6 @@
-"""--fsdp 2: loads (--fsdp 1 and DDP beside), checkpoints that cross, and what is refused.
+"""--fsdp 2: loads, compared with FSDP1 and DDP, and resumes across strategies.
 
-That ten steps equal plain PyTorch stands with each script's other strategies.
+Each script's own tests compare ten FSDP2 steps with plain PyTorch.
 """
 
 import json
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 import gpt2_fsdp
 
-WAYS = {"1-D mesh": 4, "2-D mesh": 2, "FSDP1": 4, "DDP": 1}  # and how many ranks share a model
+WAYS = {"1-D mesh": 4, "2-D mesh": 2, "FSDP1": 4, "DDP": 1}  # ranks per copy of the model
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +21,8 @@ def loads(
     t5_directory: Path, gpt2_directory: Path, llama_directory: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict:  # fmt: skip
-    """Return the results of fsdp2_load_worker.py on four ranks, and its folder. The files of Llama
-    are in 16 bits."""
+    """Return the results of fsdp2_load_worker.py on four ranks, the output directory and the
+    models. Llama's files are in bf16."""
     directory = tmp_path_factory.mktemp("loads")
     llama = AutoModelForCausalLM.from_pretrained(llama_directory)
     llama.to(torch.bfloat16).save_pretrained(directory / "llama")
@@ -45,21 +45,21 @@ def test_loaded_weights_equal_the_files(script, way, loads):
     kind = AutoModelForSeq2SeqLM if script == "T5_training" else AutoModelForCausalLM
     ours = kind.from_pretrained(path)
     theirs = kind.from_pretrained(loads["models"][script], dtype=torch.float32)
-    there = theirs.state_dict()
-    assert ours.state_dict().keys() == there.keys()
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
     for name, tensor in ours.state_dict().items():
-        assert tensor.equal(there[name]), name
+        assert tensor.equal(expected[name]), name
     assert json.loads((path / "config.json").read_text())["architectures"] == [type(ours).__name__]
-    everyone = loads[f"{script}, {way}"]
-    whole = 4 * sum(parameter.numel() for parameter in theirs.parameters())
-    assert sum(rank["bytes"] for rank in everyone) == whole * 4 // WAYS[way]
-    assert all(rank["sharded"] == way.endswith("mesh") for rank in everyone)
-    assert {rank["tied"] for rank in everyone} == {theirs.config.tie_word_embeddings}
+    ranks = loads[f"{script}, {way}"]
+    size = 4 * sum(parameter.numel() for parameter in theirs.parameters())
+    assert sum(rank["bytes"] for rank in ranks) == size * 4 // WAYS[way]
+    assert all(rank["sharded"] == way.endswith("mesh") for rank in ranks)
+    assert {rank["tied"] for rank in ranks} == {theirs.config.tie_word_embeddings}
 
 
 def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp_path):
-    """FSDP1 on 2 ranks, FSDP2 on 4, FSDP1 on 2, killed each time, then DDP on 1: sharded, full and
-    asynchronous saves."""
+    """A run is killed under FSDP1 on 2 ranks, FSDP2 on 4 and FSDP1 on 2, then ends under DDP on 1.
+    It uses sharded, full and asynchronous saves."""
     common = ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
               str(texts[1]), "--block-size", "32", "--num-train-samples", "35",
               "--num-val-samples", "0", "--max-steps", "8", "--log-every", "1", "--eval-every", "3",
@@ -77,14 +77,14 @@ def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp
     last = [*common, "--strategy", "ddp", "--batch-size", "8"]
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(last))
     starts = [line["step"] for line in metrics(output, "start")]
-    assert starts in ([0, 2, 5, 6], [0, 2, 6, 6])  # the save under way may be lost
+    assert starts in ([0, 2, 5, 6], [0, 2, 6, 6])  # the pending save may be lost
     for event in ("train", "val"):
-        there = losses(tmp_path / "whole", event)
-        assert losses(output, event) == pytest.approx(there, abs=1e-5)
+        expected = losses(tmp_path / "whole", event)
+        assert losses(output, event) == pytest.approx(expected, abs=1e-5)
     for name in ("final", "best"):
-        there = weights(tmp_path / "whole" / name)
+        expected = weights(tmp_path / "whole" / name)
         for key, tensor in weights(output / name).items():
-            assert tensor.sub(there[key]).abs().max() < 1e-4
+            assert tensor.sub(expected[key]).abs().max() < 1e-4
     before = weights(output / "final")
     args = gpt2_fsdp.parse_args([*common, "--batch-size", "8", "--fsdp", "2", "--export-only"])
     gpt2_fsdp.fsdp_main(args)

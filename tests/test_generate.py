@@ -1,4 +1,4 @@
-"""tools/generate.py: prompts as arguments and as lines."""
+"""tools/generate.py: prompts from arguments and from standard input."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from conftest import ROOT
 
 
 def generate(*args: object, lines: str = "") -> subprocess.CompletedProcess:
-    """Run it, with `lines` as standard input."""
+    """Run tools/generate.py with `lines` as standard input."""
     command = [sys.executable, str(ROOT / "tools/generate.py"), *map(str, args)]
     return subprocess.run(command, input=lines, capture_output=True, text=True)
 
@@ -20,7 +20,7 @@ def test_each_line_is_a_prompt(kind, request):
     assert lines.returncode == 0 and not lines.stderr, lines.stderr
     single = generate(directory, "one", "--max-new-tokens", 5)
     assert lines.stdout.count("\n") >= 2 and single.stdout
-    if kind != "llama":  # whose generation_config.json asks for samples
+    if kind != "llama":  # its generation_config.json enables sampling
         assert lines.stdout.startswith(single.stdout)
 
 

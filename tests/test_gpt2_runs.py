@@ -34,23 +34,23 @@ print(json.dumps({"loss": total / (len(ids) - 1), "tied": tied, "class": type(mo
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Return flags for eight steps of a global batch of 8, five to an epoch; `tiny` has dropout."""
+    """Return flags for eight steps of `tiny`, which has dropout: five per epoch, global batch 8."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "35", "--num-val-samples", "0", "--max-steps", "8",
             "--log-every", "1", "--eval-every", "3", "--save-every", "2", "--lr", "1e-3",
             "--model-name", "tiny"]  # fmt: skip
 
 
-def reloaded(directory: Path, text: Path, size: int) -> dict:
-    """Return loss, tie and class of an exported model in a fresh process with plain
-    transformers."""
+def reload(directory: Path, text: Path, size: int) -> dict:
+    """Load an exported model with plain Transformers in a fresh process. Return its loss, its class
+    and whether its embeddings are tied."""
     command = [sys.executable, "-c", RELOAD, directory, text, str(size)]
     return json.loads(subprocess.check_output(command, text=True))
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """Return a finished run of two ranks under FSDP2, with dropout."""
+    """Return the output directory of a finished FSDP2 run on two ranks, with dropout."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     command = [*flags, "--fsdp", "2", "--batch-size", "4", "--output-dir", output]
     launch(2, "gpt2_fsdp.py", *command, "--profile", 3)
@@ -75,7 +75,7 @@ def test_killed_run_under_fsdp2_resumes_bit_for_bit(uninterrupted, flags, tmp_pa
 
 
 def test_one_ddp_process_resumes_two_shard_grad_op_ranks(gpt2_directory, flags, tmp_path):
-    """Units are wrapped by size. The model has no dropout."""
+    """Units are chosen by size. The model has no dropout."""
     flags = [*flags, "--model-name", str(gpt2_directory)]
     whole = [*flags, "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(whole))
@@ -87,15 +87,15 @@ def test_one_ddp_process_resumes_two_shard_grad_op_ranks(gpt2_directory, flags, 
     gpt2_fsdp.fsdp_main(args)
     check_tied_once(tmp_path / "parts")
     for event in ("train", "val"):
-        there = losses(tmp_path / "whole", event)
-        assert losses(tmp_path / "parts", event) == pytest.approx(there, abs=1e-5)
+        expected = losses(tmp_path / "whole", event)
+        assert losses(tmp_path / "parts", event) == pytest.approx(expected, abs=1e-5)
 
 
-def test_export_has_the_run_s_perplexity(uninterrupted, flags, texts):
+def test_exported_model_has_same_perplexity(uninterrupted, flags, texts):
     val = losses(uninterrupted, "val")
-    found = reloaded(uninterrupted / "final", texts[1], 32)
-    assert math.exp(found["loss"]) == pytest.approx(math.exp(val[8]), rel=1e-5)
-    assert found["tied"] and found["class"] == "GPT2LMHeadModel"
+    exported = reload(uninterrupted / "final", texts[1], 32)
+    assert math.exp(exported["loss"]) == pytest.approx(math.exp(val[8]), rel=1e-5)
+    assert exported["tied"] and exported["class"] == "GPT2LMHeadModel"
     assert "lm_head.weight" not in weights(uninterrupted / "final")
     check_tied_once(uninterrupted)
     assert metrics(uninterrupted, "val")[-1]["perplexity"] == pytest.approx(math.exp(val[8]))

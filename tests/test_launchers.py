@@ -1,6 +1,6 @@
-"""launch/k8s.yaml and launch/sky.yaml: their schemas, and the lock that their restarts meet.
+"""launch/k8s.yaml and launch/sky.yaml: their schemas, and the lock that a restarted job finds.
 
-The schemas need `pip install kubernetes-validate==1.37.0 skypilot==0.14.1`.
+The schema tests need `pip install kubernetes-validate==1.37.0 skypilot==0.14.1`.
 """
 
 import copy
@@ -15,7 +15,7 @@ from typing import Any
 import containers
 import pytest
 import yaml
-from conftest import ROOT, logged
+from conftest import ROOT, live_metrics
 
 K8S, SKY = ROOT / "launch/k8s.yaml", ROOT / "launch/sky.yaml"
 
@@ -31,10 +31,10 @@ def test_kubernetes_file_is_valid(version):
     service, job = documents()
     validate(service, version, strict=True)
     validate(job, version, strict=True)
-    wrong = copy.deepcopy(job)
-    wrong["spec"]["template"]["spec"]["terminationGracePeriod"] = 360
+    invalid = copy.deepcopy(job)
+    invalid["spec"]["template"]["spec"]["terminationGracePeriod"] = 360
     with pytest.raises(Exception, match="terminationGracePeriod"):
-        validate(wrong, version, strict=True)
+        validate(invalid, version, strict=True)
 
 
 def test_skypilot_file_is_valid(tmp_path):
@@ -51,16 +51,16 @@ sky.Task.from_yaml(sys.argv[2])
 """
     (tmp_path / "wrong.yaml").write_text(SKY.read_text().replace("num_nodes", "nodes"))
     command = [sys.executable, "-c", program, SKY, tmp_path / "wrong.yaml"]
-    env = os.environ | {"HOME": str(tmp_path)}  # where it writes
+    env = os.environ | {"HOME": str(tmp_path)}  # SkyPilot writes to HOME
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert result.stdout == "2 []\n", result.stderr
     assert "instead of 'nodes'" in result.stderr.lower()
 
 
 @pytest.mark.slow
-def test_lock_of_another_host_is_respected_while_alive(texts, tmp_path):
-    if not containers.possible():
-        pytest.skip("needs unshare, and the right to make name spaces")
+def test_lock_of_another_host_is_respected_while_its_run_is_alive(texts, tmp_path):
+    if not containers.is_available():
+        pytest.skip("needs unshare and the permission to create namespaces")
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost a b\n")
     command = [sys.executable, "gpt2_fsdp.py", "--model-name", "tiny", "--dataset",
@@ -78,17 +78,17 @@ def test_lock_of_another_host_is_respected_while_alive(texts, tmp_path):
         return time.monotonic()
 
     holder = start("a")
-    wait(lambda: logged(tmp_path / "output", "train"))
+    wait(lambda: live_metrics(tmp_path / "output", "train"))
     other = start("b")
     log = tmp_path / "b.log"
-    began = wait(lambda: log.exists() and "Waiting 35 s" in log.read_text())
-    assert wait(lambda: other.process.poll() is not None) - began < 40
+    start_time = wait(lambda: log.exists() and "Waiting 35 s" in log.read_text())
+    assert wait(lambda: other.process.poll() is not None) - start_time < 40
     assert other.process.poll() == 1 and "is in use by process" in log.read_text()
     holder.send(signal.SIGKILL)
     holder.process.wait()
     log.unlink()
     other = start("b")
-    began = wait(lambda: log.exists() and "Waiting 35 s" in log.read_text())
-    assert wait(lambda: "parameters" in log.read_text()) - began < 40
+    start_time = wait(lambda: log.exists() and "Waiting 35 s" in log.read_text())
+    assert wait(lambda: "parameters" in log.read_text()) - start_time < 40
     other.process.kill()
     other.process.wait()

@@ -1,4 +1,4 @@
-"""What may import what, so that a copier knows what a script needs."""
+"""Import rules that keep a script's dependencies known, and limits on the scripts' size."""
 
 import ast
 import re
@@ -12,37 +12,37 @@ DATA = {"summarization_dataset", "block_dataset", "chat_dataset"}
 
 
 def modules_of_runtime() -> list[Path]:
-    """Return the files in runtime/ and in the folders there."""
+    """Return all Python files below runtime/."""
     return sorted((ROOT / "runtime").rglob("*.py"))
 
 
-def imported(path: Path) -> set[str]:
-    """Return the first names of all modules that a file imports, those of its own folder with a
+def imports(path: Path) -> set[str]:
+    """Return the top-level names of all modules that a file imports. Relative ones start with a
     dot."""
     return set(re.findall(r"^\s*(?:from|import) (\.?\w*)", path.read_text(), re.MULTILINE))
 
 
 @pytest.mark.parametrize("name", sorted(DATA | {"policies"}))
 def test_data_modules_import_only_runtime(name):
-    assert not imported(ROOT / f"{name}.py") & (SCRIPTS | DATA | {"policies"})
+    assert not imports(ROOT / f"{name}.py") & (SCRIPTS | DATA | {"policies"})
 
 
-def test_runtime_imports_nothing_outside():
+def test_runtime_imports_no_script_or_data_module():
     modules = modules_of_runtime()
     assert len(modules) > 5
     for path in modules:
-        assert not imported(path) & (SCRIPTS | DATA | {"policies", "runtime"}), path
-    assert not any(name.startswith(".") for name in imported(ROOT / "runtime/ranks.py"))
+        assert not imports(path) & (SCRIPTS | DATA | {"policies", "runtime"}), path
+    assert not any(name.startswith(".") for name in imports(ROOT / "runtime/ranks.py"))
 
 
-def test_only_attention_names_cuda():
-    """Everything else goes through torch.accelerator, so that any accelerator can be used."""
-    found = set()
+def test_only_attention_mentions_cuda():
+    """All other code uses torch.accelerator, so that any accelerator works."""
+    mentions = set()
     for path in (*ROOT.glob("*.py"), *modules_of_runtime()):
         for line in path.read_text().splitlines():
             if "torch.cuda" in line or '"cuda"' in line:
-                found.add((path.name, line.strip()))
-    assert found == {
+                mentions.add((path.name, line.strip()))
+    assert mentions == {
         (
             "attention.py",
             "if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):",
@@ -55,7 +55,7 @@ LIMITS = {"T5_training": 340, "gpt2_fsdp": 420, "llama_fsdp": 460}
 
 
 @pytest.mark.parametrize("script", LIMITS)
-def test_script_shows_the_whole_training_in_short_functions(script):
+def test_script_contains_the_whole_training_in_short_functions(script):
     text = (ROOT / f"{script}.py").read_text()
     assert len(text.splitlines()) <= LIMITS[script]
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""Plain lists of samples in place of the data modules' sets: len() and [i] are enough."""
+"""Scripts accept any data set that has len() and [i], such as a list of samples."""
 
 import importlib
 
@@ -8,7 +8,7 @@ from own_data import samples
 
 
 @pytest.mark.parametrize("script", ["T5_training", "gpt2_fsdp", "llama_fsdp"])
-def test_list_of_samples_is_a_data_set(script, tmp_path, monkeypatch):
+def test_scripts_train_on_a_list_of_samples(script, tmp_path, monkeypatch):
     module = importlib.import_module(script)
     sets = samples(script, 12), {"mine": samples(script, 3), "validation": samples(script, 2)}
     monkeypatch.setattr(module, "load_data", lambda *_: sets)

@@ -1,15 +1,15 @@
-"""Ranks that cannot reach each other, and exits that end."""
+"""Ranks that cannot reach each other, and exits that do not hang."""
 
 import subprocess
 import sys
 import time
 
 import pytest
-from conftest import ROOT, errors_said, launch
+from conftest import ROOT, error_lines, launch
 
 
 def python(code: str, **options: float) -> subprocess.CompletedProcess:
-    """Run a program."""
+    """Run Python code in a new process."""
     pipes = {"cwd": ROOT, "capture_output": True, "text": True}
     return subprocess.run([sys.executable, "-c", code], **pipes, **options)
 
@@ -18,15 +18,14 @@ def python(code: str, **options: float) -> subprocess.CompletedProcess:
     "processes,fault", [(2, "default group"), pytest.param(4, "mesh", marks=pytest.mark.slow)]
 )
 def test_unreachable_ranks_are_reported_in_time(processes, fault):
-    """gloo alone would wait for the group's time-out. A rank that joins after the limit is waited
-    for."""
+    """gloo alone would wait for the group's timeout. The limit does not cover late starts."""
     start = time.monotonic()
     result = launch(processes, "tests/workers/ranks_worker.py", fault, check=False)
     assert time.monotonic() - start < 80
     assert result.stdout.count("joined") == 4 * (fault == "mesh")
-    (said,) = errors_said(result.stderr)
-    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in said and "in 3 s" in said
-    assert said in result.stderr.split("Root Cause")[1]
+    (message,) = error_lines(result.stderr)
+    assert "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in message and "in 3 s" in message
+    assert message in result.stderr.split("Root Cause")[1]
 
 
 @pytest.mark.parametrize("where", ["init_process_group", "new_group"])
@@ -36,21 +35,21 @@ def test_hanging_nccl_start_is_reported(where):
 import functools, time, torch.distributed as dist
 from datetime import timedelta
 from runtime import ranks
-ranks.joining = functools.partial(ranks.joining, limit=1.0)
+ranks.join_deadline = functools.partial(ranks.join_deadline, limit=1.0)
 dist.init_process_group = dist.new_group = lambda **_: None
 dist.{where} = lambda **_: time.sleep(100)
 dist.get_backend = lambda: "nccl"
-with ranks.rendezvous(timedelta(minutes=30)) as place:
-    dist.init_process_group(**place)
+with ranks.rendezvous(timedelta(minutes=30)) as options:
+    dist.init_process_group(**options)
 """
     result = python(code, timeout=60)
     assert result.returncode == 1
-    (said,) = errors_said(result.stderr)
-    assert "NCCL_SOCKET_IFNAME" in said
+    (message,) = error_lines(result.stderr)
+    assert "NCCL_SOCKET_IFNAME" in message
 
 
 def test_uncaught_exception_ends_the_process():
-    """Python's own exit would hang."""
+    """A normal Python exit would hang."""
     code = """
 import atexit, time
 from runtime.run import launch

@@ -1,4 +1,4 @@
-"""What a run says of how far it is, at 80 columns, on a terminal and in a file."""
+"""Progress messages on a terminal of 80 columns and in a file."""
 
 import fcntl
 import os
@@ -16,7 +16,7 @@ from runtime import screen
 TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
 
 
-def test_progress_in_a_file_is_a_line_every_30_seconds(alone, monkeypatch, capsys):
+def test_progress_in_a_file_adds_a_line_every_30_seconds(process_group, monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr(tqdm.std, "time", lambda: clock[0])
     bar = screen.Progress("validation on x", 4000, done=1000)
@@ -27,7 +27,7 @@ def test_progress_in_a_file_is_a_line_every_30_seconds(alone, monkeypatch, capsy
         "validation on x 1310/4000  10.00it/s  left 04:29",
         "validation on x 1620/4000  10.00it/s  left 03:57",
     ]
-    assert bar.disable  # it is closed
+    assert bar.disable  # the bar is closed
 
 
 def test_lines_fit_a_terminal_of_80_columns(tmp_path):
@@ -47,10 +47,10 @@ def test_lines_fit_a_terminal_of_80_columns(tmp_path):
     os.close(main)
     assert process.wait() == 0
     lines = text.decode().replace("\r\n", "\n").split("\n")
-    left = [line.rsplit("\r", 1)[-1] for line in lines]  # a bar is drawn over, then cleared
-    kinds = [line.split()[0] for line in left if line.split()[1:2] == ["2/4"]]
+    visible = [line.rsplit("\r", 1)[-1] for line in lines]  # \r overwrites a progress bar
+    kinds = [line.split()[0] for line in visible if line.split()[1:2] == ["2/4"]]
     assert kinds == ["train"]
-    for line in left:
+    for line in visible:
         if line.startswith(("train ", "val  ", "save ", "done ", "64 samples", "1 x cpu")):
             assert len(line) <= 80, line
     assert "validation on docstrings: " in text.decode()

@@ -1,6 +1,6 @@
-"""Whole scripts, unmodified, on a simulated accelerator that keeps device and host memory apart.
+"""Whole, unmodified scripts on a simulated accelerator that separates device and host memory.
 
-It tells placement and bytes, not speed. The tests are skipped where ../shared/simdev is absent.
+It shows placement and bytes, not speed. Without ../shared/simdev, the tests are skipped.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ DATA = {
     "gpt2_fsdp.py": ["--block-size", "64"],
     "llama_fsdp.py": ["--max-seq-length", "128"],
 }
-# Each goes on from the checkpoint of the one before.
+# Each entry resumes from the checkpoint of the previous one.
 CHAIN = [
     ["--precision", "bf16"],
     ["--precision", "bf16", "--cpu-offload", "--async-save"],
@@ -51,25 +51,25 @@ def test_scripts_resume_across_strategies_and_after_out_of_memory(script, tmp_pa
 
     for number, more in enumerate(CHAIN, start=1):
         run(*more, "--max-steps", str(3 * number))
-    found = losses(output)
+    history = losses(output)
     steps = 3 * len(CHAIN)
-    assert list(found) == list(range(1, steps + 1))
-    assert found[steps] < found[1]
+    assert list(history) == list(range(1, steps + 1))
+    assert history[steps] < history[1]
     assert all(tensor.isfinite().all() for tensor in weights(output / "final").values())
 
     more = [*CHAIN[0], "--max-steps", str(steps + 3)]
     assert "OutOfMemoryError" in run(*more, memory=4e6, check=False)
-    assert losses(output) == found
+    assert losses(output) == history
     run(*more)
     assert list(losses(output)) == list(range(1, steps + 4))
     run("--export-only", "--cpu-offload")
 
 
-@pytest.mark.parametrize("held", ["16 bits", "4 bits"])
-def test_adapters_resume_with_offload(held, tmp_path):
+@pytest.mark.parametrize("base", ["16 bits", "4 bits"])
+def test_adapters_resume_with_offload(base, tmp_path):
     pytest.importorskip("peft")
     flags = []
-    if held == "4 bits":
+    if base == "4 bits":
         pytest.importorskip("bitsandbytes")
         flags = ["--fsdp", "2", "--load-in-4bit"]
     environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}

@@ -1,4 +1,4 @@
-"""What a save and a resume hold above what trains: 12 bytes per parameter, weights and moments."""
+"""Extra memory of a save and a resume: 12 bytes per parameter, for weights and moments."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ SIMULATOR = ROOT.parent / "shared/simdev"
 
 @pytest.fixture(scope="module")
 def deep_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a GPT-2 of 19 million parameters in many blocks: none is a large part of the whole."""
+    """Return a GPT-2 with 19 million parameters in 24 blocks, so that each block is small."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
     shape = {"n_embd": 256, "n_layer": 24, "n_head": 4, "n_positions": 64}
@@ -32,7 +32,7 @@ def deep_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def measured(model: Path, text: Path, directory: Path, *flags: str, **environment: str) -> dict:
+def measure(model: Path, text: Path, directory: Path, *flags: str, **environment: str) -> dict:
     """Return the results of state_dict_worker.py on two ranks."""
     result = directory / "result.json"
     worker = ["tests/workers/state_dict_worker.py", result, model, text, directory / "run", *flags]
@@ -41,18 +41,18 @@ def measured(model: Path, text: Path, directory: Path, *flags: str, **environmen
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_save_holds_one_copy_and_resume_no_second_one(deep_gpt2, texts, tmp_path):
-    # Every tensor gets pages of its own, which go back when it goes.
+def test_save_and_resume_use_one_host_copy(deep_gpt2, texts, tmp_path):
+    # Give every tensor separate pages, which malloc returns as soon as the tensor is freed.
     malloc = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
-    found = measured(deep_gpt2, texts[0], tmp_path, **malloc)
-    parameter = found["shard"] / 4  # so many bytes are 1 per parameter
-    assert 12 * parameter < found["save"]["host"] < 13 * parameter
-    assert found["save"]["host_after"] < parameter
-    moments = 8 * parameter  # they live on
-    assert found["resume"]["host"] - moments < 12 * parameter + found["unit"]
-    assert found["resume"]["host_after"] - moments < parameter
-    assert found["momentum_resumed"] == pytest.approx(found["momentum_saved"], rel=1e-9)
-    assert found["momentum_saved"] > 0
+    memory = measure(deep_gpt2, texts[0], tmp_path, **malloc)
+    parameter = memory["shard"] / 4  # the shard's bytes at 1 byte per parameter
+    assert 12 * parameter < memory["save"]["host"] < 13 * parameter
+    assert memory["save"]["host_after"] < parameter
+    moments = 8 * parameter  # the moments stay allocated
+    assert memory["resume"]["host"] - moments < 12 * parameter + memory["unit"]
+    assert memory["resume"]["host_after"] - moments < parameter
+    assert memory["momentum_resumed"] == pytest.approx(memory["momentum_saved"], rel=1e-9)
+    assert memory["momentum_saved"] > 0
 
 
 def test_background_save_copies_what_training_changes():
@@ -74,14 +74,14 @@ def test_background_save_copies_what_training_changes():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_fsdp2_save_copies_nothing(deep_gpt2, texts, tmp_path):
+def test_fsdp2_save_makes_no_copy(deep_gpt2, texts, tmp_path):
     malloc = {"MALLOC_MMAP_THRESHOLD_": "16384", "MALLOC_ARENA_MAX": "1"}
-    found = measured(deep_gpt2, texts[0], tmp_path, "--fsdp", "2", **malloc)
-    parameter = found["shard"] / 4
-    assert found["save"]["host"] < parameter
-    assert found["resume"]["host"] < 9 * parameter  # of which the moments, 8, live on
-    assert found["momentum_resumed"] == pytest.approx(found["momentum_saved"], rel=1e-9)
-    assert found["momentum_saved"] > 0
+    memory = measure(deep_gpt2, texts[0], tmp_path, "--fsdp", "2", **malloc)
+    parameter = memory["shard"] / 4
+    assert memory["save"]["host"] < parameter
+    assert memory["resume"]["host"] < 9 * parameter  # 8 are moments, which stay allocated
+    assert memory["momentum_resumed"] == pytest.approx(memory["momentum_saved"], rel=1e-9)
+    assert memory["momentum_saved"] > 0
 
 
 @pytest.mark.slow
@@ -90,16 +90,16 @@ def test_fsdp2_save_copies_nothing(deep_gpt2, texts, tmp_path):
 @pytest.mark.parametrize("flags", [[], ["--cpu-offload"]], ids=" ".join)
 def test_save_and_resume_use_little_device_memory(flags, deep_gpt2, texts, tmp_path):
     simulated = {"SIMULATED": "1", "PYTHONPATH": str(SIMULATOR)}
-    found = measured(deep_gpt2, texts[0], tmp_path, *flags, **simulated)
-    parameter, unit = found["shard"] / 4, found["unit"]
+    memory = measure(deep_gpt2, texts[0], tmp_path, *flags, **simulated)
+    parameter, unit = memory["shard"] / 4, memory["unit"]
     moments = 0 if flags else 8 * parameter
-    save, resume = found["save"], found["resume"]
+    save, resume = memory["save"], memory["resume"]
     assert save["device"] < unit + parameter
     assert resume["device"] - moments < unit + 8 * parameter
     assert 12 * parameter < save["host"] < 13 * parameter
     assert resume["host"] < 13 * parameter
-    assert found["momentum_resumed"] == pytest.approx(found["momentum_saved"], rel=1e-9)
-    assert found["momentum_saved"] > 0
+    assert memory["momentum_resumed"] == pytest.approx(memory["momentum_saved"], rel=1e-9)
+    assert memory["momentum_saved"] > 0
     assert save["device_after"] < 1000
-    # The check of the loss had left the root whole.
+    # The loss check had left the root unit gathered.
     assert abs(resume["device_after"] - moments) < unit

@@ -1,4 +1,4 @@
-"""A stop is heard in every phase of a run: the word `stopped`, exit code 75, and nothing lost."""
+"""A stop in any phase of a run leaves the status `stopped`, exit code 75 and no lost step."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, check_equal_weights, launch, logged, losses, metrics, status
+from conftest import ROOT, check_equal_weights, launch, live_metrics, losses, metrics, status
 from slurm_cluster import wait_until
 
-# Seconds that a phase lasts, and whether the run waits for its end before it stops.
+# Seconds by which the phase is extended. A run interrupts LONG phases, but completes SHORT ones.
 LONG, SHORT = 100, 4
 PHASES = {
     "load": LONG,
@@ -25,23 +25,23 @@ PHASES = {
     "best export": SHORT,
     "export": LONG,
 }
-IN_MAKE_TEST = {("load", signal.SIGUSR1)}  # test_survival.py has a stop in a step
+IN_MAKE_TEST = {("load", signal.SIGUSR1)}  # test_survival.py tests a stop in a step
 
 
 def cases() -> list:
-    """Return each phase with each signal; all but one are slow."""
-    found = []
+    """Return every phase with every signal. All but one are marked slow."""
+    params = []
     for phase in PHASES:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             marks = [] if (phase, number) in IN_MAKE_TEST else [pytest.mark.slow]
-            found.append(pytest.param(phase, number, marks=marks, id=f"{phase}-{number.name}"))
-    return found
+            params.append(pytest.param(phase, number, marks=marks, id=f"{phase}-{number.name}"))
+    return params
 
 
 @pytest.fixture(scope="module")
 def flags(pairs: Path) -> list[str]:
-    """Return flags for six steps of `tiny`, which has dropout, validated and saved at every second
-    step."""
+    """Return flags for six steps of `tiny`, which has dropout. Every second step is validated and
+    saved."""
     return ["--model-name", "tiny", "--dataset", str(pairs), "--source-column", "text",
             "--target-column", "headline", "--source-length", "16", "--target-length", "8",
             "--num-train-samples", "0", "--max-steps", "6", "--batch-size", "2", "--log-every", "1",
@@ -50,7 +50,7 @@ def flags(pairs: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """Return a finished run of two ranks."""
+    """Return the output directory of a finished run on two ranks."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "T5_training.py", *flags, "--output-dir", output)
     return output
@@ -67,28 +67,28 @@ def test_stop_in_each_phase_saves_and_resumes_bit_for_bit(
     handled = ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
     worker = ["tests/workers/phases.py", "T5_training", phase, str(PHASES[phase])]
     command = [sys.executable, *torchrun, *handled, *worker, *flags]
-    env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}  # or nothing is tokenised
+    env = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")}  # forces tokenisation
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=env, **pipes)
-    ranks = [0] if phase == "tokenisation" else [0, 1]  # the others wait for the first
-    there = [tmp_path / f"output.{phase}-{rank}" for rank in ranks]
-    wait_until(lambda: all(path.exists() for path in there), 100, str)
+    ranks = [0] if phase == "tokenisation" else [0, 1]  # rank 1 waits for rank 0
+    marks = [tmp_path / f"output.{phase}-{rank}" for rank in ranks]
+    wait_until(lambda: all(path.exists() for path in marks), 100, str)
     process.send_signal(number)
     start = time.monotonic()
-    printed, _ = process.communicate(timeout=60)
+    log, _ = process.communicate(timeout=60)
     seconds = time.monotonic() - start
     assert process.returncode != 0
-    assert status(output) == "stopped", printed
+    assert status(output) == "stopped", log
     assert [(tmp_path / f"output.exit-{rank}").read_text() for rank in (0, 1)] == ["75", "75"]
-    assert seconds < SHORT + 10, printed
-    assert number.name in printed and "runtime/" not in printed  # no traceback but torchrun's
+    assert seconds < SHORT + 10, log
+    assert number.name in log and "runtime/" not in log  # only torchrun prints a traceback
     assert not list(output.glob("lock*"))
 
-    saved = max((int(path.name[-8:]) for path in output.glob("checkpoints/step-*")), default=0)
-    done = max((line["step"] for line in logged(output, "train")), default=0)
-    assert saved == done  # nothing is lost
+    last_saved = max((int(path.name[-8:]) for path in output.glob("checkpoints/step-*")), default=0)
+    last_step = max((line["step"] for line in live_metrics(output, "train")), default=0)
+    assert last_saved == last_step  # no step is lost
     result = launch(2, "T5_training.py", *flags)
-    assert [line["step"] for line in metrics(output, "start")][-1] == saved, result.stdout
+    assert [line["step"] for line in metrics(output, "start")][-1] == last_saved, result.stdout
     for event in ("train", "val"):
         assert losses(output, event) == losses(uninterrupted, event)
     for kind in ("final", "best"):

@@ -1,4 +1,4 @@
-"""--track: trackers are sent what metrics.jsonl has, go on with a run, and never end one."""
+"""--track: trackers log the values of metrics.jsonl, resume with a run and never end one."""
 
 import importlib.util
 import sys
@@ -13,64 +13,63 @@ import gpt2_fsdp
 
 @pytest.fixture
 def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
-    """Return a short run on one process."""
+    """Return flags for a short run on one process."""
     return ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
             str(texts[1]), "--block-size", "32", "--num-train-samples", "35", "--log-every", "1",
             "--save-every", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
 
 
 def run_twice(flags: list[str]) -> None:
-    """Train three steps, and two more by the same command."""
+    """Train three steps, then resume for two more."""
     for steps in ("3", "5"):
         gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--max-steps", steps]))
 
 
 def numbers(output: Path) -> dict[tuple[str, int], float]:
-    """Return the numbers of metrics.jsonl by event/name and step."""
-    found = {}
+    """Return the values in metrics.jsonl by event/name and step."""
+    values = {}
     for event in ("train", "val", "save", "done"):
         for line in metrics(output, event):
             for name in set(line) - {"event", "step", "epoch", "losses"}:
-                found[f"{event}/{name}", line["step"]] = line[name]
+                values[f"{event}/{name}", line["step"]] = line[name]
             for name, loss in line.get("losses", {}).items():
-                found[f"{event}/losses/{name}", line["step"]] = loss
-    assert len(found) > 40
-    return found
+                values[f"{event}/losses/{name}", line["step"]] = loss
+    assert len(values) > 40
+    return values
 
 
-def test_tensorboard_has_the_same_numbers(flags, tmp_path):
+def test_tensorboard_logs_the_values_of_metrics_jsonl(flags, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run_twice([*flags, "--track", "tensorboard"])
-    place = tmp_path / "run/track/tensorboard"
-    stored = EventAccumulator(str(place))
-    stored.Reload()
-    found = {}
-    for name in stored.Tags()["scalars"]:
-        for event in stored.Scalars(name):
-            assert (name, event.step) not in found
-            found[name, event.step] = event.value
+    events = EventAccumulator(str(tmp_path / "run/track/tensorboard"))
+    events.Reload()
+    values = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            assert (name, event.step) not in values
+            values[name, event.step] = event.value
     expected = numbers(tmp_path / "run")
-    assert found.keys() == expected.keys()
+    assert values.keys() == expected.keys()
     for key, value in expected.items():
-        assert found[key] == pytest.approx(value, rel=1e-6), key
+        assert values[key] == pytest.approx(value, rel=1e-6), key
 
 
-def test_trackio_has_the_same_losses(flags, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+def test_trackio_logs_the_losses_of_metrics_jsonl(flags, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read on import
     pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
 
     run_twice([*flags, "--track", "trackio"])
     (run,) = SQLiteStorage.get_runs("gpt2_fsdp")
-    logged = SQLiteStorage.get_logs("gpt2_fsdp", run)
-    found = {line["step"]: line["train/loss"] for line in logged if "train/loss" in line}
-    assert found == losses(tmp_path / "run")
+    logs = SQLiteStorage.get_logs("gpt2_fsdp", run)
+    values = {line["step"]: line["train/loss"] for line in logs if "train/loss" in line}
+    assert values == losses(tmp_path / "run")
 
 
-def test_wandb_continues_one_run(flags, tmp_path, monkeypatch):
-    """Two starts are stored under one run id."""
+def test_wandb_resumes_the_same_run(flags, tmp_path, monkeypatch):
+    """Both starts are stored under one run id."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -80,10 +79,10 @@ def test_wandb_continues_one_run(flags, tmp_path, monkeypatch):
 
 
 class Broken(ModuleType):
-    """A tracker without a network."""
+    """A tracker that cannot reach its server."""
 
     def init(self, **_: object) -> None:
-        """Fail as without a network."""
+        """Raise a connection error."""
         raise ConnectionError("no route to host")
 
 
@@ -94,7 +93,7 @@ def test_failing_tracker_does_not_end_the_run(flags, tmp_path, monkeypatch, capf
         importlib.util, "find_spec", lambda name: name == "wandb" or find_spec(name)
     )
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--track", "wandb", "--max-steps", "2"]))
-    said = capfd.readouterr()
-    assert (said.out + said.err).count("--track wandb failed") == 1
-    assert "no route to host" in said.out + said.err
+    captured = capfd.readouterr()
+    assert (captured.out + captured.err).count("--track wandb failed") == 1
+    assert "no route to host" in captured.out + captured.err
     assert status(tmp_path / "run") == "finished"

@@ -1,4 +1,4 @@
-"""The weight of a copy: the lines and the code of a script and all modules that it imports."""
+"""Limits on the size of a copy: a script and all modules that it imports."""
 
 import ast
 from pathlib import Path
@@ -17,22 +17,22 @@ LIMITS = {  # lines, syntax nodes
 
 
 def count_nodes(path: Path) -> int:
-    """Return the number of syntax nodes in a file without its docstrings, which no formatting or
-    comment changes."""
+    """Return the number of syntax nodes in a file, except its docstrings. Formatting and comments
+    do not change it."""
     tree = ast.parse(path.read_text())
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    documentable = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
-        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, documentable) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:]
     return sum(1 for _ in ast.walk(tree))
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_copy_stays_within_its_weight(name):
+def test_copy_stays_within_size_limits(name):
     path = ROOT / name
     files = set(path.rglob("*.py")) if path.is_dir() else needed_files(path)
     lines = sum(len(path.read_text().splitlines()) for path in files)
     nodes = sum(map(count_nodes, files))
-    most_lines, most_nodes = LIMITS[name]
-    assert lines <= most_lines, f"{lines:,} lines in {len(files)} files"
-    assert nodes <= most_nodes, f"{nodes:,} syntax nodes"
+    max_lines, max_nodes = LIMITS[name]
+    assert lines <= max_lines, f"{lines:,} lines in {len(files)} files"
+    assert nodes <= max_nodes, f"{nodes:,} syntax nodes"

@@ -1,18 +1,18 @@
-"""Do harm to a script in each of its phases, and compare what comes out with an untouched run.
+"""Inject faults into every phase of a script and compare its results with an undisturbed run.
 
     python tests/helpers/chaos.py T5_training.py                        # every phase, every fault
     python tests/helpers/chaos.py gpt2_fsdp.py --fsdp 2 --faults "SIGKILL rank 0" --rounds 5
     python tests/helpers/chaos.py llama_fsdp.py --restarts --faults "SIGKILL rank 1"  # by torchrun
 
-Two CPU ranks, or as many as --ranks says, save at every step. For each fault there is a run that
-meets it in each phase, within a second of its beginning, is started again each time, and at last
-ends in peace. Then every logged loss must equal that of the untouched run, with each step logged
-once, and so must final/, to the last bit.
+The script runs on two CPU ranks (see --ranks) and saves at every step. For each fault, one run is
+hit in each phase, within a second of the start of the phase, and resumed each time. Finally it runs
+to its end. Its logged losses must then equal those of the undisturbed run, with each step logged
+once, and its final/ must be bit-for-bit equal.
 
-What asks the run to stop must leave the word `stopped`, exit code 75, and each step saved. Whatever
-it is, the run must be over soon. Other flags go to the script, such as --fsdp 2.
+A fault that requests a stop must leave the status `stopped`, exit code 75 and every step saved.
+After any fault, the run must end soon. Other flags, such as --fsdp 2, are passed to the script.
 
-Files that are slow, or fail now and then, are those of faulty_files.c, for which gcc is needed.
+The library behind slow and failing files is faulty_files.c, which needs gcc.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conftest import ROOT, check_equal_weights, errors_said, logged, losses, status
+from conftest import ROOT, check_equal_weights, error_lines, live_metrics, losses, status
 
 TINY = {
     "T5_training.py": ["--rouge-samples", "2", "--target-length", "16", "--source-length", "64"],
@@ -44,7 +44,7 @@ SHARED = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-sample
           "--eval-every", "3", "--max-steps", "12"]  # fmt: skip
 PHASES = ["tokenisation", "load", "first validation", "first step", "step", "validation", "save",
           "generation", "export"]  # fmt: skip
-SIGNALS = {  # and which of torchrun and the ranks get it
+SIGNALS = {  # the slice selects receivers from [torchrun, *ranks]
     "SIGKILL rank 0": (signal.SIGKILL, slice(1, 2)),
     "SIGKILL rank 1": (signal.SIGKILL, slice(2, 3)),
     "SIGKILL torchrun": (signal.SIGKILL, slice(0, 1)),
@@ -57,20 +57,20 @@ SIGNALS = {  # and which of torchrun and the ranks get it
 FULL = "disk full"
 FILES = {"slow files": 10, "EIO": 3, "ESTALE": 3}  # seconds
 FAULTS = [*SIGNALS, FULL, *FILES]
-STAYS = 0.5  # seconds that a rank sleeps where a phase begins
+PAUSE_SECONDS = 0.5  # how long a rank sleeps at the start of the phase
 
 
 class Launch(NamedTuple):
-    """How the script is started."""
+    """The arguments that start a script."""
 
     script: str
     flags: list[str]
     ranks: int = 2
-    restarts: bool = False  # torchrun starts it again, once
+    restarts: bool = False  # whether torchrun restarts the script, once
 
 
 def faulty_files(directory: Path) -> str:
-    """Return the library that makes files slow, or fail, compiled there once."""
+    """Return the path of the faulty_files library, which is compiled once per directory."""
     library = directory / "faulty_files.so"
     if not library.exists():
         source = Path(__file__).with_name("faulty_files.c")
@@ -78,20 +78,20 @@ def faulty_files(directory: Path) -> str:
     return str(library)
 
 
-def start(launch: Launch, phase: str, output: Path, harmful: bool = False) -> subprocess.Popen:
-    """Return the script on its ranks, which stay in the phase for a moment; if `harmful`,
-    `harm_files` can be called."""
+def start(launch: Launch, phase: str, output: Path, preload: bool = False) -> subprocess.Popen:
+    """Start the script, with a pause at the start of `phase`, and return torchrun's process.
+    `make_files_faulty` works only with `preload`."""
     script = launch.script
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(launch.ranks), "--max-restarts", str(int(launch.restarts))]
     torchrun += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
-    worker = [str(ROOT / "tests/workers/phases.py"), script.removesuffix(".py"), phase, str(STAYS)]
-    command = [*torchrun, *worker, *SHARED, *TINY[script], *launch.flags]
+    worker = [ROOT / "tests/workers/phases.py", script.removesuffix(".py"), phase, PAUSE_SECONDS]
+    command = [*torchrun, *map(str, worker), *SHARED, *TINY[script], *launch.flags]
     command += ["--output-dir", str(output)]
     log = output.with_suffix(".log").open("a")
-    # A cache of its own, or nothing would be tokenised.
+    # With a shared cache, there would be nothing to tokenise.
     env = os.environ | {"HF_DATASETS_CACHE": str(output.with_suffix(".cache"))}
-    if harmful:
+    if preload:
         env |= {"LD_PRELOAD": faulty_files(output.parent), "FAULTY_FILES": str(output)}
     options = {"stdout": log, "stderr": log, "start_new_session": True}
     return subprocess.Popen(command, env=env, cwd=ROOT, **options)
@@ -106,7 +106,7 @@ def workers(torchrun: int) -> list[int]:
 
 
 def is_over(pid: int) -> bool:
-    """Return whether a process that is no child of this one has ended."""
+    """Return whether a process has ended. It need not be a child of this one."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -114,18 +114,18 @@ def is_over(pid: int) -> bool:
 
 
 def steps_saved(output: Path) -> int:
-    """Step of the newest complete checkpoint."""
+    """Return the step of the newest complete checkpoint."""
     paths = (output / "checkpoints").glob("step-*/train_state.json")
     return max((int(path.parent.name.removeprefix("step-")) for path in paths), default=0)
 
 
 def steps_logged(output: Path) -> int:
-    """Return the last step that was logged."""
-    return max((line["step"] for line in logged(output, "train")), default=0)
+    """Return the last logged step."""
+    return max((line["step"] for line in live_metrics(output, "train")), default=0)
 
 
 def fill_the_disk(ranks: list[int]) -> None:
-    """Let no file grow beyond 100 kB for two seconds."""
+    """Limit all files of the ranks to 100 kB for two seconds."""
     for limit in (100_000, resource.RLIM_INFINITY):
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -133,16 +133,16 @@ def fill_the_disk(ranks: list[int]) -> None:
         time.sleep(2)
 
 
-def harm_files(fault: str, output: Path) -> None:
-    """Let calls on the run's files last two seconds, or one in fifty fail, for some time."""
-    harm = output.with_name(f"{output.name}.harm")
-    harm.write_text(fault)
+def make_files_faulty(fault: str, output: Path) -> None:
+    """For FILES[fault] seconds, delay calls on the run's files or make one in fifty fail."""
+    switch = output.with_name(f"{output.name}.harm")
+    switch.write_text(fault)
     time.sleep(FILES[fault])
-    harm.unlink()
+    switch.unlink()
 
 
-def end_in_peace(process: subprocess.Popen, output: Path) -> None:
-    """Let a run that continues save once, then ask it to stop."""
+def stop_after_next_save(process: subprocess.Popen, output: Path) -> None:
+    """Send SIGTERM once the run has saved again, or after 15 seconds."""
     before = steps_saved(output)
     deadline = time.monotonic() + 15
     while process.poll() is None and steps_saved(output) == before and time.monotonic() < deadline:
@@ -153,14 +153,15 @@ def end_in_peace(process: subprocess.Popen, output: Path) -> None:
 def attempt(
     launch: Launch, phase: str, fault: str, output: Path, chance: random.Random
 ) -> dict | None:
-    """Start, do harm in the phase, and wait for the end; None if the script has no such phase."""
+    """Start the script, inject the fault in the phase and wait for the end. Return the outcome, or
+    None if the script has no such phase."""
     marks = [output.with_name(f"{output.name}.{phase}-{rank}") for rank in range(launch.ranks)]
     exits = [output.with_name(f"{output.name}.exit-{rank}") for rank in range(launch.ranks)]
     for path in (*marks, *exits):
         path.unlink(missing_ok=True)
     if phase == "tokenisation":
         shutil.rmtree(output.with_suffix(".cache"), ignore_errors=True)
-        marks = marks[:1]  # the others wait for what the first makes
+        marks = marks[:1]  # only rank 0 tokenises; the others wait
     process = start(launch, phase, output, fault in FILES)
     while process.poll() is None and not all(mark.exists() for mark in marks):
         time.sleep(0.02)
@@ -169,7 +170,7 @@ def attempt(
     if process.poll() is not None or len(ranks) != launch.ranks:
         assert process.wait(timeout=60) == 0, output.with_suffix(".log").read_text()[-3000:]
         return None
-    began = time.monotonic()
+    fault_time = time.monotonic()
     if fault in SIGNALS:
         number, targets = SIGNALS[fault]
         for pid in [process.pid, *ranks][targets]:
@@ -177,43 +178,43 @@ def attempt(
                 os.kill(pid, number)
     elif fault == FULL:
         fill_the_disk(ranks)
-        end_in_peace(process, output)
+        stop_after_next_save(process, output)
     else:
-        harm_files(fault, output)
-        end_in_peace(process, output)
+        make_files_faulty(fault, output)
+        stop_after_next_save(process, output)
     process.wait(timeout=100)
-    while not all(map(is_over, ranks)):  # those of a torchrun that was killed
+    while not all(map(is_over, ranks)):  # ranks outlive a killed torchrun
         time.sleep(0.02)
-        assert time.monotonic() - began < 100
+        assert time.monotonic() - fault_time < 100
     return {
         "phase": phase,
         "fault": fault,
         "restarts": launch.restarts,
-        "status": word_of(output),
+        "status": status_or_none(output),
         "exit codes": [path.read_text() if path.exists() else "killed" for path in exits],
         "lost steps": max(0, steps_logged(output) - steps_saved(output)),
-        "seconds": round(time.monotonic() - began, 1),
-        "said": errors_said(output.with_suffix(".log").read_text())[-1:],
+        "seconds": round(time.monotonic() - fault_time, 1),
+        "error": error_lines(output.with_suffix(".log").read_text())[-1:],
     }
 
 
-def word_of(output: Path) -> str:
-    """Return the word in the file status; none before the training begins, or on a full disk."""
+def status_or_none(output: Path) -> str:
+    """Return the word in the status file, or "none" before training starts or on a full disk."""
     path = output / "status"
     return status(output) if path.is_file() and path.read_text() else "none"
 
 
-def check(found: dict) -> None:
-    """Check that a request to stop loses nothing, and that every run ends soon."""
-    if found["restarts"]:
-        assert (found["status"], set(found["exit codes"])) == ("finished", {"0"}), found
+def check(outcome: dict) -> None:
+    """Check that a requested stop loses no step and that every run ends soon."""
+    if outcome["restarts"]:
+        assert (outcome["status"], set(outcome["exit codes"])) == ("finished", {"0"}), outcome
         return
-    assert found["seconds"] < 30 + FILES.get(found["fault"], 0), found
-    if found["phase"] == "export" and found["status"] == "finished":  # before the fault was met
-        assert set(found["exit codes"]) == {"0"}, found
-    elif found["fault"].startswith(("SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL torchrun")):
-        assert (found["status"], found["lost steps"]) == ("stopped", 0), found
-        assert set(found["exit codes"]) == {"75"}, found
+    assert outcome["seconds"] < 30 + FILES.get(outcome["fault"], 0), outcome
+    if outcome["phase"] == "export" and outcome["status"] == "finished":  # before the fault
+        assert set(outcome["exit codes"]) == {"0"}, outcome
+    elif outcome["fault"].startswith(("SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL torchrun")):
+        assert (outcome["status"], outcome["lost steps"]) == ("stopped", 0), outcome
+        assert set(outcome["exit codes"]) == {"75"}, outcome
 
 
 def chaos(
@@ -221,58 +222,57 @@ def chaos(
 ) -> list[dict]:
     """Return the outcome of each fault in each phase. Raise AssertionError if a run's numbers
     differ."""
-    if launch.script != "T5_training.py":  # which alone generates
+    if launch.script != "T5_training.py":  # only T5 generates
         phases = [phase for phase in phases if phase != "generation"]
     chance = random.Random(seed)
-    whole = directory / "whole"
-    assert start(launch, "none", whole).wait(timeout=600) == 0
+    baseline = directory / "baseline"
+    assert start(launch, "none", baseline).wait(timeout=600) == 0
     outcomes = []
     runs = []
     for fault in faults:
-        # A run that the fault may not end goes on to its end.
-        alone = launch.restarts or fault not in SIGNALS
-        runs += [(fault, [phase]) for phase in phases] if alone else [(fault, phases)]
+        # If a fault may not end the run, each phase needs a run of its own.
+        is_separate = launch.restarts or fault not in SIGNALS
+        runs += [(fault, [phase]) for phase in phases] if is_separate else [(fault, phases)]
     for fault, phases_of_run in runs:
-        torn = directory / "torn"
+        disturbed = directory / "disturbed"
         for phase in phases_of_run:
-            found = attempt(launch, phase, fault, torn, chance)
-            if found:
-                print(json.dumps({"script": launch.script} | found), flush=True)
-                check(found)
-                outcomes.append(found)
-        last = start(launch, "none", torn).wait(timeout=600)
-        assert last == 0, torn.with_suffix(".log").read_text()[-3000:]
+            outcome = attempt(launch, phase, fault, disturbed, chance)
+            if outcome:
+                print(json.dumps({"script": launch.script} | outcome), flush=True)
+                check(outcome)
+                outcomes.append(outcome)
+        exit_code = start(launch, "none", disturbed).wait(timeout=600)
+        assert exit_code == 0, disturbed.with_suffix(".log").read_text()[-3000:]
         for event in ("train", "val"):
-            assert losses(torn, event) == losses(whole, event)
+            assert losses(disturbed, event) == losses(baseline, event)
         for name in ("final", "best"):
-            check_equal_weights(torn / name, whole / name)
-        assert not [*torn.rglob("tmp-*"), *torn.glob("lock*")]
-        shutil.rmtree(torn)
-        torn.with_suffix(".log").unlink()
+            check_equal_weights(disturbed / name, baseline / name)
+        assert not [*disturbed.rglob("tmp-*"), *disturbed.glob("lock*")]
+        shutil.rmtree(disturbed)
+        disturbed.with_suffix(".log").unlink()
     return outcomes
 
 
 def main() -> None:
-    """Print each outcome, and how many there were."""
+    """Print each outcome and the number of faults."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("script", choices=list(TINY))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*SIGNALS, FULL])
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
-    parser.add_argument("--rounds", type=int, default=1, help="with other moments each")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--ranks", type=int, default=2, help="processes")
-    parser.add_argument("--restarts", action="store_true", help="by torchrun, once; for SIGKILL")
+    parser.add_argument("--rounds", type=int, default=1, help="each at other moments")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the moments")
+    parser.add_argument("--ranks", type=int, default=2, help="number of processes")
+    parser.add_argument("--restarts", action="store_true", help="once, by torchrun; for SIGKILL")
     args, flags = parser.parse_known_args()
     launch = Launch(args.script, flags, args.ranks, args.restarts)
     count = 0
     for seed in range(args.seed, args.seed + args.rounds):
         with tempfile.TemporaryDirectory() as directory:
-            where = Path(directory)
-            found = chaos(launch, where, args.faults, args.phases, seed)
-            count += len(found)
-    print(f"{args.script}: {count} faults, and every run is as if there had been none")
+            outcomes = chaos(launch, Path(directory), args.faults, args.phases, seed)
+            count += len(outcomes)
+    print(f"{args.script}: {count} faults. Every run matched the undisturbed run.")
 
 
 if __name__ == "__main__":

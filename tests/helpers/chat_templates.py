@@ -1,15 +1,15 @@
 """Chat templates in the formats of known models, written for the tests.
 
-Transformers drops a line break that follows a block, `%}`; within `{{ }}` it stays.
+Transformers drops a line break after a block (`%}`), but keeps one inside `{{ }}`.
 """
 
-from runtime.chats import NAMED
+from runtime.chats import TEMPLATES
 
-# Spaces precede turns, so that a chat's text begins with that of its first turns.
+# The space precedes a turn, so that the text of the first turns is a prefix of the whole text.
 PROMPTER = """{{ bos_token or '' }}{% for message in messages %}{{ '' if loop.first else ' ' }}<|{{
 'prompter' if message['role'] == 'user' else message['role'] }}|> {{ message['content'] }} {{
 '<|endoftext|>' }}{% endfor %}{{ ' <|assistant|>' if add_generation_prompt else '' }}"""
-# Trims what is said, calls the assistant model, and has no system turn.
+# Trims content, calls the assistant "model" and rejects system turns.
 GEMMA = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
@@ -22,7 +22,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Knows no generation prompt, and no system turn but before a user's.
+# Has no generation prompt and accepts a system turn only before the first user turn.
 LLAMA_2 = (
     "{% for m in messages %}{% if m.role == 'system' %}{% elif m.role == 'user' %}"
     "{% if loop.index0 and messages[loop.index0 - 1].role == 'user' %}"
@@ -31,7 +31,7 @@ LLAMA_2 = (
     "<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}{{ m.content }} [/INST]"
     "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
 )
-# Trims what is said, writes one call a turn, and gives tools in a turn of the system.
+# Trims content, renders one tool call per turn and lists the tools in a system turn.
 LLAMA_3 = (
     "{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|eot_id|>{% endif %}"
@@ -42,7 +42,7 @@ LLAMA_3 = (
     "{% else %}{{ m.content | trim }}{% endif %}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
-# Puts the system's text, and the tools, before what the user says last.
+# Puts the system text and the tools before the last user turn.
 MISTRAL = (
     "{{ bos_token }}{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{% for m in messages %}{% if m.role == 'user' %}"
@@ -54,7 +54,7 @@ MISTRAL = (
     "{{ call.function | tojson }}{{ '' if loop.last else ', ' }}{% endfor %}]{{ eos_token }}"
     "{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
 )
-# Speaks for the system if nobody does; what tools answer is a user's turn, several in one.
+# Adds a default system turn. Consecutive tool results are merged into one user turn.
 QWEN_HEAD = (
     "{% if tools %}<|im_start|>system\n"
     "{{ messages[0].content if messages[0].role == 'system' else 'Help.' }}\n<tools>"
@@ -78,7 +78,7 @@ QWEN_2_5 = (
     QWEN_HEAD + "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
     "{{ m.content }}" + QWEN_CALLS + "<|im_end|>\n" + QWEN_TURN
 )
-# Thoughts are shown after the user's last turn alone; there the last turn has some, be they empty.
+# Renders thoughts only after the last user turn, where the last turn always has a <think> block.
 QWEN_3 = (
     QWEN_HEAD + "{% set ns = namespace(last=-1) %}{% for m in messages %}"
     "{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -90,12 +90,12 @@ QWEN_3 = (
     "<think>\n{{ thought }}\n</think>\n\n{% endif %}"
     "{{ said }}" + QWEN_CALLS + "<|im_end|>\n" + QWEN_TURN
 )
-# Asks for thoughts, and then leaves them out.
+# The generation prompt opens <think>, but thoughts are dropped from answers.
 ASKS_FOR_THOUGHTS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}{{ eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
 )
-# The system's text comes with a question until it is answered.
+# Renders the system text only while the last turn is a user turn.
 FORGETS_THE_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST] "
     "{% if loop.last %}{{ messages[0].content }}{% endif %}{{ m.content }}[/INST]"
@@ -115,7 +115,7 @@ KNOWN = {
     "qwen 3": (QWEN_3, None, "<|im_end|>", ["<|im_start|>"]),
     "gemma": (GEMMA, "<bos>", "<end_of_turn>", ["<start_of_turn>"]),
     "prompter": (PROMPTER, "<s>", "</s>", []),
-    "our llama 2": (NAMED["llama-2"], "<s>", "</s>", []),
-    "our chatml": (NAMED["chatml"], None, "<|im_end|>", ["<|im_start|>"]),
+    "our llama 2": (TEMPLATES["llama-2"], "<s>", "</s>", []),
+    "our chatml": (TEMPLATES["chatml"], None, "<|im_end|>", ["<|im_start|>"]),
 }
 TOOLS = ("llama 3", "mistral", "qwen 2.5", "qwen 3")

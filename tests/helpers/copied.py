@@ -1,12 +1,12 @@
-"""Scripts as who takes one for a template begins: with search and replace."""
+"""Modules made from the scripts by search and replace, as a user would modify a copy."""
 
 from types import ModuleType
 
 from conftest import ROOT
 
 
-def copied(script: str, replacements: dict[str, str]) -> ModuleType:
-    """Return a module like `script`, whose text has each key replaced by its value."""
+def edited_script(script: str, replacements: dict[str, str]) -> ModuleType:
+    """Return a module made from the text of `script`, with each key replaced by its value."""
     source = (ROOT / f"{script}.py").read_text()
     for old, new in replacements.items():
         assert old in source, old
@@ -19,18 +19,18 @@ def copied(script: str, replacements: dict[str, str]) -> ModuleType:
 
 def llama_changes(name: str, folder: str = "", **config: object) -> dict[str, str]:
     """Return the changes that turn llama_fsdp.py into a script for the architecture `name`, with
-    `config` added to TINY. `folder` is its folder in Transformers, unless that is its name in small
-    letters."""
+    `config` added to TINY. `folder` is its folder in Transformers; the default is the name in lower
+    case."""
     folder = folder or name.lower()
-    shape = '"num_key_value_heads": 2,'  # the last entry
-    more = "".join(f' "{key}": {value!r},' for key, value in config.items())
+    last_entry = '"num_key_value_heads": 2,'
+    entries = "".join(f' "{key}": {value!r},' for key, value in config.items())
     return {
         "models.llama.modeling_llama": f"models.{folder}.modeling_{folder}",
         "Llama": name,
-        shape: shape + more,
+        last_entry: last_entry + entries,
     }
 
 
 def llama_as(name: str, folder: str = "", **config: object) -> ModuleType:
-    """Return llama_fsdp.py changed for another architecture, see `llama_changes`."""
-    return copied("llama_fsdp", llama_changes(name, folder, **config))
+    """Return llama_fsdp.py changed for another architecture (see `llama_changes`)."""
+    return edited_script("llama_fsdp", llama_changes(name, folder, **config))

@@ -1,9 +1,9 @@
-"""An average of the weights, as a user would add it to a script."""
+"""An exponential moving average of the weights, as a user would add it to a script."""
 
 import torch
 from torch import nn
 
-EMA = {  # changes to a script, see copied.py
+EMA = {  # replacements for edited_script()
     "import policies\n": "import policies\nfrom ema import Ema\n",
     "scaler, loader, val_loaders)": "scaler, loader, val_loaders, ema=ema)",
     "    run.restore(": "    ema = Ema(model)\n    run.restore(",
@@ -12,7 +12,7 @@ EMA = {  # changes to a script, see copied.py
 
 
 class Ema:
-    """Averages what this rank has of the parameters."""
+    """Averages this rank's shards of the parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.average = [parameter.detach().clone() for parameter in model.parameters()]
@@ -30,5 +30,5 @@ class Ema:
         return {"average": self.average, "count": self.count}
 
     def load_state_dict(self, state: dict) -> None:
-        """Take the average and the number of updates."""
+        """Load the average and the number of updates."""
         self.average, self.count = state["average"], state["count"]

@@ -1,11 +1,11 @@
-/* A file system that is slow, or fails now and then:
+/* Make the files of a run slow, or make calls on them fail now and then:
  *
  *     gcc -shared -fPIC -o faulty_files.so faulty_files.c
  *     FAULTY_FILES=/path/output LD_PRELOAD=./faulty_files.so torchrun ... --output-dir /path/output
  *
- * While there is a file /path/output.harm, calls on what is below /path/output, or is to be, last
- * two seconds longer ("slow files" stands in it), or each fiftieth of a process fails ("EIO",
- * "ESTALE").
+ * While the file /path/output.harm exists, calls on existing or new files below /path/output take
+ * two seconds longer if it contains "slow files". If it contains "EIO" or "ESTALE", every fiftieth
+ * call of a process fails with that error.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

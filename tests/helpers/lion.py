@@ -1,4 +1,4 @@
-"""An optimizer from a file of a user's own: it is not fused, and knows nothing of scalers."""
+"""An optimizer from a user's own file. It is not fused and does not support a loss scaler."""
 
 import torch
 from torch.optim import Optimizer

@@ -1,4 +1,4 @@
-"""A private Slurm on this machine, as this user: two nodes of two CPUs, one that has "GPUs" too."""
+"""A private Slurm cluster on this machine: two nodes with two CPUs and one that also has "GPUs"."""
 
 import contextlib
 import getpass
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-# The nodes' names are addresses of the loopback interface, so that they resolve anywhere.
-# cred_expire: a requeued job starts anew after that many seconds, not after two minutes.
-# JobRequeue=0: launch.slurm has to ask for requeues itself.
+# The node names are loopback addresses, which resolve on every machine.
+# cred_expire: a requeued job restarts after this many seconds instead of two minutes.
+# JobRequeue=0: launch.slurm must request requeues itself.
 CONFIG = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -46,20 +46,20 @@ GPUS = "".join(f"NodeName=127.0.0.3 Name=gpu File={file}\n" for file in ("/dev/n
 
 
 def slurm(*command: object, **options: object) -> str:
-    """Return the output of one of Slurm's commands."""
+    """Return the output of a Slurm command."""
     return subprocess.check_output(list(map(str, command)), text=True, **options).strip()
 
 
-def wait_until(condition: Callable[[], object], seconds: float, what: Callable[[], str]) -> None:
-    """Return when `condition` holds; fail with `what` there is instead if that takes longer."""
+def wait_until(condition: Callable[[], object], seconds: float, report: Callable[[], str]) -> None:
+    """Wait until `condition` holds. After `seconds`, fail with the message of `report`."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, what()
+        assert time.monotonic() < end, report()
         time.sleep(0.2)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on which nobody listens."""
+    """Return `count` free TCP ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -69,8 +69,8 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def slurm_cluster(directory: Path) -> Iterator[None]:
-    """Let Slurm's commands mean a cluster that lives in `directory`; skips where there is none."""
-    path = os.environ["PATH"] + ":/usr/sbin"  # where Debian has the daemons
+    """Run a cluster in `directory` and point Slurm's commands at it. Skip without Slurm."""
+    path = os.environ["PATH"] + ":/usr/sbin"  # Debian installs the daemons there
     programs = {name: shutil.which(name, path=path) for name in ("munged", "slurmctld", "slurmd")}
     if None in programs.values():
         pytest.skip(f"needs {', '.join(name for name in programs if not programs[name])}")
@@ -83,7 +83,7 @@ def slurm_cluster(directory: Path) -> Iterator[None]:
     files = {"socket": "socket", "key-file": "key", "pid-file": "pid", "seed-file": "seed"}
     munge = [f"--{flag}={directory}/munge.{name}" for flag, name in files.items()]
     commands = [
-        ["munged", "--foreground", "--force", *munge],  # --force: others may not enter `directory`
+        ["munged", "--foreground", "--force", *munge],  # --force: `directory` is private
         ["slurmctld", "-D"],
         *(["slurmd", "-D", "-N", f"127.0.0.{node}"] for node in (1, 2, 3)),
     ]
@@ -107,6 +107,6 @@ def slurm_cluster(directory: Path) -> Iterator[None]:
         )
         try:
             yield
-        finally:  # what jobs run is no child of the daemons, and would outlive them
+        finally:  # job processes are not children of the daemons and would outlive them
             slurm("scancel", "--user", user)
             wait_until(lambda: not slurm("squeue", "--noheader"), 60, log.read_text)

@@ -1,4 +1,4 @@
-"""What the parity tests run on every rank: ten steps of a script, watched closely."""
+"""Ten steps of a script with detailed records, which the parity tests run on every rank."""
 
 import argparse
 import functools
@@ -41,8 +41,8 @@ SHARED_VARIANTS = {
                                  "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
     "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing"],
 }  # fmt: skip
-# All of them run with GPT-2. Wrapping and the loop are one text in the scripts, which test_gpt2.py
-# checks, so the others run those in which a model's own forward takes part.
+# GPT-2 runs all of them. The scripts share the text of the wrapping and the loop, as test_gpt2.py
+# checks, so the other models run only the variants that depend on a model's own forward pass.
 CORE_VARIANTS = {
     name: SHARED_VARIANTS[name]
     for name in (
@@ -54,30 +54,30 @@ CORE_VARIANTS = {
         "fsdp2_accumulate_no_sync",
     )
 }
-PAGED = {  # of Llama
+PAGED = {  # for Llama
     "paged": ["--optimizer", "paged_adamw_32bit"],
     "ddp_paged": ["--optimizer", "paged_adamw_32bit", "--strategy", "ddp"],
 }
-if not importlib.util.find_spec("bitsandbytes"):  # then their tests are skipped
+if not importlib.util.find_spec("bitsandbytes"):  # skips their tests
     PAGED = {}
-# Micro-batches of 2, and a short last one: several lengths and sizes of a batch.
+# Micro-batches of 2 with a short last one give batches of several lengths and sizes.
 COMPILED = ["--compile", "--activation-checkpointing", *SHARED_VARIANTS["accumulate_no_sync"]]
 
 
 def compile_without_compiler() -> None:
-    """Have --compile trace its graphs but run each operation as it stands: seconds, no minutes."""
+    """Make --compile trace its graphs without compiling them. This takes seconds, not minutes."""
     torch.nn.Module.compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a DTensor, or the tensor itself."""
+    """Return the full tensor of a DTensor, or a plain tensor itself."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     return tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, or the tensor itself."""
+    """Return this rank's shard of a DTensor, or a plain tensor itself."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     return tensor
@@ -91,29 +91,29 @@ def strategy_flags(name: str) -> list[str]:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the whole gradient of each parameter, by the name it had before wrapping."""
-    sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
-    if sharded:
+    """Return the full gradient of each parameter, by its name before wrapping."""
+    is_sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
+    if is_sharded:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-            found = {name: p.grad.clone() for name, p in model.named_parameters()}
+            full = {name: p.grad.clone() for name, p in model.named_parameters()}
     else:
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        found = {name: whole(p.grad).clone() for name, p in trained}
+        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        full = {name: whole(p.grad).clone() for name, p in trainable}
     for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-        found = {name.replace(wrapper, ""): grad for name, grad in found.items()}
-    return {name.removeprefix("module."): grad for name, grad in found.items()}
+        full = {name.replace(wrapper, ""): grad for name, grad in full.items()}
+    return {name.removeprefix("module."): grad for name, grad in full.items()}
 
 
-def held(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the bytes of the storages behind these tensors, each counted once."""
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Return the total size in bytes of the tensors' storages, each counted once."""
     shards = [local(tensor) for tensor in tensors if tensor is not None]
     storages = [shard.untyped_storage() for shard in shards if shard.numel()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 class Watch(TorchDispatchMode):
-    """Counts collectives, and the places in the code where the host reads a number of a tensor: on
-    a GPU it would wait there for all that the GPU was given to do."""
+    """Counts collectives and, by file, the host's reads of a tensor's value. On a GPU, each read
+    waits for all queued kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,11 +121,11 @@ class Watch(TorchDispatchMode):
         self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """See what is called, and call it."""
+        """Count the call and execute it."""
         if DTensor in types:
-            return NotImplemented  # then what it calls is seen
-        reduces = torch.ops._c10d_functional.all_reduce.default  # DTensor's
-        self.collectives += function.namespace == "c10d" or function is reduces
+            return NotImplemented  # its inner calls are dispatched here
+        reduction = torch.ops._c10d_functional.all_reduce.default  # DTensor's
+        self.collectives += function.namespace == "c10d" or function is reduction
         if function is torch.ops.aten._local_scalar_dense.default:
             frames = traceback.extract_stack()[:-1]
             callers = [f.filename for f in frames if "/torch/_" not in f.filename]
@@ -134,24 +134,23 @@ class Watch(TorchDispatchMode):
 
 
 def check_recomputation(results: dict, **pairs: str) -> None:
-    """Check that variants that recompute have the same losses as those that do not, to the last
-    bit."""
+    """Check that variants with recomputation have bit-for-bit the losses of those without."""
     for name, plain in pairs.items():
         assert results[name]["losses"] == results[plain]["losses"], name
 
 
-def check_nothing_waits(results: dict, variants: Iterable[str]) -> None:
-    """Check that a step and the fetch of its micro-batches read no number of a tensor, except where
-    Transformers checks its masks."""
+def check_no_host_sync(results: dict, variants: Iterable[str]) -> None:
+    """Check that a step and the fetch of its micro-batches read no tensor's value on the host.
+    Transformers' check of its masks is exempt."""
     for name in variants:
         assert results[name]["waits"].keys() <= {"masking_utils.py"}, (name, results[name]["waits"])
 
 
-def go_on(
+def resume(
     script: types.ModuleType, args: argparse.Namespace, device: torch.device
 ) -> dict[str, tuple[list[float], list[torch.Tensor]]]:
-    """Return losses of steps 4 to 6 and the weights after them: of a run, of its resume from step
-    3, and of a resume with the other optimizer."""
+    """Return the losses of steps 4 to 6 and the weights after them: for a run, its resume from step
+    3 and a resume with AdamW."""
 
     def three_steps(driven: Driven) -> list[float]:
         losses = []
@@ -167,19 +166,19 @@ def go_on(
     for optimizer in (args.optimizer, "adamw"):
         other = argparse.Namespace(**vars(args) | {"optimizer": optimizer})
         runs[optimizer] = Driven(script, other, device, checkpoint)
-    found = {}
+    results = {}
     for name, driven in runs.items():
         losses = three_steps(driven)
-        found[name] = losses, [whole(p).clone() for p in driven.model.parameters()]
-    return found
+        results[name] = losses, [whole(p).clone() for p in driven.model.parameters()]
+    return results
 
 
-def check_going_on(result: dict) -> None:
-    """Check that a resume is exact with the same optimizer, and near with the other."""
+def check_resume(result: dict) -> None:
+    """Check that a resume is exact with the same optimizer and close with the other."""
     losses, parameters = result["uninterrupted"]
-    again, their_parameters = result["paged_adamw_32bit"]
-    assert losses == again and len(losses) == 3
-    for one, other in zip(parameters, their_parameters, strict=True):
+    resumed, resumed_parameters = result["paged_adamw_32bit"]
+    assert losses == resumed and len(losses) == 3
+    for one, other in zip(parameters, resumed_parameters, strict=True):
         assert torch.equal(one, other)
     assert result["adamw"][0] == pytest.approx(losses, abs=1e-5)
 
@@ -187,16 +186,16 @@ def check_going_on(result: dict) -> None:
 def ten_steps(
     script: types.ModuleType, args: argparse.Namespace, device: torch.device
 ) -> tuple[dict, Driven]:
-    """Return losses and rows of ten steps, the first gradient before clipping, and bytes held; and
-    the training."""
+    """Train ten steps. Return the results (losses, rows, the first gradient before clipping, bytes)
+    and the driven script."""
     driven = Driven(script, args, device)
     result: dict = {"losses": [], "rows": [], "samples": [], "norms": [], "shapes": set()}
     clip = policies.clip_gradients
 
     def keep_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
         policies.clip_gradients = clip
-        result["gradient_bytes"] = held(p.grad for p in model.parameters())
-        result["parameter_bytes"] = held(model.parameters())
+        result["gradient_bytes"] = storage_bytes(p.grad for p in model.parameters())
+        result["parameter_bytes"] = storage_bytes(model.parameters())
         result["gradient"] = gradients(model)
         return clip(model, max_norm)
 
@@ -204,12 +203,12 @@ def ten_steps(
     counters.clear()
     while True:
         watch = None
-        if len(result["losses"]) == 3 and not args.compile:  # no epoch begins there
+        if len(result["losses"]) == 3 and not args.compile:  # no epoch starts at step 4
             watch = Watch()
-        made = driven.step(around=watch)
-        if made is None:
+        outcome = driven.step(around=watch)
+        if outcome is None:
             break
-        loss, norm = made
+        loss, norm = outcome
         if watch is not None:
             result |= {"collectives": watch.collectives, "waits": dict(watch.waits)}
         batches, samples = driven.fetched._batches, driven.fetched.samples
@@ -223,11 +222,11 @@ def ten_steps(
     moments = [
         v for s in driven.state.optimizer.state.values() for k, v in s.items() if k != "step"
     ]
-    result["optimizer_bytes"] = held(moments)
+    result["optimizer_bytes"] = storage_bytes(moments)
     result["graphs"] = counters["stats"]["unique_graphs"]
     result["graph_breaks"] = list(counters["graph_break"])
-    found = script.validation(args, driven.model, driven.val_loaders, driven)
-    result["validation"] = found["loss"]
+    validation = script.validation(args, driven.model, driven.val_loaders, driven)
+    result["validation"] = validation["loss"]
     if getattr(args, "optimizer", "adamw") != "adamw":
-        result["going on"] = go_on(script, args, device)
+        result["resume"] = resume(script, args, device)
     return result, driven

@@ -1,4 +1,4 @@
-"""Run a script whose --compile needs no C++ compiler: compiled.py SCRIPT FLAGS..."""
+"""Run a script so that --compile needs no C++ compiler: compiled.py SCRIPT FLAGS..."""
 
 import importlib
 import sys

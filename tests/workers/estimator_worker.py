@@ -1,6 +1,6 @@
 """Measure one step of each model on each rank, under torchrun, for test_memory_estimator.py.
 
-estimator_worker.py OUTPUT.json MODELS.json  # each model's script and flags by its key
+estimator_worker.py OUTPUT.json MODELS.json  # {key: [script, flags]}
 """
 
 import importlib
@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
-from ten_steps import held
+from ten_steps import storage_bytes
 
 import policies
 from runtime import optimization
@@ -25,28 +25,28 @@ SENT = {"bytes": 0.0}
 
 
 def count(name: str, times: int, position: int) -> None:
-    """Have a collective add the bytes that a ring sends: `times` (k - 1) / k of the tensor."""
+    """Make a collective add the bytes that a ring sends: `times` (k - 1) / k of the tensor."""
     collective = getattr(dist, name)
 
-    def counted(*args: object, **options: object) -> object:
-        whole = args[position] if args else options["input"]  # FSDP2 names its arguments
+    def counting_collective(*args: object, **options: object) -> object:
+        whole = args[position] if args else options["input"]  # FSDP2 passes keywords
         tensors = whole if isinstance(whole, list) else [whole]
         ranks = dist.get_world_size(options.get("group"))
         SENT["bytes"] += times * sum(x.nbytes for x in tensors) * (ranks - 1) / ranks
         return collective(*args, **options)
 
-    setattr(dist, name, counted)
+    setattr(dist, name, counting_collective)
 
 
 def step(script: ModuleType, args: Namespace, device: torch.device) -> dict[str, float]:
-    """Return the bytes held after the backward pass and after the step, and the bytes sent."""
+    """Return the bytes stored after the backward pass and after the step, and the bytes sent."""
     model, _, init = script.load_model(args, device)
     model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model = script.wrap_model(args, device, model, init)
     optimizer = torch.optim.AdamW(optimization.parameter_groups(model, 0.1))
     ids = torch.arange(16).reshape(2, 8)
     inputs = {"decoder_input_ids": ids} if script.__name__ == "T5_training" else {}
-    if hasattr(script, "attention"):  # the documents are packed
+    if hasattr(script, "attention"):  # for packed documents
         inputs["cu_seq_lens"] = torch.tensor([0, 8, 16], dtype=torch.int32)
         inputs["longest_document"] = 8
     SENT["bytes"] = 0.0
@@ -57,11 +57,11 @@ def step(script: ModuleType, args: Namespace, device: torch.device) -> dict[str,
     scales = []
     for state in filter(None, (getattr(m, "quant_state", None) for m in model.modules())):
         scales += [state.absmax, state.state2.absmax, state.offset, state.code]
-    sizes["parameter_bytes"] = held([*model.parameters(), *scales])
-    sizes["gradient_bytes"] = held(p.grad for p in model.parameters())
+    sizes["parameter_bytes"] = storage_bytes([*model.parameters(), *scales])
+    sizes["gradient_bytes"] = storage_bytes(p.grad for p in model.parameters())
     optimizer.step()
     moments = [v for state in optimizer.state.values() for k, v in state.items() if k != "step"]
-    return sizes | {"optimizer_bytes": held(moments)}
+    return sizes | {"optimizer_bytes": storage_bytes(moments)}
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""A script with a fault: faulty.py SCRIPT FAULT RANK STEP FLAGS..., before that step on that rank.
+"""Run a script with a fault before a step on one rank: faulty.py SCRIPT FAULT RANK STEP FLAGS...
 
-raise: an error of NCCL's class. nan: the parameters become NaN. hang: the rank sleeps
-in its forward pass. full: no file can grow beyond 100 kB, as if the disk were full, until the step
-after; full for good: until the end. once: SIGKILL, but not after a restart by torchrun.
+raise: raise NCCL's exception class. nan: set the parameters to NaN. hang: sleep in the forward
+pass. full: limit files to 100 kB, as if the disk were full, until the next step. full for good: the
+same until the end. once: SIGKILL, but not after a restart by torchrun.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from runtime.state import TrainState
 
 
 def limit(size: int) -> None:
-    """Set the largest file that this process may write, in bytes."""
+    """Limit the size of the files that this process writes, in bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
@@ -33,12 +33,12 @@ if __name__ == "__main__":
     script, fault = importlib.import_module(sys.argv[1]), sys.argv[2]
     rank, step = int(sys.argv[3]), int(sys.argv[4])
 
-    def harm(state: TrainState) -> None:
-        """Do harm where the step begins."""
-        here = int(os.environ.get("RANK", 0)) == rank
+    def inject(state: TrainState) -> None:
+        """Inject the fault at the start of the step."""
+        is_target = int(os.environ.get("RANK", 0)) == rank
         if fault == "full" and state.step == step:
             limit(resource.RLIM_INFINITY)
-        if here and state.step + 1 == step:
+        if is_target and state.step + 1 == step:
             if fault == "raise":
                 raise dist.DistBackendError(f"NCCL error: the fault of rank {rank}")
             if fault == "nan":
@@ -52,5 +52,5 @@ if __name__ == "__main__":
             if fault == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    before_each_step(harm)
+    before_each_step(inject)
     run.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))

@@ -1,10 +1,10 @@
-"""Run under torchrun by test_hf_files.py: loads and exports of models of several families.
+"""Load and export models of several families under torchrun, for test_hf_files.py.
 
     files_worker.py MODELS RESULT.json
 
-MODELS is a folder of directories. Each is loaded under FSDP1, FSDP2 and DDP, compared with what
-Transformers loads in fp32, exported and compared with what Transformers saves. Rank 0 writes a list
-of what differs for each name and way.
+MODELS is a folder of model directories. Each model is loaded under FSDP1, FSDP2 and DDP, compared
+with the model that Transformers loads in fp32, exported and compared with Transformers' own export.
+Rank 0 writes a list of differences for each model and wrapper.
 """
 
 import json
@@ -36,7 +36,7 @@ IDS = torch.arange(5, 37)[None]
 
 
 def wrap(model: nn.Module, fill: weights.Init, way: str) -> nn.Module:
-    """Return the model with its weights, a unit for each layer."""
+    """Return the model wrapped and with its weights. Under FSDP, each layer is a unit."""
     blocks = {type(layer) for layers in model.modules() if isinstance(layers, nn.ModuleList)
               for layer in layers if type(layer).__name__.endswith(("Block", "Layer"))}  # fmt: skip
     if way == "ddp":
@@ -62,34 +62,34 @@ def wrap(model: nn.Module, fill: weights.Init, way: str) -> nn.Module:
 def load(
     kind: type, config: PretrainedConfig, directory: Path, way: str, needs_weights: bool = True
 ) -> nn.Module:
-    """Return the model in a directory, of a class like those of the scripts."""
-    own = type("LossModel", (kind,), {"__module__": __name__})
-    model, source = weights.new_model(own, config, directory, needs_weights)
+    """Return the model in a directory, with a class derived as in the scripts."""
+    subclass = type("LossModel", (kind,), {"__module__": __name__})
+    model, source = weights.new_model(subclass, config, directory, needs_weights)
     fill = weights.Loader(Namespace(cpu_offload=False), model, source, CPU).fill
     wrapped = wrap(model, fill, way).eval()
-    assert not source, "a run would hold what rank 0 has read"
+    assert not source, "rank 0 still holds the weights that it read"
     return wrapped
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """Return what a model computes of IDS."""
+    """Return the model's logits for IDS."""
     inputs = {"input_ids": IDS, "use_cache": False}
     if weights.unwrapped(model).config.is_encoder_decoder:
         inputs["decoder_input_ids"] = IDS
     return model(**inputs).logits
 
 
-def plain(kind: type, config: PretrainedConfig, directory: Path) -> PreTrainedModel:
-    """Return what Transformers loads in fp32; of a multimodal model the text part."""
-    whole = AutoConfig.from_pretrained(directory)
-    if type(whole) is type(config):
+def load_reference(kind: type, config: PretrainedConfig, directory: Path) -> PreTrainedModel:
+    """Load the model with Transformers in fp32; of a multimodal model, only the text part."""
+    full_config = AutoConfig.from_pretrained(directory)
+    if type(full_config) is type(config):
         return kind.from_pretrained(directory, dtype=torch.float32).eval()
     mapping = {r"^language_model\.": ""}
     return kind.from_pretrained(directory, config=config, dtype=torch.float32, key_mapping=mapping)
 
 
-def differing(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
-    """Return the keys of tensors that are not the same, in dtype and to the last bit."""
+def differences(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> list[str]:
+    """Return the keys of tensors that differ in dtype or value, or that only one side has."""
     problems = sorted(ones.keys() ^ others.keys())
     for key in ones.keys() & others.keys():
         if ones[key].dtype != others[key].dtype or not torch.equal(ones[key], others[key]):
@@ -98,41 +98,41 @@ def differing(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) ->
 
 
 def check(directory: Path, way: str, output: Path) -> list[str]:
-    """Return on rank 0 what is wrong with a load and its exports."""
+    """Load and export a model. Return the problems; those of the files only on rank 0."""
     kind = getattr(transformers, json.loads((directory / "class.json").read_text()))
     config = weights.text_config(AutoConfig.from_pretrained(directory), kind, "made")
-    expected = plain(kind, config, directory)
+    expected = load_reference(kind, config, directory)
     model = load(kind, config, directory, way)
     problems = []
     if not torch.equal(logits(model), logits(expected)):
         problems.append("logits")
     inner = weights.unwrapped(model)
-    problems += differing(dict(inner.named_buffers()), dict(expected.named_buffers()))
-    frozen = {name for name, x in kind(config).named_parameters() if not x.requires_grad}
-    names = {
+    problems += differences(dict(inner.named_buffers()), dict(expected.named_buffers()))
+    expected_frozen = {name for name, x in kind(config).named_parameters() if not x.requires_grad}
+    frozen = {
         weights.plain_name(name) for name, x in inner.named_parameters() if not x.requires_grad
     }
-    problems += sorted(frozen ^ names)
+    problems += sorted(expected_frozen ^ frozen)
     for dtype in ("fp32", "bf16"):
         ours, theirs = output / f"ours-{dtype}", output / f"theirs-{dtype}"
         args = Namespace(export_dtype=dtype)
         export.export_model(model, ByT5Tokenizer(), ours, args)
         if dist.get_rank() == 0:
             expected.to(export.EXPORT_DTYPES[dtype]).save_pretrained(theirs)
-            whole = stored(theirs)  # a text part is saved with its prefix again
-            whole = {key.removeprefix("language_model."): tensor for key, tensor in whole.items()}
-            problems += differing(stored(ours), whole)
+            tensors = stored(theirs)  # Transformers restores the prefix of a text part
+            tensors = {key.removeprefix("language_model."): x for key, x in tensors.items()}
+            problems += differences(stored(ours), tensors)
             _, report = kind.from_pretrained(ours, output_loading_info=True)
             problems += [str(part) for part in report.values() if part]
             assert len(list(ours.glob("*.safetensors"))) > 1
     resumed = load(kind, config, directory, way, needs_weights=False)
     empty = weights.unwrapped(resumed)
-    problems += differing(dict(empty.named_buffers()), dict(inner.named_buffers()))
+    problems += differences(dict(empty.named_buffers()), dict(inner.named_buffers()))
     export.export_model(
         resumed, ByT5Tokenizer(), output / "resumed", Namespace(export_dtype="bf16")
     )
     if dist.get_rank() == 0:
-        problems += sorted(stored(output / "resumed").keys() ^ whole.keys())
+        problems += sorted(stored(output / "resumed").keys() ^ tensors.keys())
     return problems
 
 
@@ -141,16 +141,16 @@ def main() -> None:
     models, result = map(Path, sys.argv[1:])
     dist.init_process_group("gloo")
     export.FILE_BYTES = 20e3
-    found = {}
+    problems = {}
     for directory in sorted(models.iterdir()):
         for way in WAYS:
             output = result.parent / f"{result.stem} {directory.name} {way}"
-            found[f"{directory.name} {way}"] = check(directory, way, output)
+            problems[f"{directory.name} {way}"] = check(directory, way, output)
     if dist.get_rank() == 0:
-        result.write_text(json.dumps(found))
+        result.write_text(json.dumps(problems))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

@@ -1,8 +1,8 @@
-"""Run under torchrun by test_fp16.py: short trainings in fp16, with gradients that overflow.
+"""Train briefly in fp16 with overflowing gradients under torchrun, for test_fp16.py.
 
     fp16_worker.py RESULT.json OUTPUT_DIR FLAGS.json
 
-Rank 0 writes, by script and strategy, what `train` and `overflow` returned.
+Rank 0 writes the results of `train` and `overflow` by script and strategy.
 """
 
 import importlib
@@ -24,16 +24,16 @@ from benchmarks.driven import Driven
 from runtime import ranks
 from runtime.run import prepare_directory
 
-STRATEGIES = {  # what differs between them is the same in every script
+STRATEGIES = {  # the scripts handle strategies alike, so one script tries all of them
     "T5_training": ("full_shard",),
     "gpt2_fsdp": ("full_shard", "shard_grad_op", "ddp", "fsdp2"),
     "llama_fsdp": ("fsdp2",),
 }
-SCALE = 2.0**12  # the default, 2**16, overflows once in the first step of the Llama
+SCALE = 2.0**12  # the default, 2**16, overflows in Llama's first step
 
 
 def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tuple[dict, Driven]:
-    """Return the losses of all steps and the loss scale after them, and the training."""
+    """Return the losses of all steps, the loss scale after them, and the driven script."""
     driven = Driven(script, args, device)
     scaler = driven.state.scaler
     if scaler.is_enabled():
@@ -46,13 +46,13 @@ def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tu
 
 
 def shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return copies of this rank's parts of the parameters."""
+    """Return copies of this rank's shards of the parameters."""
     return [local(parameter.detach()).clone() for parameter in model.parameters()]
 
 
 def overflow(driven: Driven, batch: dict, place: str) -> dict:
-    """Return the changes on any rank of a step whose gradients overflow on rank 1: in its `loss`,
-    before they are reduced, or in its `shard`, after that."""
+    """Make one step whose gradients overflow on rank 1 and return its effects. They overflow in the
+    "loss", before reduction, or in the "shard", after it."""
     script, state = driven.module, driven.state
     summed_loss, unscale = script.summed_loss, state.scaler.unscale_
     before = shards(state.model)
@@ -70,65 +70,65 @@ def overflow(driven: Driven, batch: dict, place: str) -> dict:
         script.summed_loss = infinite_loss
     if dist.get_rank() == 1 and place == "shard":
         state.scaler.unscale_ = infinite_shard
-    ended = False
+    has_ended = False
     try:
         driven.step([batch])
         driven.check()
     except SystemExit:
-        ended = True
+        has_ended = True
     script.summed_loss = summed_loss
     state.scaler.unscale_ = unscale
     pairs = zip(before, shards(state.model), strict=True)
-    changed = any(not torch.equal(old, new) for old, new in pairs)
+    has_changed = any(not torch.equal(old, new) for old, new in pairs)
     return {
-        "changed": ranks.on_every_rank(lambda: changed),
+        "changed": ranks.on_every_rank(lambda: has_changed),
         "scale": state.scaler.get_scale() / scale,
         "schedule": state.scheduler.last_epoch - schedule,
-        "ended": ranks.on_every_rank(lambda: ended),
+        "ended": ranks.on_every_rank(lambda: has_ended),
     }
 
 
 def try_strategy(
     name: str, flags: list[str], strategy: str, device: torch.device, directory: Path
 ) -> dict:
-    """Train in both precisions, overflow, resume, overflow with a scale that is small."""
+    """Train in fp32 and fp16, overflow, resume, and overflow at a small scale."""
     script = importlib.import_module(name)
     prepare_directory(directory)
     flags = [*flags, *strategy_flags(strategy), "--output-dir", str(directory)]
-    exact, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
+    fp32, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
     args = script.parse_args([*flags, "--precision", "fp16"])
-    half, driven = train(script, args, device)
+    fp16, driven = train(script, args, device)
     batch = driven.batch()
     steps = {"loss": overflow(driven, batch, "loss")}
-    if strategy != "ddp":  # there all ranks have the same gradients
+    if strategy != "ddp":  # under DDP, all ranks have the same gradients
         steps["shard"] = overflow(driven, batch, "shard")
     steps["none"] = overflow(driven, batch, "nowhere")
 
     resumed = Driven(script, args, device, driven.save(keep=1))
     scaler, saved = resumed.state.scaler, driven.state.scaler.state_dict()
-    same = scaler.state_dict() == saved
+    is_same = scaler.state_dict() == saved
     scaler.load_state_dict(saved | {"scale": 1.5})
     steps["last"] = overflow(resumed, batch, "loss")
-    return {"fp32": exact, "fp16": half, "overflows": steps, "scaler_resumed": same}
+    return {"fp32": fp32, "fp16": fp16, "overflows": steps, "scaler_resumed": is_same}
 
 
 def main() -> None:
     """Train all scripts in one process group."""
     result, output, scripts = sys.argv[1:]
     ranks.GRACE_SECONDS = 0
-    device, found = None, {}
+    device, results = None, {}
     for name, flags in json.loads(scripts).items():
         if device is None:
             script = importlib.import_module(name)
             device = script.setup(script.parse_args(flags))
         for strategy in STRATEGIES[name]:
             directory = Path(output) / name / strategy
-            found[f"{name} {strategy}"] = try_strategy(name, flags, strategy, device, directory)
+            results[f"{name} {strategy}"] = try_strategy(name, flags, strategy, device, directory)
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
+        Path(result).write_text(json.dumps(results))
     script.cleanup()
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

@@ -1,9 +1,9 @@
-"""Run under torchrun by test_fsdp2.py: models loaded under FSDP2, FSDP1 and DDP.
+"""Load models under FSDP2, FSDP1 and DDP with torchrun, for test_fsdp2.py.
 
     fsdp2_load_worker.py RESULT.json OUTPUT_DIR MODELS.json
 
-MODELS.json has a directory by script. Each is loaded in every way of WAYS from weights that only
-rank 0 sees, and exported. Rank 0 writes what each rank had.
+MODELS.json maps scripts to model directories. Each model is loaded in every way of WAYS, with the
+weights visible only to rank 0, and exported. Rank 0 writes the results of all ranks.
 """
 
 import importlib
@@ -35,41 +35,41 @@ LENGTHS = {
 }
 
 
-def without_weights(directory: Path, place: Path) -> Path:
-    """Return a copy of all but the weights."""
+def copy_without_weights(directory: Path, target: Path) -> Path:
+    """Copy a model directory except its weights, and return the copy."""
     ignore = shutil.ignore_patterns("*.safetensors*")
-    return Path(shutil.copytree(directory, place, ignore=ignore, dirs_exist_ok=True))
+    return Path(shutil.copytree(directory, target, ignore=ignore, dirs_exist_ok=True))
 
 
 def main() -> None:
     """Load all models in one process group."""
     result, output, directories = sys.argv[1:]
-    rank, found, device = int(os.environ["RANK"]), {}, None
+    rank, results, device = int(os.environ["RANK"]), {}, None
     for name, directory in json.loads(directories).items():
         script = importlib.import_module(name)
         for way, flags in WAYS.items():
-            own = ["--model-name", directory, *LENGTHS[name], "--export-dtype", "fp32"]
-            args = script.parse_args([*own, *flags])
+            common = ["--model-name", directory, *LENGTHS[name], "--export-dtype", "fp32"]
+            args = script.parse_args([*common, *flags])
             device = device or script.setup(args)
-            place = Path(directory)
+            path = Path(directory)
             if rank != 0:
-                place = without_weights(place, Path(output) / f"{name} {rank}")
-            weights.find_directory = lambda *_, place=place: place
+                path = copy_without_weights(path, Path(output) / f"{name} {rank}")
+            weights.find_directory = lambda *_, path=path: path
             model, tokenizer, init = script.load_model(args, device)
             model = script.wrap_model(args, device, model, init)
             export.export_model(model, tokenizer, Path(output) / name / way, args)
-            tied = weights.unwrapped(model).get_output_embeddings().weight
-            mine = {
+            head = weights.unwrapped(model).get_output_embeddings().weight
+            summary = {
                 "bytes": sum(local(p).nbytes for p in model.parameters()),
                 "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
-                "tied": tied is weights.unwrapped(model).get_input_embeddings().weight,
+                "tied": head is weights.unwrapped(model).get_input_embeddings().weight,
             }
-            found[f"{name}, {way}"] = ranks.on_every_rank(lambda mine=mine: mine)
+            results[f"{name}, {way}"] = ranks.on_every_rank(lambda summary=summary: summary)
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
+        Path(result).write_text(json.dumps(results))
     script.cleanup()
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

@@ -1,8 +1,8 @@
-"""Run under torchrun by test_gradients.py: gradients of a small model in DDP's buckets.
+"""Compute gradients of a small model in DDP's buckets under torchrun, for test_gradients.py.
 
     gradients_worker.py RESULT.pt MODEL_DIRECTORY OUTPUT_DIR
 
-Writes what `in_buckets` returned, of all ranks.
+Rank 0 writes the results of `in_buckets` on all ranks.
 """
 
 import copy
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from ten_steps import held
+from ten_steps import storage_bytes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -36,12 +36,12 @@ IN_BUCKETS = {
 
 
 def head_gradient_error(device: str) -> float:
-    """Return the relative error of the head's gradient in bf16 against fp32, for the row of the
-    commonest target: 500 of 4,096 tokens.
+    """Return the relative error of the head's bf16 gradient, compared with fp32, for the row of the
+    most common target: 500 of 4,096 tokens.
 
-    The head predicts about the frequency of each target, and hidden states have a mean, as after
-    some training. So the row is a small difference of large sums, and 1 to 50% off if these are
-    rounded to bf16 after each token.
+    As after some training, the head predicts roughly the frequency of each target and the hidden
+    states have a nonzero mean. The row is then a small difference of large sums. Rounding these to
+    bf16 after each token causes an error of 1 to 50%.
     """
     torch.manual_seed(0)
     tokens, width, vocabulary, common = 4096, 64, 512, 500
@@ -53,18 +53,18 @@ def head_gradient_error(device: str) -> float:
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         head = nn.Linear(width, vocabulary, bias=False)
-        states = hidden.to(device, dtype).requires_grad_()  # as those of a model in training
+        states = hidden.to(device, dtype).requires_grad_()  # as in training
         head = LossHead(head, transformers.GPT2Config(), gpt2_fsdp.token_loss).to(device, dtype)
         head.weight.data.copy_(weight)
         loss = head(states, targets.to(device))
         (loss / tokens).backward()
         rows.append(head.weight.grad[0].float())
-    exact, found = rows
-    return ((found - exact).norm() / exact.norm()).item()
+    fp32, bf16 = rows
+    return ((bf16 - fp32).norm() / fp32.norm()).item()
 
 
 def backward(args: Namespace, model: nn.Module, step: int) -> float:
-    """Add the gradients of the micro-batches of a step, and return the sum of their losses."""
+    """Run a step's micro-batches forward and backward, and return the sum of their losses."""
     total = 0.0
     device = weights.unwrapped(model).device
     count = args.gradient_accumulation_steps
@@ -73,8 +73,8 @@ def backward(args: Namespace, model: nn.Module, step: int) -> float:
         seed = 100 * step + 10 * number + dist.get_rank()
         ids = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
         pairs.append((ids.to(device), number == count - 1))
-    made = SimpleNamespace(micro_batches=lambda: pairs)
-    for ids in policies.micro_batches(args, model, made):
+    batches = SimpleNamespace(micro_batches=lambda: pairs)
+    for ids in policies.micro_batches(args, model, batches):
         with policies.autocast(args, device):
             loss = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).mean()
         loss.backward()
@@ -83,12 +83,12 @@ def backward(args: Namespace, model: nn.Module, step: int) -> float:
 
 
 def in_buckets(args: Namespace, model: nn.Module) -> dict:
-    """Return losses, norms and weights of three DDP steps as the script wraps, and with separate
-    gradients; and the storages of the gradients."""
+    """Make three DDP steps with the script's wrapping and three with plain DDP. Return for each the
+    losses, norms and weights, and the number and bytes of the gradients' storages."""
     policies.fuse_gelu(model)  # as the script does
     plain = DDP(copy.deepcopy(model))
-    found = {}
-    for who, wrapped in (
+    results = {}
+    for name, wrapped in (
         ("ours", gpt2_fsdp.wrap_model(args, ranks.local_device(), model, lambda _: None)),
         ("plain", plain),
     ):
@@ -101,27 +101,27 @@ def in_buckets(args: Namespace, model: nn.Module) -> dict:
             gradients = [p.grad for p in wrapped.parameters()]
             storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
             optimizer.zero_grad()
-        found[who] = losses, norms, [p.detach() for p in wrapped.parameters()]
-        found[f"{who}, storages"] = len(storages), held(gradients)
-    return found
+        results[name] = losses, norms, [p.detach() for p in wrapped.parameters()]
+        results[f"{name}, storages"] = len(storages), storage_bytes(gradients)
+    return results
 
 
 def main() -> None:
-    """Try every variant in one process group."""
+    """Run every variant in one process group."""
     result, directory, output = sys.argv[1:]
     common = ["--model-name", directory, "--output-dir", output, "--precision", "fp32"]
     gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
-    made = gpt2_fsdp.MODEL.from_pretrained(directory, dtype=torch.float32)
-    found: dict = {}
+    model = gpt2_fsdp.MODEL.from_pretrained(directory, dtype=torch.float32)
+    results: dict = {}
     for name, flags in IN_BUCKETS.items():
         args = gpt2_fsdp.parse_args([*common, *flags, "--strategy", "ddp"])
-        found[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(made))
-    everyone = ranks.on_every_rank(lambda: found)
+        results[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(model))
+    all_ranks = ranks.on_every_rank(lambda: results)
     if dist.get_rank() == 0:
-        torch.save(everyone, result)
+        torch.save(all_ranks, result)
     gpt2_fsdp.cleanup()
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

@@ -1,4 +1,4 @@
-"""A script until a rank dies: killed.py SCRIPT RANK STEP FLAGS... (SIGKILL before that step)."""
+"""Run a script and send SIGKILL to one rank before a step: killed.py SCRIPT RANK STEP FLAGS..."""
 
 import importlib
 import os
@@ -14,12 +14,12 @@ from runtime.state import TrainState
 from runtime.steps import Step
 
 
-def before_each_step(harm: Callable[[TrainState], None]) -> None:
-    """Call `harm` with the state where a step begins."""
+def before_each_step(hook: Callable[[TrainState], None]) -> None:
+    """Call `hook` with the training state at the start of each step."""
     enter = Step.__enter__
 
     def begin(step: Step) -> Step:
-        harm(step.steps.state)
+        hook(step.steps.state)
         return enter(step)
 
     Step.__enter__ = begin
@@ -29,7 +29,7 @@ if __name__ == "__main__":
     script, rank, number = importlib.import_module(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 
     def die(state: TrainState) -> None:
-        """End this process where the step begins."""
+        """Kill this process at the start of the step."""
         if state.step + 1 == number and int(os.environ.get("RANK", 0)) == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_llama.py: loads and short trainings of Llama in one process group.
+"""Load and briefly train Llama in one process group under torchrun, for test_llama.py.
 
 llama_worker.py OUTPUT.pt MODEL_DIRECTORY CHATS.jsonl BATCH VARIANTS.json
 """
@@ -25,58 +25,58 @@ from runtime.run import prepare_directory
 
 
 def rotary(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module whose buffers are in no file."""
+    """Return the rotary embedding, whose buffers are not stored in any file."""
     return next(m for m in model.modules() if type(m).__name__ == "LlamaRotaryEmbedding")
 
 
-def wrapped(args: Namespace, device: torch.device) -> torch.nn.Module:
-    """Return the model that the flags name, with its weights."""
+def load_wrapped(args: Namespace, device: torch.device) -> torch.nn.Module:
+    """Return the wrapped model of the flags, with its weights."""
     model, _, init = llama_fsdp.load_model(args, device)
     return llama_fsdp.wrap_model(args, device, model, init)
 
 
 def main() -> None:
-    """Write what each variant gave, rank 0's view of it, to the first argument."""
+    """Write rank 0's results of each variant to the first argument."""
     compile_without_compiler()
-    output, model, chats, batch, variants = sys.argv[1:]
-    # Its documents are long enough to be cut, and for batches of several widths.
+    output, directory, chats, batch, variants = sys.argv[1:]
+    # Some documents are cut at 64 tokens, and batches have several widths.
     common = ["--dataset", chats, "--chat-template", "chatml", "--max-seq-length", "64",
               "--precision", "fp32", "--lr", "1e-3", "--batch-size", batch,
               "--max-steps", "10", "--max-grad-norm", "0.5", "--no-activation-checkpointing",
               "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
-    named = [*common, "--model-name", model]
+    named = [*common, "--model-name", directory]
     device = llama_fsdp.setup(llama_fsdp.parse_args(named))
     results: dict = {}
     args = llama_fsdp.parse_args(named)
-    loaded = wrapped(args, device)
-    results["loaded"] = get_model_state_dict(loaded, options=StateDictOptions(full_state_dict=True))
-    frequencies: list[torch.Tensor] = []  # as the last forward pass found them
-    begun: list[dict[str, torch.Tensor]] = []  # the adapters as they were made
+    model = load_wrapped(args, device)
+    results["loaded"] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    frequencies: list[torch.Tensor] = []  # after each forward pass
+    initial_adapters: list[dict[str, torch.Tensor]] = []
     wrap_model = llama_fsdp.wrap_model
 
-    def watched(*arguments: object) -> torch.nn.Module:
-        made = wrap_model(*arguments)
-        begun.append(
+    def recording_wrap(*arguments: object) -> torch.nn.Module:
+        model = wrap_model(*arguments)
+        initial_adapters.append(
             {
                 weights.WRAPPERS.sub("", name): whole(parameter).clone()
-                for name, parameter in made.named_parameters()
+                for name, parameter in model.named_parameters()
                 if ".lora_" in name
             }
         )
-        rotary(made).register_forward_hook(
+        rotary(model).register_forward_hook(
             lambda module, *_: frequencies.append(module.inv_freq.clone())
         )
-        return made
+        return model
 
-    llama_fsdp.wrap_model = watched
+    llama_fsdp.wrap_model = recording_wrap
     for name, flags in json.loads(variants).items():
         args = llama_fsdp.parse_args([*named, *flags])
         prepare_directory(Path(args.output_dir))
-        results[name], trained = ten_steps(llama_fsdp, args, device)
+        results[name], driven = ten_steps(llama_fsdp, args, device)
         results[name]["frequencies"] = frequencies[-1]
-        results[name]["begun"] = begun[-1]
+        results[name]["initial_adapters"] = initial_adapters[-1]
         unit = FSDPModule if args.fsdp == 2 else FSDP
-        results[name]["units"] = sum(isinstance(m, unit) for m in trained.model.modules())
+        results[name]["units"] = sum(isinstance(m, unit) for m in driven.model.modules())
     if dist.get_rank() == 0:
         torch.save(results, output)
     llama_fsdp.cleanup()
@@ -84,4 +84,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

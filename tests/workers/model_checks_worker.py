@@ -1,8 +1,8 @@
-"""Run under torchrun by test_model_checks.py: which copies of the scripts are refused, and how.
+"""Record how edited scripts are refused under torchrun, for test_model_checks.py.
 
 model_checks_worker.py CASES.json OUTPUT.json
 
-CASES holds a script, the changes to its text and flags, by name.
+CASES.json maps names to [script, replacements in its text, flags].
 """
 
 import json
@@ -14,27 +14,27 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch.distributed as dist
-from copied import copied
+from copied import edited_script
 
 import llama_fsdp
 from benchmarks.driven import Driven
 
 
 def main() -> None:
-    """Write what every rank was told, by case; empty where all is well."""
+    """Write each rank's error message by case, empty if the script is accepted."""
     cases, output = map(Path, sys.argv[1:])
     device = llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
     results: dict[str, list[str]] = {}
     for case, (name, changes, flags) in json.loads(cases.read_text()).items():
-        script = copied(name, changes)
-        said = ""
+        script = edited_script(name, changes)
+        message = ""
         try:
-            run = ["--model-name", "tiny", "--output-dir", str(output.with_suffix("")), *flags]
-            Driven(script, script.parse_args(run), device)
+            common = ["--model-name", "tiny", "--output-dir", str(output.with_suffix("")), *flags]
+            Driven(script, script.parse_args(common), device)
         except ValueError as error:
-            said = str(error)
+            message = str(error)
         results[case] = [""] * dist.get_world_size()
-        dist.all_gather_object(results[case], said)
+        dist.all_gather_object(results[case], message)
     if dist.get_rank() == 0:
         output.write_text(json.dumps(results))
     llama_fsdp.cleanup()
@@ -42,4 +42,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

@@ -1,4 +1,4 @@
-"""A script on data of a user's own, plain lists of samples: own_data.py SCRIPT FLAGS..."""
+"""Run a script on a user's own data, plain lists of samples: own_data.py SCRIPT FLAGS..."""
 
 import importlib
 import random
@@ -12,9 +12,9 @@ from runtime.run import launch
 
 
 def samples(script: str, count: int) -> list:
-    """Return samples for the script's `collate`, of random tokens."""
-    drawn = random.Random(count)
-    rows = [[drawn.randrange(3, 259) for _ in range(drawn.randrange(9, 30))] for _ in range(count)]
+    """Return `count` samples of random tokens, in the format of the script's `collate`."""
+    rng = random.Random(count)
+    rows = [[rng.randrange(3, 259) for _ in range(rng.randrange(9, 30))] for _ in range(count)]
     if script == "gpt2_fsdp":
         return [{"input_ids": row} for row in rows]
     if script == "T5_training":

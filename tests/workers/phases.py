@@ -1,7 +1,7 @@
-"""A script that stays in one of its phases: phases.py SCRIPT PHASE SECONDS FLAGS...
+"""Run a script with a pause at the start of a phase: phases.py SCRIPT PHASE SECONDS FLAGS...
 
-Where the phase begins, each rank writes the file OUTPUT_DIR.PHASE-RANK, and sleeps, once. Where the
-process leaves, it writes its exit code into OUTPUT_DIR.exit-RANK. The phase "none" never begins.
+When the phase starts, each rank writes the file OUTPUT_DIR.PHASE-RANK and sleeps, once. When the
+process exits, it writes its exit code to OUTPUT_DIR.exit-RANK. The phase "none" adds no pause.
 """
 
 import importlib
@@ -21,13 +21,13 @@ from runtime.steps import Step
 RANK = os.environ.get("RANK", "0")
 
 
-def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
-    """Return where each phase begins: an object, the name of a function in it, and of one whose
-    last argument is a step or the run, how many steps may be done there."""
+def entry_points(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
+    """Return the function that starts each phase as an object and an attribute name. If its last
+    argument is a step or the run, a range limits the number of completed steps."""
     later = range(3, 1000)
     return {
         "load": (script, "load_model", None),
-        "tokenisation": (readers, "samples", None),
+        "tokenisation": (readers, "map_rows", None),
         "first validation": (script, "validation", range(1)),
         "first step": (Step, "__enter__", range(1)),
         "step": (Step, "__enter__", later),
@@ -39,28 +39,29 @@ def places(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
     }
 
 
-def steps_done(of: Any) -> int:
-    """Return how many steps are done, from a step or the run."""
-    return (of if isinstance(of, run.Run) else of.steps).state.step
+def completed_steps(step_or_run: Any) -> int:
+    """Return the number of completed steps, given a step or the run."""
+    is_run = isinstance(step_or_run, run.Run)
+    return (step_or_run if is_run else step_or_run.steps).state.step
 
 
-def stay(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
-    """Put the sleep where the phase begins."""
-    place, name, steps = places(script)[phase]
-    function = getattr(place, name)
-    there = output.with_name(f"{output.name}.{phase}-{RANK}")
+def add_pause(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
+    """Make the first call of the phase's entry point sleep."""
+    owner, name, steps = entry_points(script)[phase]
+    function = getattr(owner, name)
+    mark = output.with_name(f"{output.name}.{phase}-{RANK}")
 
     def slow(*args: Any, **options: Any) -> Any:
-        if not there.exists() and (steps is None or steps_done(args[-1]) in steps):
-            there.touch()
+        if not mark.exists() and (steps is None or completed_steps(args[-1]) in steps):
+            mark.touch()
             time.sleep(seconds)
         return function(*args, **options)
 
-    setattr(place, name, slow)
+    setattr(owner, name, slow)
 
 
-def leave(code: int) -> None:
-    """Write the exit code."""
+def record_exit(code: int) -> None:
+    """Write the exit code, then exit."""
     output.with_name(f"{output.name}.exit-{RANK}").write_text(str(code))
     exit_now(code)
 
@@ -70,7 +71,7 @@ if __name__ == "__main__":
     script = importlib.import_module(name)
     args = script.parse_args(flags)
     output = Path(args.output_dir)
-    exit_now, os._exit = os._exit, leave
+    exit_now, os._exit = os._exit, record_exit
     if phase != "none":
-        stay(phase, float(seconds), script, output)
+        add_pause(phase, float(seconds), script, output)
     run.launch(script.fsdp_main, args)

@@ -1,6 +1,6 @@
-"""Ranks of which the last cannot be reached: ranks_worker.py FAULT, where 3 seconds are enough.
+"""Start ranks of which the last cannot be reached, with a limit of 3 seconds: ranks_worker.py FAULT
 
-default group: it never joins. mesh: it joins, but not the groups of a device mesh.
+default group: the rank never joins. mesh: it joins, but not the groups of a device mesh.
 """
 
 import functools
@@ -22,7 +22,7 @@ import policies
 from runtime import ranks
 
 if __name__ == "__main__":
-    ranks.joining = functools.partial(ranks.joining, limit=3.0)
+    ranks.join_deadline = functools.partial(ranks.join_deadline, limit=3.0)
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         if sys.argv[1] == "mesh":
             dist.new_subgroups_by_enumeration = lambda *_, **options: time.sleep(100)

@@ -1,7 +1,7 @@
 """Load an exported T5 in a fresh process with plain transformers: reload.py DIRECTORY PAIRS.json
 
-PAIRS.json is a list of [source, target]. Prints the mean loss over their target tokens, and
-whether the embeddings are tied, as one JSON object.
+PAIRS.json is a list of [source, target]. Prints one JSON object with the mean loss over the target
+tokens, the model's dtype and whether the embeddings are tied.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A script at two seconds a step, until Slurm starts it anew: slowed.py SCRIPT FLAGS..."""
+"""Slow a script to two seconds a step until Slurm restarts it: slowed.py SCRIPT FLAGS..."""
 
 import importlib
 import os
@@ -14,7 +14,7 @@ from killed import before_each_step
 if __name__ == "__main__":
     script = importlib.import_module(sys.argv[1])
     if "SLURM_RESTART_COUNT" not in os.environ:
-        before_each_step(lambda _: time.sleep(2))  # Slurm looks at the time twice a minute
+        before_each_step(lambda _: time.sleep(2))  # Slurm checks time limits twice a minute
     code = script.fsdp_main(script.parse_args(sys.argv[2:]))
     sys.stdout.flush()
     os._exit(code)

@@ -1,11 +1,11 @@
-"""Run under torchrun by test_state_dicts.py: what a save and a resume hold above what trains.
+"""Measure the extra memory of a save and a resume under torchrun, for test_state_dicts.py.
 
     state_dict_worker.py RESULT.json MODEL_DIRECTORY TEXT OUTPUT_DIR FLAGS...
 
 Rank 0 writes, in bytes: `shard`, a rank's parameters in fp32; `unit`, the largest FSDP unit in
-fp32; and the peak and the rest of a save and of a resume above what lived before, on the host and,
-with SIMULATED=1 on the simulated device, on the device and in pinned memory. And the momentum,
-saved and resumed.
+fp32; and for `save` and `resume` the peak and the final memory, relative to the memory before, on
+the host. With SIMULATED=1, which runs on the simulated device, it adds device and pinned memory.
+It also writes the sum of the momentum, saved and resumed.
 """
 
 import gc
@@ -42,8 +42,8 @@ def resident(key: str) -> int:
 
 
 def peaks(function: Callable[[], object]) -> dict[str, int]:
-    """Return the peak bytes while `function` runs, and the bytes after it, above those before
-    it."""
+    """Run `function` and return its peak memory and the memory after it, in bytes relative to the
+    memory before it."""
     gc.collect()
     if SIMULATED:
         sim = torch.sim
@@ -67,12 +67,12 @@ def peaks(function: Callable[[], object]) -> dict[str, int]:
 
 
 def train(driven: Driven) -> None:
-    """Make a step, on the first batch."""
+    """Make one step on the first batch."""
     driven.step([driven.batch()])
 
 
-def prepared(args: Namespace, device: torch.device, steps: int) -> Driven:
-    """Return a training after so many steps."""
+def start(args: Namespace, device: torch.device, steps: int) -> Driven:
+    """Return a driven script after `steps` steps."""
     driven = Driven(gpt2_fsdp, args, device)
     for _ in range(steps):
         train(driven)
@@ -80,52 +80,52 @@ def prepared(args: Namespace, device: torch.device, steps: int) -> Driven:
 
 
 def momentum(state: TrainState) -> float:
-    """Return the sum of the first moments' sizes."""
+    """Return the sum of the absolute first moments of this rank."""
     moments = [local(values["exp_avg"]) for values in state.optimizer.state.values()]
     return sum(tensor.double().abs().sum().item() for tensor in moments)
 
 
 def main() -> None:
-    """Write what was found."""
+    """Write rank 0's measurements."""
     result, model, text, output, *flags = sys.argv[1:]
     common = ["--model-name", model, "--dataset", text, "--val-dataset", text, "--block-size", "32",
               "--batch-size", "1", "--output-dir", output]  # fmt: skip
     args = gpt2_fsdp.parse_args([*common, *flags])
     device = gpt2_fsdp.setup(args)
-    found = saved_and_resumed(args, device)
+    measurements = save_and_resume(args, device)
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(found))
+        Path(result).write_text(json.dumps(measurements))
     gpt2_fsdp.cleanup()
 
 
-def saved_and_resumed(args: Namespace, device: torch.device) -> dict:
-    """Save twice, the first time to import what a save needs, then resume a fresh state."""
+def save_and_resume(args: Namespace, device: torch.device) -> dict:
+    """Save twice, because the first save imports modules, then resume a fresh state."""
     directory = Path(args.output_dir)
-    driven = prepared(args, device, 2)
+    driven = start(args, device, 2)
     state = driven.state
     checkpoints.Saver(args, directory, state).save()
     units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
-    found = {
+    measurements = {
         "shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters()),
-        "unit": 4 * max(sizes, default=0),  # none under FSDP2, of which a state dict gathers none
+        "unit": 4 * max(sizes, default=0),  # FSDP2's state dicts gather no units
         "save": peaks(checkpoints.Saver(args, directory, state).save),
         "momentum_saved": momentum(state),
     }
     driven.end()
     del driven, state, units
 
-    driven = prepared(args, device, 0)
+    driven = start(args, device, 0)
     state = driven.state
-    if not SIMULATED:  # as the forward pass of a start leaves it with --cpu-offload
+    if not SIMULATED:  # with --cpu-offload, the first forward pass leaves a gradient
         first = next(p for p in state.model.parameters() if local(p).numel())
         first.grad = torch.zeros_like(first)
     path = directory / "checkpoints" / "step-00000002"
-    found["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, args))
-    found["momentum_resumed"] = momentum(state)
-    return found
+    measurements["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, args))
+    measurements["momentum_resumed"] = momentum(state)
+    return measurements
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

@@ -1,4 +1,4 @@
-"""Run under torchrun by test_t5.py: several short trainings in one process group.
+"""Train T5 briefly in several ways in one process group under torchrun, for test_t5.py.
 
 t5_worker.py OUTPUT.pt MODEL_DIRECTORY SHALLOW_DIRECTORY PAIRS.jsonl
 """
@@ -26,7 +26,7 @@ VARIANTS = CORE_VARIANTS | {
 
 
 def main() -> None:
-    """Write what each variant gave, rank 0's view of it, to the first argument."""
+    """Write rank 0's results of each variant to the first argument."""
     compile_without_compiler()
     output, model, shallow, data = sys.argv[1:]
     common = ["--model-name", model, "--dataset", data, "--num-train-samples", "0", "--precision",
@@ -40,7 +40,7 @@ def main() -> None:
         args = T5_training.parse_args([*common, *flags])
         results[name], _ = ten_steps(T5_training, args, device)
 
-    # Sources are of two lengths. Every graph takes seconds, so there is one block in a stack.
+    # Sources have two lengths. Each graph takes seconds, so stacks have one block.
     flags = ["--model-name", shallow, "--activation-checkpointing", "--no-group-by-length",
              "--num-train-samples", "36", "--batch-size", "2", "--source-length", "40",
              "--target-length", "8"]  # fmt: skip
@@ -48,7 +48,7 @@ def main() -> None:
         args = T5_training.parse_args([*common, *flags, name])
         results[name], _ = ten_steps(T5_training, args, device)
 
-    # One batch, until it is known by heart.
+    # Train on one batch until the model has memorized it.
     flags = ["--num-train-samples", "8", "--lr", "1e-2", "--lr-schedule", "constant",
              "--target-length", "12", "--max-steps", "400"]  # fmt: skip
     args = T5_training.parse_args([*common, *flags])
@@ -62,15 +62,15 @@ def main() -> None:
     results["overfitted"] = loss.item()
     best = driven.save()
 
-    # Generation by that model, of seven examples in batches of 2: one rank has none in the last.
+    # Generate with that model. Of seven samples in batches of 2, one rank's last batch has none.
     flags += ["--rouge-samples", "7", "--batch-size", "2"]
     for precision in ("fp32", "bf16"):
         for strategy in ("full_shard", "shard_grad_op", "ddp", "fsdp2"):
-            chosen = ["--precision", precision, *strategy_flags(strategy)]
-            args = T5_training.parse_args([*common, *flags, *chosen])
+            options = ["--precision", precision, *strategy_flags(strategy)]
+            args = T5_training.parse_args([*common, *flags, *options])
             driven = Driven(T5_training, args, device)
             checkpoints.load_weights(best, driven.model)
-            driven.loader.batch_sampler.seed = None  # in their order
+            driven.loader.batch_sampler.seed = None  # no shuffling
             loaders = {"": driven.loader}
             triples = T5_training.summarize(args, device, driven.model, driven.tokenizer, loaders)
             results[f"generated {precision} {strategy}"] = triples
@@ -81,4 +81,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

@@ -1,8 +1,8 @@
-"""Run under torchrun by test_templates.py: copies of the scripts train, one after the other.
+"""Train edited scripts one after another under torchrun, for test_templates.py.
 
 templates_worker.py CASES.json
 
-CASES holds a script, the changes to its text and flags, by name. The first gradient goes to
+CASES.json maps names to [script, replacements in its text, flags]. The first gradient is written to
 OUTPUT_DIR/gradient.pt.
 """
 
@@ -17,7 +17,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
-from copied import copied
+from copied import edited_script
 
 import llama_fsdp
 import policies
@@ -26,16 +26,16 @@ from runtime import weights
 clip_gradients = policies.clip_gradients
 
 
-def save_first(path: Path) -> None:
-    """Have the next clipping of gradients, whole and by name, write them to `path`."""
+def save_next_gradient(path: Path) -> None:
+    """Make the next clipping of gradients write the full gradients by name to `path`."""
 
     def clip(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        found = {}
+        gradients = {}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                found[weights.plain_name(name)] = parameter.grad.full_tensor().clone()
+                gradients[weights.plain_name(name)] = parameter.grad.full_tensor().clone()
         if dist.get_rank() == 0:
-            torch.save(found, path)
+            torch.save(gradients, path)
         policies.clip_gradients = clip_gradients
         return clip_gradients(model, max_norm)
 
@@ -43,7 +43,7 @@ def save_first(path: Path) -> None:
 
 
 def main() -> None:
-    """Run each copy from its beginning to its export, in one process group."""
+    """Run each edited script to its export, in one process group."""
     device = llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
 
     def setup(args: Namespace) -> torch.device:
@@ -51,14 +51,14 @@ def main() -> None:
         return device
 
     for name, changes, flags in json.loads(Path(sys.argv[1]).read_text()).values():
-        script = copied(name, changes)
+        script = edited_script(name, changes)
         script.setup, script.cleanup = setup, lambda: None
         args = script.parse_args(flags)
-        save_first(Path(args.output_dir) / "gradient.pt")
+        save_next_gradient(Path(args.output_dir) / "gradient.pt")
         script.fsdp_main(args)
     llama_fsdp.cleanup()
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do, and why
+    os._exit(0)  # as the scripts do

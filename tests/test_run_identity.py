@@ -1,4 +1,4 @@
-"""Tokens and their makers: templates, special tokens, the date; and data that differ by node."""
+"""A run's identity: a resume rejects changes to it, and a start rejects nodes that differ."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from conftest import ROOT, errors_said
+from conftest import ROOT, error_lines
 from transformers import AutoTokenizer
 
 import gpt2_fsdp
@@ -26,7 +26,7 @@ SMALL = ["--max-steps", "2", "--log-every", "1", "--num-val-samples", "4"]
 
 
 def start(script: ModuleType, *flags: object) -> int:
-    """Return the exit code of the script, run in this process."""
+    """Run the script in this process and return its exit code."""
     try:
         return script.fsdp_main(script.parse_args([*SMALL, *map(str, flags)]))
     except SystemExit as end:
@@ -45,12 +45,12 @@ def test_resume_rejects_changed_chat_template(llama_directory, chats, tmp_path, 
     for more in [], ["--chat-template", file]:
         assert start(llama_fsdp, *flags, *more, "--max-steps", 4) == 1
         assert "chat template is " in capfd.readouterr().err
-    made = [*flags[:-1], tmp_path / "made"]
-    assert start(llama_fsdp, *made, "--chat-template", file, "--prepare-only") == 0
-    again = [*flags[:4], "--dataset", tmp_path / "made/prepared", "--output-dir", tmp_path / "next"]
-    assert start(llama_fsdp, *again, *chatml) == 1
+    prepare = [*flags[:-1], tmp_path / "made"]
+    assert start(llama_fsdp, *prepare, "--chat-template", file, "--prepare-only") == 0
+    train = [*flags[:4], "--dataset", tmp_path / "made/prepared", "--output-dir", tmp_path / "next"]
+    assert start(llama_fsdp, *train, *chatml) == 1
     assert "was prepared with --chat-template " in capfd.readouterr().err
-    assert start(llama_fsdp, *again, "--chat-template", file) == 0
+    assert start(llama_fsdp, *train, "--chat-template", file) == 0
 
 
 def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
@@ -71,14 +71,14 @@ def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
         command += ["--node-rank", str(rank), "--nproc-per-node", "1", ROOT / "gpt2_fsdp.py"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         processes.append(subprocess.Popen([*command, *flags], cwd=folder, **pipes))
-    ended = [process.communicate(timeout=120)[1] for process in processes]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
     assert all(process.returncode for process in processes)
-    said = errors_said(ended[0])[0]
-    assert "training data is " in said and "on rank 0, " in said and "on rank 1." in said
+    message = error_lines(errors[0])[0]
+    assert "training data is " in message and "on rank 0, " in message and "on rank 1." in message
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_resume_rejects_another_model_of_the_same_shapes(gpt2_directory, texts, tmp_path, capfd):
+def test_resume_rejects_different_model_with_same_shapes(gpt2_directory, texts, tmp_path, capfd):
     other = {}
     for name, heads in ("copy", 4), ("heads", 2):
         other[name] = Path(shutil.copytree(gpt2_directory, tmp_path / name))
@@ -93,12 +93,12 @@ def test_resume_rejects_another_model_of_the_same_shapes(gpt2_directory, texts, 
     assert start(gpt2_fsdp, *flags, other["copy"], "--max-steps", 4) == 0
 
 
-def test_nodes_with_different_flags_are_refused(alone, monkeypatch):
+def test_nodes_with_different_flags_are_refused(process_group, monkeypatch):
     args = Namespace(lr=1e-3, dataset="a", seed=0)
-    there = identity.of_flags(args) | {}
-    monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), there])
+    other_rank = identity.of_flags(args) | {}
+    monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), other_rank])
     assert identity.of_flags(args) == identity.of_flags(Namespace(lr=1e-3, dataset="b", seed=0))
     identity.compare_ranks(identity.of_flags(args))
-    there["--lr"] = "0.0001"
+    other_rank["--lr"] = "0.0001"
     with pytest.raises(ValueError, match="--lr is 0.001 on rank 0, 0.0001 on rank 1"):
         identity.compare_ranks(identity.of_flags(args))
