@@ -7,7 +7,7 @@
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes samples.
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. To make your own
-script, copy this one with `tools/copy_script.py`. For another model of its kind, such as BART,
+script, copy this one with `tools/copy_script.py`. For another encoder-decoder, such as BART,
 replace the import of T5Block, and MODEL, BLOCKS and TINY. Next, change `load_data`, `token_loss`,
 and in `train` the optimizer, the schedule and the step.
 """
@@ -43,10 +43,10 @@ from runtime.generation import generation
 from runtime.model_checks import check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
-# Change these for another model of its kind. tools/memory_estimator.py reads them too.
+# Change these to train another model. tools/memory_estimator.py reads them too.
 MODEL = transformers.T5ForConditionalGeneration
-BLOCKS = (T5Block,)  # FSDP units, compiled and recomputed one by one
-TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}  # of its config
+BLOCKS = (T5Block,)  # FSDP units, each compiled and recomputed separately
+TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}  # config fields
 TINY_TOKEN_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 DEFAULTS = {"model_name": "google-t5/t5-base"}  # flags that differ from the other scripts
 TINY_DEFAULTS = {"source_length": 256, "target_length": 64, "num_train_samples": 600, "epochs": 1}
@@ -62,14 +62,14 @@ def fsdp_main(args: Namespace) -> int:
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             run.describe(model, tokenizer)
             if args.prepare_only or args.export_only or args.evaluate_only:
-                without_training(args, model, tokenizer, init, run)
+                run_without_training(args, model, tokenizer, init, run)
             else:
                 train_set, val_sets = load_data(args, tokenizer)
                 model = wrap_model(args, device, model, init)
                 val_loaders = batches.val_loaders(args, val_sets, data.collator(model))
                 if train(args, model, train_set, val_loaders, run):
                     triples = summarize(args, device, model, tokenizer, val_loaders)
-                    ranks.say(rouge.shown(triples[:3]))
+                    ranks.say(rouge.format_triples(triples[:3]))
                     run.export(model, tokenizer, **rouge.score(triples))
         return run.exit_code
     finally:
@@ -90,12 +90,12 @@ def setup(args: Namespace) -> torch.device:
     """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
-    with ranks.rendezvous(timeout) as place:  # store, rank and world_size; adds gloo for CPUs
+    with ranks.rendezvous(timeout) as group_args:  # store, rank, world_size; adds a gloo group
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             timeout=timeout,
             device_id=None if device.type == "cpu" else device,
-            **place,
+            **group_args,
         )
     ranks.set_seed(args.seed)
     if args.cpu_offload:
@@ -113,7 +113,7 @@ def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
     """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
-    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit."""
+    given a `checkpoint`, only allocates them. Raise ValueError if it does not fit the flags."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -125,7 +125,7 @@ def load_model(
     return model, tokenizer, weights.Loader(args, model, source, device).fill
 
 
-def units(model: nn.Module) -> policies.Classes:
+def unit_classes(model: nn.Module) -> policies.Classes:
     """Return the classes that become FSDP units; the root has the rest, such as tied weights."""
     return BLOCKS
 
@@ -136,7 +136,7 @@ def wrap_model(
     """Return the model wrapped in FSDP1, FSDP2 or DDP, in fp32 on `device`; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    policy = policies.wrap_policy(units(model))
+    policy = policies.wrap_policy(unit_classes(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
@@ -161,7 +161,7 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:  # after FSDP, so that FSDP stays outside
+    if args.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
         policies.checkpoint_activations(model, BLOCKS)
     return model
 
@@ -169,7 +169,7 @@ def wrap_model(
 def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return the training set (None with --evaluate-only) and the validation sets by name.
 
-    A data set of your own needs len() and [i], which returns what `data.collate` takes.
+    Your own data set needs len() and [i], which returns a sample that `data.collate` accepts.
     """
     return ranks.first_on_node(data.load, args, tokenizer)
 
@@ -183,11 +183,11 @@ def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is a sum and decoder inputs equal the model's; all ranks."""
     rows = data.probe_batch()
     collate = data.collator(model)
-    batch, alone = collate(rows), [collate([row]) for row in rows]
+    batch, singles = collate(rows), [collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        check_decoder(model, model_inputs, batch, alone[2], device, dtype)
-        check_sum(summed_loss, model, batch, alone, device)
+        check_decoder(model, model_inputs, batch, singles[2], device, dtype)
+        check_sum(summed_loss, model, batch, singles, device)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def train(
     """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
     device = run.device
     lengths = data.source_lengths(args, train_set)  # None: do not group by length
-    sampler = batches.train_sampler(args, train_set, lengths)  # the same on any number of ranks
+    sampler = batches.train_sampler(args, train_set, lengths)  # same order on any number of ranks
     collate = data.collator(model)
     loader = DataLoader(
         train_set, batch_sampler=sampler, collate_fn=collate, pin_memory=device.type != "cpu"
@@ -245,7 +245,7 @@ def train(
             step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing and ends the run
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()  # in fp16 also if the scaler skipped the step
+            scheduler.step()  # in fp16, even if the scaler skipped the step
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
@@ -261,7 +261,7 @@ def train(
 def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
     """Return the mean loss per target token of all validation sets and of each; all ranks.
 
-    Every example counts once: a rank without examples left gets batches without targets.
+    Every example counts once: a rank that has no examples left gets batches without targets.
     """
     totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
     with policies.evaluation(model), policies.autocast(args, run.device):
@@ -275,7 +275,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
     return {"loss": loss.item(), "perplexity": loss.exp().item(), "losses": losses}
 
 
-def without_training(
+def run_without_training(
     args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
     """Do what --export-only, --prepare-only or --evaluate-only asks for; all ranks."""
@@ -302,16 +302,16 @@ def summarize(
     args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, loaders: Loaders
 ) -> list[tuple[str, str, str]]:
     """Return source, reference and summary of --rouge-samples validation examples; all ranks."""
-    loader = batches.first(next(iter(loaders.values())), args.rouge_samples)
+    loader = batches.first_samples(next(iter(loaders.values())), args.rouge_samples)
     dtype = policies.PRECISIONS[args.precision].param_dtype
-    mine = []
+    triples = []
     with policies.evaluation(model), generation(model, device, dtype, args.num_beams) as generate:
         for batch in screen.progress(loader, "summaries"):
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
-            mine += rouge.generated_texts(batch, output, tokenizer)
-    turns = zip_longest(*ranks.on_every_rank(lambda: mine))  # one example of each rank in turn
-    return [x for turn in turns for x in turn if x is not None][: args.rouge_samples]
+            triples += rouge.generated_texts(batch, output, tokenizer)
+    rounds = zip_longest(*ranks.on_every_rank(lambda: triples))  # one example from each rank
+    return [x for row in rounds for x in row if x is not None][: args.rouge_samples]
 
 
 if __name__ == "__main__":

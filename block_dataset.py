@@ -27,10 +27,10 @@ WIKITEXT = "Salesforce/wikitext"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.WORDS, help="docstrings (built in), text, "
+    add("--dataset", **arguments.DATA, help="docstrings (built in), text, "
         "JSONL or Parquet files, directories of *.txt or hub ids; NAME:train[:1000] takes a "
         f"split or a part (default: {WIKITEXT})")  # fmt: skip
-    add("--val-dataset", **arguments.WORDS, help="validate on these (default: each "
+    add("--val-dataset", **arguments.DATA, help="validate on these (default: each "
         "--dataset's split validation, or the last 5%% of its blocks)")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set (default: wikitext-2-raw-v1 of "
         f"{WIKITEXT})")  # fmt: skip
@@ -42,20 +42,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[list[dict]]:
-    """Return for each text a list with one sample, its tokens, or an empty list if it is empty.
+    """Return a list per text: one sample with its tokens, or no sample if the text is empty.
 
-    EOS is appended to a text, unless it ends in a newline, as the rows of WikiText do: then the
+    EOS is appended to a text, unless it ends in a newline, like the rows of WikiText: then the
     next row continues it.
     """
     for text in texts:
         if not isinstance(text, str):
             raise ValueError(f"{text} is not text")
-    options = {"add_special_tokens": False, "split_special_tokens": True}  # "<unk>" is plain text
+    options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
     ids = tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
     samples = []
-    for text, tokens_of_text in zip(texts, ids, strict=True):
-        end = [] if text.endswith("\n") else [tokenizer.eos_token_id]
-        samples.append([{"input_ids": tokens_of_text + end}] if text else [])
+    for text, text_ids in zip(texts, ids, strict=True):
+        eos = [] if text.endswith("\n") else [tokenizer.eos_token_id]
+        samples.append([{"input_ids": text_ids + eos}] if text else [])
     return samples
 
 
@@ -76,16 +76,16 @@ def read_parts(name: str, args: Namespace) -> dict[str, Dataset]:
     """Return the rows of a data set by split: train, and maybe validation."""
     if name in BUILT_IN:
         rows = readers.docstring_rows()
-        held_out = np.array([zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]])
-        parts = {"train": ~held_out, "validation": held_out}
-        return {split: rows.select(np.flatnonzero(where)) for split, where in parts.items()}
+        is_held_out = np.array([zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]])
+        parts = {"train": ~is_held_out, "validation": is_held_out}
+        return {split: rows.select(np.flatnonzero(mask)) for split, mask in parts.items()}
     config = args.dataset_config or ("wikitext-2-raw-v1" if name == WIKITEXT else None)
     return readers.read(name, config)
 
 
-def load_blocks(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
-    """Return the blocks of a word of --dataset by split; ValueError if there are none."""
-    name, split = readers.split_word(word, BUILT_IN)
+def load_blocks(spec: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
+    """Return the blocks of one --dataset argument by split; raise ValueError if there are none."""
+    name, split = readers.split_spec(spec, BUILT_IN)
     if Path(name).expanduser().is_dir() and any(Path(name).expanduser().glob("*.txt")):
         name = f"{name}/*.txt"
     parts = readers.pick(name, read_parts(name, args), split)
@@ -97,43 +97,43 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     size = args.block_size
     columns = readers.column_names(name, rows)
     column = "text" if columns == ["text"] else args.text_column
-    identity = size, column, readers.tokenizer_fingerprint(tokenizer)
+    cache_key = size, column, readers.tokenizer_fingerprint(tokenizer)
 
-    def from_texts(some: list[dict]) -> list[list[dict]]:
-        return encode_texts([row.get(column) or "" for row in some], tokenizer)
+    def from_texts(batch: list[dict]) -> list[list[dict]]:
+        return encode_texts([row.get(column) or "" for row in batch], tokenizer)
 
-    def from_tokens(some: list[dict]) -> list[list[dict]]:
+    def from_tokens(batch: list[dict]) -> list[list[dict]]:
         limit = "--block-size", size + 1
-        ids = [tokens.check_ids(row.get("input_ids"), *limit, tokenizer) for row in some]
+        ids = [tokens.check_ids(row.get("input_ids"), *limit, tokenizer) for row in batch]
         return [[{"input_ids": x}] for x in ids]
 
     if column in columns:
-        documents = readers.samples(name, rows, from_texts, FEATURES, args, *identity)
+        documents = readers.map_rows(name, rows, from_texts, FEATURES, args, *cache_key)
         key = readers.fingerprint(blocks, documents._fingerprint, size)
-        cut = functools.partial(blocks, documents, size)
-        return Dataset.from_generator(cut, Features(FEATURES), fingerprint=key)
+        generate = functools.partial(blocks, documents, size)
+        return Dataset.from_generator(generate, Features(FEATURES), fingerprint=key)
     if "input_ids" in columns:
         tokens.check_origin(name, args, tokenizer)
-        return readers.samples(name, rows, from_tokens, FEATURES, args, *identity)
+        return readers.map_rows(name, rows, from_tokens, FEATURES, args, *cache_key)
     raise ValueError(f"--dataset {name} has no column {column}. Its columns are "
                      f"{', '.join(columns)}. Pass --text-column.")  # fmt: skip
 
 
-def hold_out(word: str, rows: Dataset) -> dict[str, Dataset]:
+def hold_out(spec: str, rows: Dataset) -> dict[str, Dataset]:
     """Return the blocks to train on, and the last 5% of them to validate on."""
     first = len(rows) - max(1, len(rows) // 20)
     if first < 1:
-        raise ValueError(f"--dataset {word} gives {len(rows)} blocks, so none can be held out for "
+        raise ValueError(f"--dataset {spec} gives {len(rows)} blocks, so none can be held out for "
                          "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
     return {"train": rows.select(range(first)), "validation": rows.select(range(first, len(rows)))}
 
 
-def draw_blocks(word: str, split: str, rows: Dataset, args: Namespace) -> Dataset:
-    """Return a random choice of blocks, the same in every run: --num-train-samples, or
-    --num-val-samples, of them."""
+def draw_blocks(spec: str, split: str, rows: Dataset, args: Namespace) -> Dataset:
+    """Return randomly drawn blocks, the same in every run: --num-train-samples or
+    --num-val-samples of them."""
     limit = args.num_train_samples if split == "train" else args.num_val_samples
     number = min(limit or len(rows), len(rows))
-    say(f"{word}, {split}: {number:,} of {len(rows):,} blocks used")
+    say(f"{spec}, {split}: {number:,} of {len(rows):,} blocks used")
     return rows.select(sorted(random.Random(0).sample(range(len(rows)), number)))
 
 
@@ -144,18 +144,18 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     """
     train_sets = []
     val_sets = {}
-    for word in [] if args.evaluate_only and args.val_dataset else args.dataset or [WIKITEXT]:
-        parts = load_blocks(word, tokenizer, args)
+    for spec in [] if args.evaluate_only and args.val_dataset else args.dataset or [WIKITEXT]:
+        parts = load_blocks(spec, tokenizer, args)
         if not args.val_dataset:
             if "validation" not in parts:
-                parts = hold_out(word, parts["train"])
-            val_sets[word] = parts["validation"]
-        train_sets.append(draw_blocks(word, "train", parts["train"], args))
-    for word in args.val_dataset:
-        parts = load_blocks(word, tokenizer, args)
-        val_sets[word] = parts.get("validation", parts["train"])
-    for word, rows in val_sets.items():
-        val_sets[word] = readers.join([draw_blocks(word, "validation", rows, args)])
+                parts = hold_out(spec, parts["train"])
+            val_sets[spec] = parts["validation"]
+        train_sets.append(draw_blocks(spec, "train", parts["train"], args))
+    for spec in args.val_dataset:
+        parts = load_blocks(spec, tokenizer, args)
+        val_sets[spec] = parts.get("validation", parts["train"])
+    for spec, rows in val_sets.items():
+        val_sets[spec] = readers.join([draw_blocks(spec, "validation", rows, args)])
     if args.evaluate_only:
         return None, val_sets
     return readers.join(train_sets), val_sets
@@ -173,7 +173,7 @@ def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | i
     """Return int64 `input_ids` and `labels` (the next tokens) [batch, length]. Padding is 0, in
     labels -100. The ints `targets` and `tokens` both count the labels that are not -100.
 
-    Without examples, as for a rank that has none left, the batch is one row without targets.
+    If there are no examples, as on a rank that has none left, the batch is one row without targets.
     """
     rows = [example["input_ids"] for example in examples] or [[0]]
     lengths = [len(row) - 1 for row in rows]

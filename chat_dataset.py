@@ -23,7 +23,7 @@ from runtime import arguments, chats, readers, tokens
 from runtime.ranks import say
 
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
-FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "begins": Value("int64")}
+FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "first_target": Value("int64")}
 BUILT_IN = ("docstrings",)
 DATE = date(2024, 7, 26)
 
@@ -31,7 +31,7 @@ DATE = date(2024, 7, 26)
 def probe_batch(args: Namespace) -> list[list[dict]]:
     """Return two sequences that start alike, for logit_checks.check_logits. Packed, both end with
     the document that the first also starts with; it is longer than some attention blocks."""
-    # A multiple of 4, because two documents fill a row, which is padded to a multiple of 8.
+    # Use a multiple of 4: two documents fill a row, which is padded to a multiple of 8.
     length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))
     long = [10 + i % 97 for i in range(length + 1)]
     other = long[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
@@ -42,15 +42,15 @@ def probe_batch(args: Namespace) -> list[list[dict]]:
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`, whose formatter shows the defaults."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.WORDS, help="docstrings (built in), "
+    add("--dataset", **arguments.DATA, help="docstrings (built in), "
         "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
         "takes a split or a part (default: docstrings)")  # fmt: skip
-    add("--val-dataset", **arguments.WORDS, help="validate on these, not on a part "
-        "of each --dataset")  # fmt: skip
+    add("--val-dataset", **arguments.DATA, help="validate on these instead of a "
+        "part of each --dataset")  # fmt: skip
     add("--dataset-config", help="configuration of a hub data set")
     add("--text-column", default="content", help="column with plain documents")
     add("--max-seq-length", **arguments.COUNT, default=2048, help="tokens in a sequence; "
-        "longer documents are cut")  # fmt: skip
+        "longer documents are truncated")  # fmt: skip
     add("--chat-template", metavar="NAME|FILE", help="chatml, llama-2 or a Jinja file (default: "
         "the tokenizer's, or llama-2 if it has none)")  # fmt: skip
     add("--packing", **arguments.ON, help="pack several documents into a sequence")
@@ -60,15 +60,15 @@ def add_arguments(parser: ArgumentParser) -> None:
         add(flag, **arguments.COUNT, default=0, help="documents per data set (0: all)")
 
 
-def with_date(template: str) -> str:
-    """Return a chat template that writes DATE instead of today, so that all nodes and all starts of
-    a run render the same text. Raise ValueError if a date format is not a literal."""
+def fix_date(template: str) -> str:
+    """Return a chat template that writes DATE instead of today's date, so that all nodes and all
+    starts of a run render the same text. Raise ValueError if a date format is not a literal."""
     call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"
-    dated = re.sub(call, lambda match: json.dumps(DATE.strftime(match[2])), template)
-    if "strftime_now(" in dated:
+    result = re.sub(call, lambda match: json.dumps(DATE.strftime(match[2])), template)
+    if "strftime_now(" in result:
         raise ValueError("the chat template calls strftime_now without a format in quotes. Pass "
                          "a --chat-template FILE with a fixed date")  # fmt: skip
-    return dated
+    return result
 
 
 def render(
@@ -77,11 +77,11 @@ def render(
     """Return the documents of a chat: the text, the assistant's spans (start and end character),
     and whether the text ends with an answer.
 
-    Each answer is trained in one text, rendered without the turns after it. Usually that is the
-    whole chat, but some templates drop thoughts before the last question or move the system turn
-    there. Raise ValueError if the template rejects the chat or drops a part of it.
+    Each answer is a target in one text, rendered without the turns after it. Usually that is the
+    whole chat, but some templates drop reasoning before the last question or move the system
+    turn there. Raise ValueError if the template rejects the chat or drops a part of it.
     """
-    template = with_date(tokenizer.get_chat_template(tools=tools))
+    template = fix_date(tokenizer.get_chat_template(tools=tools))
     options = {"tools": tools, "chat_template": template, "tokenize": False}
 
     def text_of(turns: list[dict], **more: bool) -> str:
@@ -93,7 +93,7 @@ def render(
     whole = text_of(chat).rstrip()  # a line break after the end marker belongs to no turn
     for turn in chat:
         if turn["role"] != "assistant":
-            chats.check_written(turn, tools, whole)
+            chats.check_rendered(turn, tools, whole)
     if args.train_on_prompt:
         return [(whole, [], chat[-1]["role"] == "assistant")]
     texts: list[str] = []
@@ -109,7 +109,7 @@ def render(
         if not text.startswith(prompt):
             raise ValueError(f"turn {i + 1}: the chat template does not start the answer with its "
                              "generation prompt, so training would differ from use")  # fmt: skip
-        chats.check_written(turn, None, text[len(prompt) :])
+        chats.check_rendered(turn, None, text[len(prompt) :])
         if texts and text.startswith(texts[-1]):
             texts[-1] = text
         else:
@@ -118,8 +118,8 @@ def render(
         spans[-1].append((len(prompt), len(text)))
     if whole.startswith(texts[-1]):
         texts[-1] = whole  # with the turns after the last answer
-    answered = [text != whole or chat[-1]["role"] == "assistant" for text in texts]
-    return list(zip(texts, spans, answered, strict=True))
+    ends_in_answer = [text != whole or chat[-1]["role"] == "assistant" for text in texts]
+    return list(zip(texts, spans, ends_in_answer, strict=True))
 
 
 def encode(
@@ -138,24 +138,24 @@ def encode(
     offsets = encoded.get("offset_mapping", [None] * len(texts))
     encodings = zip(encoded["input_ids"], offsets, strict=True)
 
-    def border(text: str, ids: list[int], ends: list[int] | None, place: int) -> int:
-        """Return the number of tokens that end at or before character `place`. Without offsets,
-        return how many tokens the encoding of the text up to there has in common."""
+    def count_tokens(text: str, ids: list[int], ends: list[int] | None, position: int) -> int:
+        """Return the number of tokens that end at or before character `position`. Without offsets,
+        return how many first tokens it shares with the encoding of the text up to there."""
         if ends is not None:
-            return bisect_right(ends, place)
-        part = tokenizer(text[:place], **options)["input_ids"]
+            return bisect_right(ends, position)
+        part = tokenizer(text[:position], **options)["input_ids"]
         same = (a == b for a, b in zip(part, ids, strict=False))
         return next((i for i, is_same in enumerate(same) if not is_same), min(len(part), len(ids)))
 
     def label(document: tuple[str, list, bool]) -> tuple[list[int], list[int]]:
-        text, spans, is_answered = document
-        ids, places = next(encodings)
-        ends = places and [end for _, end in places]
+        text, spans, ends_in_answer = document
+        ids, token_offsets = next(encodings)
+        ends = token_offsets and [end for _, end in token_offsets]
         labels = list(ids) if args.train_on_prompt else [-100] * len(ids)
         for start, end in spans:
-            first, last = (border(text, ids, ends, place) for place in (start, end))
+            first, last = (count_tokens(text, ids, ends, x) for x in (start, end))
             labels[first:last] = ids[first:last]
-        if is_answered and ids[-1] != tokenizer.eos_token_id:
+        if ends_in_answer and ids[-1] != tokenizer.eos_token_id:
             ids = [*ids, tokenizer.eos_token_id]
             labels = [*labels, tokenizer.eos_token_id]
         return ids, [-100, *labels[1:]]
@@ -173,8 +173,8 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
     eos = [tokenizer.eos_token_id]
     documents = []
     for ids in tokenizer(texts, **options)["input_ids"]:
-        ended = ids if ids[-1:] == eos else ids + eos
-        documents.append((ended, [-100, *ended[1:]]))
+        sequence = ids if ids[-1:] == eos else ids + eos
+        documents.append((sequence, [-100, *sequence[1:]]))
     return documents
 
 
@@ -193,37 +193,37 @@ def row_encoder(
     """Return the function that turns rows of data set `name` into documents, see FEATURES.
 
     They have at most --max-seq-length + 1 tokens. `cut` is the number of tokens cut off, `key` a
-    56-bit hash of everything before the first answer, `begins` the position of the first target.
+    56-bit hash of everything before the first answer, `first_target` its position.
     """
     length = args.max_seq_length + 1
     columns = readers.column_names(name, rows)
     kind = next((x for x, needed in chats.COLUMNS.items() if {*needed} <= {*columns}), None)
     say(f"{name}: columns {', '.join(columns)}, read as {kind or 'plain documents or tokens'}")
 
-    def documents(before: object, encoded: list[tuple[list, list]]) -> list[dict]:
-        digest = hashlib.blake2b(repr(before).encode(), digest_size=7).hexdigest()
-        made = []
+    def documents(prompt: object, encoded: list[tuple[list, list]]) -> list[dict]:
+        digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).hexdigest()
+        result = []
         for ids, labels in encoded:
-            begins = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-            values = ids[:length], labels[:length], len(ids[length:]), int(digest, 16), begins
-            made.append(dict(zip(FEATURES, values, strict=True)))
-        return made
+            start = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+            values = ids[:length], labels[:length], len(ids[length:]), int(digest, 16), start
+            result.append(dict(zip(FEATURES, values, strict=True)))
+        return result
 
-    def from_chats(some: list[dict]) -> list[list[dict]]:
-        turns = [chats.read_chat(row, kind) for row in some]
-        before = []
+    def from_chats(batch: list[dict]) -> list[list[dict]]:
+        turns = [chats.read_chat(row, kind) for row in batch]
+        prompts = []
         for chat, _ in turns:
             first = [turn["role"] for turn in chat].index("assistant")
-            before.append(chat[:first] or chat)
-        return list(map(documents, before, encode(turns, tokenizer, args)))
+            prompts.append(chat[:first] or chat)
+        return list(map(documents, prompts, encode(turns, tokenizer, args)))
 
-    def from_texts(some: list[dict]) -> list[list[dict]]:
-        texts = [row.get(args.text_column) for row in some]
+    def from_texts(batch: list[dict]) -> list[list[dict]]:
+        texts = [row.get(args.text_column) for row in batch]
         pairs = zip(texts, encode_texts(texts, tokenizer), strict=True)
         return [documents(text, [encoded]) for text, encoded in pairs]
 
-    def from_tokens(some: list[dict]) -> list[list[dict]]:
-        pairs = [check_tokens(row, length, tokenizer) for row in some]
+    def from_tokens(batch: list[dict]) -> list[list[dict]]:
+        pairs = [check_tokens(row, length, tokenizer) for row in batch]
         return [documents(ids, [(ids, labels)]) for ids, labels in pairs]
 
     if kind:
@@ -238,23 +238,23 @@ def row_encoder(
                      f"or pass --text-column {columns[0]} if it has whole documents.")  # fmt: skip
 
 
-def load_documents(word: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
-    """Return the documents of a word of --dataset by split, train and maybe validation."""
-    name, split = readers.split_word(word, BUILT_IN)
+def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
+    """Return the documents of one --dataset argument by split: train, and maybe validation."""
+    name, split = readers.split_spec(spec, BUILT_IN)
     if name in BUILT_IN:
         rows = readers.docstring_rows()
         parts = {"train": rows.rename_columns({"headline": "prompt", "text": "completion"})}
     else:
         parts = readers.read(name, args.dataset_config)
     template = tokenizer.chat_template
-    identity = [args.max_seq_length, args.train_on_prompt, args.text_column, template]
-    identity += [readers.tokenizer_fingerprint(tokenizer), readers.fingerprint(chats.read_chat)]
+    cache_key = [args.max_seq_length, args.train_on_prompt, args.text_column, template]
+    cache_key += [readers.tokenizer_fingerprint(tokenizer), readers.fingerprint(chats.read_chat)]
     if "strftime_now" in str(template):
         say(f"The chat template writes a date, which is always {DATE}.")
     documents = {}
     for key, rows in readers.pick(name, parts, split).items():
         encode_rows = row_encoder(name, rows, tokenizer, args)
-        documents[key] = readers.samples(name, rows, encode_rows, FEATURES, args, *identity)
+        documents[key] = readers.map_rows(name, rows, encode_rows, FEATURES, args, *cache_key)
     return documents
 
 
@@ -282,15 +282,15 @@ def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dat
     limit = min(limit or total, total)
     if limit < total:
         rows = rows.select(sorted(random.Random(0).sample(range(total), limit)))
-    columns = rows.select_columns(["cut", "begins"]).with_format("numpy")[:]
-    begins = columns["begins"]
-    kept = np.flatnonzero(begins <= args.max_seq_length)
+    columns = rows.select_columns(["cut", "first_target"]).with_format("numpy")[:]
+    first_targets = columns["first_target"]
+    kept = np.flatnonzero(first_targets <= args.max_seq_length)
     dropped = limit - len(kept)
     say(f"{name}: {limit:,} of {total:,} documents, with {count_targets(rows):,} target tokens; "
         f"{np.count_nonzero(columns['cut']):,} are cut to --max-seq-length, {dropped:,} left out, "
         "because their answers start after it")  # fmt: skip
     if 2 * dropped > limit:
-        enough = np.sort(begins)[-(-9 * limit // 10) - 1]
+        enough = np.sort(first_targets)[-(-9 * limit // 10) - 1]
         raise ValueError(f"{name}: the answers of {dropped:,} of {limit:,} documents start after "
                          f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of "
                          "ten.")  # fmt: skip
@@ -305,26 +305,26 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
     """
     train_sets: list[Dataset] = []
     val_sets = {}
-    for word in [] if args.evaluate_only and args.val_dataset else args.dataset or ["docstrings"]:
-        parts = load_documents(word, tokenizer, args)
+    for spec in [] if args.evaluate_only and args.val_dataset else args.dataset or ["docstrings"]:
+        parts = load_documents(spec, tokenizer, args)
         if "validation" not in parts and not args.val_dataset:
-            parts = hold_out(word, parts["train"])
+            parts = hold_out(spec, parts["train"])
         if not args.val_dataset:
-            val_sets[word] = parts["validation"]
+            val_sets[spec] = parts["validation"]
         if not args.evaluate_only:
             train_sets.append(
-                draw_documents(parts["train"], args.num_train_samples, f"{word}, train", args)
+                draw_documents(parts["train"], args.num_train_samples, f"{spec}, train", args)
             )
-    for word in args.val_dataset:
-        parts = load_documents(word, tokenizer, args)
-        val_sets[word] = parts.get("validation", parts["train"])
-    for word, rows in val_sets.items():
+    for spec in args.val_dataset:
+        parts = load_documents(spec, tokenizer, args)
+        val_sets[spec] = parts.get("validation", parts["train"])
+    for spec, rows in val_sets.items():
         limit = args.num_val_samples
-        val_sets[word] = draw_documents(rows, limit, f"{word}, validation", args)
-    packs = {word: Packs(readers.join([rows]), args) for word, rows in val_sets.items()}
+        val_sets[spec] = draw_documents(rows, limit, f"{spec}, validation", args)
+    packs = {spec: Packs(readers.join([rows]), args) for spec, rows in val_sets.items()}
     if args.evaluate_only:
         return None, packs
-    say(f"an example, its targets in « »: {marked(train_sets[0][0], tokenizer)}")
+    say(f"an example, its targets in « »: {mark_targets(train_sets[0][0], tokenizer)}")
     return Packs(readers.join(train_sets), args), packs
 
 
@@ -335,19 +335,19 @@ def count_targets(rows: Dataset) -> int:
     return sum(int((part != -100).sum()) for part in labels)
 
 
-def marked(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:
+def mark_targets(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:
     """Return the start of the example's text, with the targets in « and »."""
     text = ""
     pairs = zip(example["input_ids"], example["labels"], strict=True)
-    for learned, group in itertools.groupby(pairs, key=lambda pair: pair[1] != -100):
+    for is_target, group in itertools.groupby(pairs, key=lambda pair: pair[1] != -100):
         part = tokenizer.decode([token for token, _ in group])
-        text += f"«{part}»" if learned else part
+        text += f"«{part}»" if is_target else part
     return readers.shorten(text)
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
     """Return the indices of `lengths`, grouped so that each group sums to at most `capacity`; a
-    longer one is alone. Each group takes the longest that fits, until none does.
+    longer one gets its own group. Each group takes the longest that fits, until none does.
 
     Equal lengths are drawn at random, so the number of groups is the same in every epoch.
     """
@@ -355,34 +355,34 @@ def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) 
     by_length = defaultdict(list)
     for i in torch.randperm(len(lengths), generator=generator).tolist():
         by_length[lengths[i]].append(i)
-    left = sorted(by_length)
-    while left:
+    remaining = sorted(by_length)
+    while remaining:
         packs.append([])
-        room = max(capacity, left[-1])
-        while fitting := bisect_right(left, room):
-            length = left[fitting - 1]
+        room = max(capacity, remaining[-1])
+        while count := bisect_right(remaining, room):
+            length = remaining[count - 1]
             packs[-1].append(by_length[length].pop())
             room -= length
             if not by_length[length]:
-                del left[fitting - 1]
+                del remaining[count - 1]
     return packs
 
 
 class Packs(torch.utils.data.Dataset):
     """Sequences of packed documents, planned separately for each epoch.
 
-    A document of n tokens takes n - 1 positions, because its last token has no target. `span` is
-    the length of a document, averaged over positions.
+    A document of n tokens takes n - 1 positions, because its last token has no target. The
+    `mean_length` of documents is averaged over positions.
     """
 
     def __init__(self, documents: Dataset, args: Namespace):
         self.dataset = documents
         self.args = args
         self.epoch = 0
-        self.plans: dict[int, list[list[int]]] = {}  # of the current epoch alone
+        self.plans: dict[int, list[list[int]]] = {}  # only of the current epoch
         parts = (x[0] for x in documents.with_format("arrow", ["input_ids"]).iter(10_000))
         self.lengths = [n - 1 for x in parts for n in x.combine_chunks().value_lengths().tolist()]
-        self.span = sum(n * n for n in self.lengths) / sum(self.lengths)
+        self.mean_length = sum(n * n for n in self.lengths) / sum(self.lengths)
 
     def plan(self) -> list[list[int]]:
         """Return the indices of the documents in each sequence of the epoch."""
@@ -414,24 +414,24 @@ def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
     in the flattened batch, [0] if there are none, because the head needs at least one.
     """
     rows = samples or [[]]
-    used = [sum(len(document["labels"]) - 1 for document in row) for row in rows]
-    width = max(8, -(-max(used) // 8) * 8)
+    lengths = [sum(len(document["labels"]) - 1 for document in row) for row in rows]
+    width = max(8, -(-max(lengths) // 8) * 8)
     shape = len(rows), width
     input_ids = np.zeros(shape, dtype=np.int64)
     labels = np.full(shape, -100)
     positions = np.zeros(shape, dtype=np.int64)
-    count = np.arange(width)
+    offsets = np.arange(width)
     bounds = [0]
     for number, row in enumerate(rows):
-        at = 0
+        start = 0
         for document in row:
-            end = at + len(document["labels"]) - 1
-            input_ids[number, at:end] = document["input_ids"][:-1]
-            labels[number, at:end] = document["labels"][1:]
-            positions[number, at:end] = count[: end - at]
+            end = start + len(document["labels"]) - 1
+            input_ids[number, start:end] = document["input_ids"][:-1]
+            labels[number, start:end] = document["labels"][1:]
+            positions[number, start:end] = offsets[: end - start]
             bounds.append(number * width + end)
-            at = end
-        if at < width:
+            start = end
+        if start < width:
             bounds.append((number + 1) * width)
     target_positions = np.flatnonzero(labels != -100)
     targets = len(target_positions)
@@ -445,5 +445,5 @@ def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
         "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
         "longest_document": int(np.diff(bounds).max()),
         "targets": targets,
-        "tokens": sum(used),
+        "tokens": sum(lengths),
     }

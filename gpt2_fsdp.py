@@ -8,7 +8,7 @@
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes blocks.
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. To make your own
-script, copy this one with `tools/copy_script.py`. For another model of its kind, such as OPT,
+script, copy this one with `tools/copy_script.py`. For another causal model, such as OPT,
 replace the import of GPT2Block, and MODEL, BLOCKS and TINY. Next, change `load_data`, `token_loss`,
 and in `train` the optimizer, the schedule and the step.
 
@@ -47,10 +47,10 @@ from runtime.logit_checks import check_logits
 from runtime.model_checks import check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
-# Change these for another model of its kind. tools/memory_estimator.py reads them too.
+# Change these to train another model. tools/memory_estimator.py reads them too.
 MODEL = transformers.GPT2LMHeadModel
-BLOCKS = (GPT2Block,)  # FSDP units, compiled and recomputed one by one
-TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}  # names of its config
+BLOCKS = (GPT2Block,)  # FSDP units, each compiled and recomputed separately
+TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}  # config fields
 TINY_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": None}
 DEFAULTS = {"model_name": "openai-community/gpt2"}  # flags that differ from the other scripts
 TINY_DEFAULTS = {"block_size": 256, "num_train_samples": 800, "num_val_samples": 100, "epochs": 1}
@@ -66,7 +66,7 @@ def fsdp_main(args: Namespace) -> int:
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             run.describe(model, tokenizer)
             if args.prepare_only or args.export_only or args.evaluate_only:
-                without_training(args, model, tokenizer, init, run)
+                run_without_training(args, model, tokenizer, init, run)
             else:
                 train_set, val_sets = load_data(args, tokenizer)
                 model = wrap_model(args, device, model, init)
@@ -99,12 +99,12 @@ def setup(args: Namespace) -> torch.device:
     """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
-    with ranks.rendezvous(timeout) as place:  # store, rank and world_size; adds gloo for CPUs
+    with ranks.rendezvous(timeout) as group_args:  # store, rank, world_size; adds a gloo group
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             timeout=timeout,
             device_id=None if device.type == "cpu" else device,
-            **place,
+            **group_args,
         )
     ranks.set_seed(args.seed)
     if args.cpu_offload:
@@ -142,7 +142,7 @@ class LossModel(MODEL):
         """Call Hugging Face's forward or, given `targets`, return the sum of `token_loss`.
 
         `input_ids` and `targets` are int64 [batch, length]. A target is the token after its input,
-        or -100 where nothing is learned.
+        or -100 where there is no loss.
         """
         if targets is None:
             return super().forward(input_ids, **options)
@@ -157,7 +157,7 @@ def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
     """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
-    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit."""
+    given a `checkpoint`, only allocates them. Raise ValueError if it does not fit the flags."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -171,7 +171,7 @@ def load_model(
     return model, tokenizer, weights.Loader(args, model, source, device).fill
 
 
-def units(model: nn.Module) -> policies.Classes:
+def unit_classes(model: nn.Module) -> policies.Classes:
     """Return the classes that become FSDP units; the root has the rest, such as tied weights."""
     return BLOCKS
 
@@ -195,7 +195,7 @@ def wrap_model(
     """Return the model wrapped in FSDP1, FSDP2 or DDP, in fp32 on `device`; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    policy = policies.wrap_policy(units(model))
+    policy = policies.wrap_policy(unit_classes(model))
     if args.wrap:
         policy = size_policy(model, args.wrap)
     if args.compile:
@@ -222,7 +222,7 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:  # after FSDP, so that FSDP stays outside
+    if args.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
         policies.checkpoint_activations(model, BLOCKS)
     return model
 
@@ -230,7 +230,7 @@ def wrap_model(
 def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return the training set (None with --evaluate-only) and the validation sets by name.
 
-    A data set of your own needs len() and [i], which returns what `data.collate` takes.
+    Your own data set needs len() and [i], which returns a sample that `data.collate` accepts.
     """
     return ranks.first_on_node(data.load, args, tokenizer)
 
@@ -243,11 +243,11 @@ def model_inputs(batch: Batch) -> Batch:
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is a sum over the model's own logits; all ranks."""
     rows = data.probe_batch(args)
-    batch, alone = data.collate(rows), [data.collate([row]) for row in rows]
+    batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
         check_logits(summed_loss, model_inputs, model, batch, device, dtype)
-        check_sum(summed_loss, model, batch, alone, device)
+        check_sum(summed_loss, model, batch, singles, device)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -260,7 +260,7 @@ def train(
 ) -> bool:
     """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
     device = run.device
-    sampler = batches.train_sampler(args, train_set)  # the same samples on any number of ranks
+    sampler = batches.train_sampler(args, train_set)  # same order on any number of ranks
     loader = DataLoader(
         train_set, batch_sampler=sampler, collate_fn=data.collate, pin_memory=device.type != "cpu"
     )
@@ -293,7 +293,7 @@ def train(
             step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing and ends the run
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()  # in fp16 also if the scaler skipped the step
+            scheduler.step()  # in fp16, even if the scaler skipped the step
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
@@ -309,7 +309,7 @@ def train(
 def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
     """Return the mean loss per target token of all validation sets and of each; all ranks.
 
-    Every example counts once: a rank without examples left gets batches without targets.
+    Every example counts once: a rank that has no examples left gets batches without targets.
     """
     totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
     with policies.evaluation(model), policies.autocast(args, run.device):
@@ -323,7 +323,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
     return {"loss": loss.item(), "perplexity": loss.exp().item(), "losses": losses}
 
 
-def without_training(
+def run_without_training(
     args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
     """Do what --export-only, --prepare-only or --evaluate-only asks for; all ranks."""

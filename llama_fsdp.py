@@ -5,9 +5,9 @@
     sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 
 One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes sequences of
---max-seq-length tokens, each packed with documents that do not see each other.
+--max-seq-length tokens, each packed with documents that do not attend to each other.
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. To make your own
-script, copy this one with `tools/copy_script.py`. For another model of its kind, such as Qwen 3,
+script, copy this one with `tools/copy_script.py`. For another causal model, such as Qwen 3,
 replace the import of LlamaDecoderLayer, and MODEL, BLOCKS and TINY. Next, change `load_data`,
 `token_loss`, and in `train` the optimizer, the schedule and the step.
 """
@@ -53,10 +53,10 @@ from runtime.logit_checks import check_logits
 from runtime.model_checks import check_sum, fit_config
 from runtime.run import Loaders, Run, launch
 
-# Change these for another model of its kind. tools/memory_estimator.py reads them too.
+# Change these to train another model. tools/memory_estimator.py reads them too.
 MODEL = transformers.LlamaForCausalLM
-BLOCKS = (LlamaDecoderLayer,)  # FSDP units, compiled and recomputed one by one
-TINY = {  # names of its config
+BLOCKS = (LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
+TINY = {  # config fields
     "hidden_size": 128,
     "intermediate_size": 384,
     "num_hidden_layers": 4,
@@ -91,7 +91,7 @@ def fsdp_main(args: Namespace) -> int:
             model, tokenizer, init = load_model(args, device, run.checkpoint)
             run.describe(model, tokenizer)
             if args.prepare_only or args.export_only or args.evaluate_only:
-                without_training(args, model, tokenizer, init, run)
+                run_without_training(args, model, tokenizer, init, run)
             else:
                 train_set, val_sets = load_data(args, tokenizer)
                 model = wrap_model(args, device, model, init)
@@ -120,12 +120,12 @@ def setup(args: Namespace) -> torch.device:
     """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
-    with ranks.rendezvous(timeout) as place:  # store, rank and world_size; adds gloo for CPUs
+    with ranks.rendezvous(timeout) as group_args:  # store, rank, world_size; adds a gloo group
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             timeout=timeout,
             device_id=None if device.type == "cpu" else device,
-            **place,
+            **group_args,
         )
     ranks.set_seed(args.seed)
     if args.cpu_offload:
@@ -167,16 +167,16 @@ class LossModel(MODEL):
         """Call Hugging Face's forward or, given `targets`, return the sum of `token_loss`.
 
         `input_ids` and `targets` are int64 [batch, length]. A target is the token after its input,
-        or -100 where nothing is learned.
+        or -100 where there is no loss.
         """
         if targets is None:
             return super().forward(input_ids, **options)
         if self.config._attn_implementation == "packed":
-            # Without a mask, Transformers would look for documents itself and wait for the GPU.
+            # Without a mask, Transformers would look for document boundaries and wait for the GPU.
             options["attention_mask"] = torch.ones_like(input_ids)
         hidden = self.model(input_ids, use_cache=False, **options).last_hidden_state
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if target_positions is not None:  # most of a chat is prompt
+        if target_positions is not None:  # because most of a chat is the prompt
             hidden, targets = hidden[target_positions], targets[target_positions]
         return self.get_output_embeddings()(hidden, targets)
 
@@ -188,7 +188,7 @@ def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
     """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
-    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit."""
+    given a `checkpoint`, only allocates them. Raise ValueError if it does not fit the flags."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -198,7 +198,7 @@ def load_model(
     fit_config(args, LossModel, config, "max_seq_length")
     chats.set_chat_template(tokenizer, args.chat_template)  # final/ contains it too
     kernel = attention.set_attention(args, config, MODEL)
-    needs_weights = checkpoint is None or args.lora_rank > 0  # it contains only the adapters
+    needs_weights = checkpoint is None or args.lora_rank > 0  # a checkpoint has only adapters
     model, source = weights.new_model(LossModel, config, directory, needs_weights)
     model.attention_kernel = kernel  # for metrics.jsonl
     if args.lora_rank:
@@ -209,7 +209,7 @@ def load_model(
     return model, tokenizer, weights.Loader(args, model, source, device).fill
 
 
-def units(model: nn.Module) -> policies.Classes:
+def unit_classes(model: nn.Module) -> policies.Classes:
     """Return the classes that become FSDP units; the root has the rest, such as tied weights."""
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         return BLOCKS
@@ -222,7 +222,7 @@ def wrap_model(
     """Return the model wrapped in FSDP1, FSDP2 or DDP, in fp32 on `device`; all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
-    policy = policies.wrap_policy(units(model))
+    policy = policies.wrap_policy(unit_classes(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
     if args.strategy == "ddp":
@@ -247,7 +247,7 @@ def wrap_model(
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:  # after FSDP, so that FSDP stays outside
+    if args.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
         policies.checkpoint_activations(model, BLOCKS)
     return model
 
@@ -255,7 +255,7 @@ def wrap_model(
 def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return the training set (None with --evaluate-only) and the validation sets by name.
 
-    A data set of your own needs len() and [i], which returns what `data.collate` takes.
+    Your own data set needs len() and [i], which returns a sample that `data.collate` accepts.
     """
     return ranks.first_on_node(data.load, args, tokenizer)
 
@@ -269,12 +269,12 @@ def model_inputs(batch: Batch) -> Batch:
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is a sum over the model's own logits; all ranks."""
     rows = data.probe_batch(args)
-    batch, alone = data.collate(rows), [data.collate([row]) for row in rows]
+    batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
         all_positions = batch | {"target_positions": None}
         check_logits(summed_loss, model_inputs, model, all_positions, device, dtype, args.packing)
-        check_sum(summed_loss, model, batch, alone, device)
+        check_sum(summed_loss, model, batch, singles, device)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -287,7 +287,7 @@ def train(
 ) -> bool:
     """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
     device = run.device
-    sampler = batches.train_sampler(args, train_set)  # the same samples on any number of ranks
+    sampler = batches.train_sampler(args, train_set)  # same order on any number of ranks
     loader = DataLoader(
         train_set, batch_sampler=sampler, collate_fn=data.collate, pin_memory=device.type != "cpu"
     )
@@ -323,7 +323,7 @@ def train(
             step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing and ends the run
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()  # in fp16 also if the scaler skipped the step
+            scheduler.step()  # in fp16, even if the scaler skipped the step
             optimizer.zero_grad()
         if step.due(args.log_every):
             dist.all_reduce(loss)
@@ -339,7 +339,7 @@ def train(
 def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
     """Return the mean loss per target token of all validation sets and of each; all ranks.
 
-    Every example counts once: a rank without examples left gets batches without targets.
+    Every example counts once: a rank that has no examples left gets batches without targets.
     """
     totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
     with policies.evaluation(model), policies.autocast(args, run.device):
@@ -353,7 +353,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
     return {"loss": loss.item(), "perplexity": loss.exp().item(), "losses": losses}
 
 
-def without_training(
+def run_without_training(
     args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
     """Do what --export-only, --prepare-only or --evaluate-only asks for; all ranks."""

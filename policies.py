@@ -37,10 +37,10 @@ from runtime.steps import Step
 
 # On one process FSDP1 always falls back to NO_SHARD, with three different warnings.
 warnings.filterwarnings("ignore", message=r".*NO_SHARD")
-# A block may return a view, such as a position bias, which no script here changes in place.
+# A block may return a view, such as a position bias. No script modifies it in place.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(\w+\) returned a view tensor")
 
-# Buffers are never cast: in bf16 Llama's rotary frequencies are off by whole turns at position
+# Buffers are never cast: in bf16, Llama's rotary angles are off by full rotations at position
 # 4096. Inputs are cast for each unit, because generation runs outside the root's forward.
 _policy = functools.partial(MixedPrecision, cast_forward_inputs=True)
 bfSixteen = _policy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def check_arguments(args: Namespace) -> list[str]:
     fsdp2 = args.fsdp == 2
     no_sync = args.accumulate_no_sync
     accumulates = fsdp1 and args.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
-    whole = fsdp1 and (processes == 1 or strategy == "no_shard")
+    is_unsharded = fsdp1 and (processes == 1 or strategy == "no_shard")
     offloads = args.cpu_offload and torch.accelerator.device_count() > 0 and strategy != "ddp"
     with_sync = "with accumulation needs --fsdp 2, or --accumulate-no-sync on two or more"
     rules = {
@@ -87,10 +87,10 @@ def check_arguments(args: Namespace) -> list[str]:
         "--cpu-offload needs a GPU, and not --strategy ddp.": args.cpu_offload and not offloads,
         # Offload on CUDA trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
         "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards.": (
-            offloads and whole and not (args.export_only or args.evaluate_only)
+            offloads and is_unsharded and not (args.export_only or args.evaluate_only)
         ),
         f"--cpu-offload {with_sync} processes.": offloads and accumulates,
-        # FSDP1's gradient has another shape or dtype than the parameter in the next forward pass.
+        # In the next forward pass FSDP1's gradient differs from the parameter in shape or dtype.
         f"--compile {with_sync} processes, or --strategy ddp.": args.compile and accumulates,
         f"--strategy {strategy} needs --fsdp 1.": fsdp2 and strategy in ("no_shard", "ddp"),
         "--accumulate-no-sync cannot be used with no_shard.": no_sync and strategy == "no_shard",
@@ -135,7 +135,7 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
     timeout = timedelta(minutes=args.timeout_minutes)
     grid = torch.arange(world_size).view(-1, shards)
     groups = []
-    with ranks.joining():
+    with ranks.join_deadline():
         for rows in (grid.T, grid):  # init_device_mesh would ignore the time-out
             group, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
             groups.append(group)
@@ -162,10 +162,10 @@ def fsdp2_options(args: Namespace, device: torch.device) -> dict[str, Any]:
 
 def plan_gathers(model: nn.Module) -> None:
     """Make FSDP2 gather each unit before the previous one computes, keep the head gathered for the
-    backward pass, and not gather embeddings in it. Call this after sharding the root."""
+    backward pass, and not gather embeddings for it. Call this after sharding the root."""
     units = [x for x in model.modules() if isinstance(x, FSDPModule) and x is not model]
-    for unit, following in itertools.pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
+    for unit, next_unit in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([next_unit])
     for unit in units:
         if unit is model.get_output_embeddings():
             unit.set_reshard_after_forward(False)
@@ -174,7 +174,7 @@ def plan_gathers(model: nn.Module) -> None:
 
 
 def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
-    """Recompute each block in the backward pass. Call this after FSDP, which stays outside."""
+    """Recompute each block in the backward pass. Call this after FSDP, the outer wrapper."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
 
 
@@ -187,7 +187,7 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, blocks: Classes) -> None:
-    """Compile each block separately. Call this before FSDP, which stays outside."""
+    """Compile each block separately. Call this before FSDP, the outer wrapper."""
     # torch.compile gives up after 8 variants. T5 needs more: encoder or decoder, first or later
     # block, training or validation, static or dynamic length.
     torch.compiler.config.recompile_limit = 64
@@ -212,7 +212,7 @@ def gradient_scaler(
     if not enabled or args.strategy == "ddp" or args.fsdp == 2:
         return torch.amp.GradScaler(device.type, enabled=enabled)
     # FSDP1's scaler sums `found_inf` over ranks, but a fused kernel skips a step only at exactly 1.
-    # There is no public way to have the scaler skip the step itself.
+    # PyTorch has no public way to make the scaler itself skip the step.
     optimizer._step_supports_amp_scaling = False
     return ShardedGradScaler(device.type)
 
@@ -251,7 +251,7 @@ def micro_batches(args: Namespace, model: nn.Module, step: Step) -> Iterator[Bat
 @contextlib.contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode, and reshard FSDP2's units at the end. Without a backward pass they stay
-    gathered, and a state dict would have other parameters than the optimizer. All ranks."""
+    gathered, and the state dict would not match the optimizer's parameters. All ranks."""
     training = model.training
     model.eval()
     yield

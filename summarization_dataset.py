@@ -1,9 +1,9 @@
 """Summarization pairs for a sequence-to-sequence model, from raw text to padded batches.
 
-`--dataset` names `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
+`--dataset` takes `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
 Python, no download), CSV, TSV, JSONL, JSON or Parquet files, or hub ids. `load` cleans and splits
 the rows (`clean_rows`, `split_rows`), draws the requested number and tokenizes them (`encode`);
-`collate` pads a batch. Results stay in the `datasets` cache: let one process per node load first.
+`collate` pads a batch. `datasets` caches the results: let one process per node load first.
 
 Copy this file along with the script that imports it and the folder runtime/. For your own data,
 return its rows from `load_rows` under another built-in name.
@@ -30,18 +30,18 @@ from runtime.ranks import say
 from runtime.weights import unwrapped
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
-BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # examples by default
-PERCENT = {  # of the keys, for each split
+BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # default numbers of examples
+PERCENT = {  # of the keys in each split
     "wikihow": {"train": 98, "validation": 1, "test": 1},
     "docstrings": {"train": 85, "validation": 15},
     "other": {"train": 95, "validation": 5},
 }
-# Validation last: a title that is in two lists is not trained on.
+# Validation is last, so that a title in two lists is not trained on.
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
 PAIR = {"text": Value("string"), "summary": Value("string")}
 TOKENS = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 TOKENS |= {"length": Value("int32")}
-KEY = {"key": Value("int64"), "split": Value("string")}  # of the title lists, or empty
+KEY = {"key": Value("int64"), "split": Value("string")}  # split: from the title lists, or empty
 COLUMNS = {  # text, summary, and the key of rows that stay together
     "wikihow": ["text", "headline", "title"],
     "docstrings": ["text", "headline", "module"],
@@ -51,21 +51,21 @@ COLUMNS = {  # text, summary, and the key of rows that stay together
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the group "data" to `parser`."""
     add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.WORDS, help="wikihow, docstrings (built in), "
+    add("--dataset", **arguments.DATA, help="wikihow, docstrings (built in), "
         "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
         "takes a split or a part (default: wikihow)")  # fmt: skip
-    add("--val-dataset", **arguments.WORDS, help="validate on these, not on a part "
-        "of each --dataset; for example wikihow:test")  # fmt: skip
+    add("--val-dataset", **arguments.DATA, help="validate on these instead of a "
+        "part of each --dataset; for example wikihow:test")  # fmt: skip
     add("--data-dir", help="directory of WikiHow's CSV files and title lists", default="data")
     add("--wikihow-part", help="whole articles or paragraphs", choices=list(WIKIHOW), default="all")
     add("--dataset-config", help="configuration of a hub data set")
     add("--source-column", help="column with the texts", default="text")
     add("--target-column", help="column with the summaries", default="headline")
     add("--source-prefix", help="prepended to each text", default="summarize: ")
-    add("--source-length", **arguments.COUNT, default=512, help="tokens in a text; more are cut")
-    add("--target-length", **arguments.COUNT, default=150, help="tokens in a summary; more are cut")
+    add("--source-length", **arguments.COUNT, default=512, help="tokens per text; the rest is cut")
+    add("--target-length", **arguments.COUNT, default=150, help="tokens per summary; rest is cut")
     for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
-        text = f"rows of a data set (0: all; default: all but {number} of wikihow and docstrings)"
+        text = f"rows per data set (0: all; default: all, but {number} for wikihow and docstrings)"
         add(flag, **arguments.COUNT, help=text)
     add("--bad-rows", **arguments.BAD_ROWS)
     add("--group-by-length", help="batch texts of similar length, to pad less", **arguments.ON)
@@ -79,17 +79,17 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     """
     train_sets = []
     val_sets = {}
-    for word in [] if args.evaluate_only and args.val_dataset else args.dataset or ["wikihow"]:
-        parts = load_rows(word, args, tokenizer, hold_out=not args.val_dataset)
+    for spec in [] if args.evaluate_only and args.val_dataset else args.dataset or ["wikihow"]:
+        parts = load_rows(spec, args, tokenizer, hold_out=not args.val_dataset)
         if not args.val_dataset:
-            val_sets[word] = parts["validation"]
+            val_sets[spec] = parts["validation"]
         if not args.evaluate_only:
-            train_sets.append(finish(word, "train", parts["train"], args, tokenizer))
-    for word in args.val_dataset:
-        parts = load_rows(word, args, tokenizer, hold_out=False)
-        val_sets[word] = parts.get("validation", parts["train"])
-    for word, rows in val_sets.items():
-        val_sets[word] = readers.join([finish(word, "validation", rows, args, tokenizer)])
+            train_sets.append(draw(spec, "train", parts["train"], args, tokenizer))
+    for spec in args.val_dataset:
+        parts = load_rows(spec, args, tokenizer, hold_out=False)
+        val_sets[spec] = parts.get("validation", parts["train"])
+    for spec, rows in val_sets.items():
+        val_sets[spec] = readers.join([draw(spec, "validation", rows, args, tokenizer)])
     if args.evaluate_only:
         return None, val_sets
     text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
@@ -98,19 +98,19 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
 
 
 def load_rows(
-    word: str, args: Namespace, tokenizer: Tokenizer, hold_out: bool
+    spec: str, args: Namespace, tokenizer: Tokenizer, hold_out: bool
 ) -> dict[str, Dataset]:
-    """Return the rows of a word of --dataset by split; `hold_out` adds a split `validation`."""
-    name, split = readers.split_word(word, list(BUILT_IN))
+    """Return the rows of one --dataset argument by split; `hold_out` adds a split `validation`."""
+    name, split = readers.split_spec(spec, list(BUILT_IN))
     if name in BUILT_IN:
         rows = open_wikihow(args) if name == "wikihow" else readers.docstring_rows()
         rows = clean_rows(name, rows, args, tokenizer)
-        parts = readers.pick(name, split_rows(word, rows, PERCENT[name]), split)
+        parts = readers.pick(name, split_rows(spec, rows, PERCENT[name]), split)
     else:
         raw = readers.pick(name, readers.read(name, args.dataset_config), split)
         parts = {key: clean_rows(name, rows, args, tokenizer) for key, rows in raw.items()}
     if hold_out and "validation" not in parts:
-        parts = split_rows(word, parts["train"], PERCENT["other"])
+        parts = split_rows(spec, parts["train"], PERCENT["other"])
     return parts
 
 
@@ -138,11 +138,11 @@ def read_title_lists(args: Namespace) -> dict[str, str]:
 
 
 def title_key(title: str) -> str:
-    """Return the letters and digits of a title, because the authors' lists are of file names."""
+    """Return the letters and digits of a title, because the authors' lists contain file names."""
     return "".join(filter(str.isalnum, title))
 
 
-def hashed(key: str) -> int:
+def stable_hash(key: str) -> int:
     """Return a hash that, unlike hash(), is the same in every process."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
 
@@ -150,12 +150,12 @@ def hashed(key: str) -> int:
 def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return the rows of data set `name` with the columns of KEY, and of PAIR or TOKENS."""
     columns = readers.column_names(name, rows)
-    wanted = COLUMNS.get(name, [args.source_column, args.target_column])
-    if "input_ids" in columns and not {*wanted} <= {*columns}:
+    needed = COLUMNS.get(name, [args.source_column, args.target_column])
+    if "input_ids" in columns and not {*needed} <= {*columns}:
         return check_tokens(name, rows, args, tokenizer)
-    if not {*wanted} <= {*columns}:
+    if not {*needed} <= {*columns}:
         raise ValueError(f"--dataset {name} has columns {', '.join(columns)}, but not all of "
-                         f"{wanted}. Pass --source-column and --target-column.")  # fmt: skip
+                         f"{needed}. Pass --source-column and --target-column.")  # fmt: skip
     titles = read_title_lists(args) if name == "wikihow" else {}
 
     def value_of(row: dict[str, Any], column: str) -> str:
@@ -165,7 +165,7 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
         return value.strip()
 
     def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
-        text, summary, *key = (value_of(row, column) for column in wanted)
+        text, summary, *key = (value_of(row, column) for column in needed)
         if name == "wikihow":
             return clean_wikihow(text, summary, title_key(*key), titles)
         if not text or not summary:
@@ -173,12 +173,12 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
         pair = {"text": text, "summary": summary}
         if name == "docstrings":
             pair = {column: on_one_line(value) for column, value in pair.items()}
-        return [pair | {"key": hashed(*key or [text]), "split": ""}]
+        return [pair | {"key": stable_hash(*key or [text]), "split": ""}]
 
-    def clean_some(some: list[dict]) -> list[list[dict]]:
-        return [clean(row) for row in some]
+    def clean_batch(batch: list[dict]) -> list[list[dict]]:
+        return [clean(row) for row in batch]
 
-    cleaned = readers.samples(name, rows, clean_some, PAIR | KEY, args, wanted, titles)
+    cleaned = readers.map_rows(name, rows, clean_batch, PAIR | KEY, args, needed, titles)
     say(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
     return cleaned
 
@@ -186,12 +186,12 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
 def clean_wikihow(
     text: str, summary: str, key: str, titles: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Return a list with the cleaned row, or [] if WikiHow's authors would leave it out."""
+    """Return a list with the cleaned row, or [] if WikiHow's authors would drop it."""
     if not text or not summary or len(summary) >= 0.75 * len(text):
         return []
     if titles and key not in titles:
         return []
-    number = hashed(key or text)
+    number = stable_hash(key or text)
     text = on_one_line(re.sub(r"\.+[\r\n]+,", ".\n", text))
     summary = on_one_line(summary.replace(".,", "."))
     return [{"text": text, "summary": summary, "key": number, "split": titles.get(key, "")}]
@@ -211,12 +211,12 @@ def check_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer
         ids = tokens.check_ids(row.get("input_ids"), "--source-length", lengths[0], tokenizer)
         labels = tokens.check_ids(row.get("labels"), "--target-length", lengths[1], tokenizer)
         pair = {"input_ids": ids, "labels": labels, "length": len(ids)}
-        return pair | {"key": hashed(repr(ids)), "split": ""}
+        return pair | {"key": stable_hash(repr(ids)), "split": ""}
 
-    def check_some(some: list[dict]) -> list[list[dict]]:
-        return [[check(row)] for row in some]
+    def check_batch(batch: list[dict]) -> list[list[dict]]:
+        return [[check(row)] for row in batch]
 
-    return readers.samples(name, rows, check_some, TOKENS | KEY, args, lengths, len(tokenizer))
+    return readers.map_rows(name, rows, check_batch, TOKENS | KEY, args, lengths, len(tokenizer))
 
 
 def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, Dataset]:
@@ -226,15 +226,15 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
     """
     splits = list(percent)
     keys = rows.with_format("numpy")["key"][:]
-    places = np.array(rows["split"], dtype=object)
-    if not places[0]:
+    row_splits = np.array(rows["split"], dtype=object)
+    if not row_splits[0]:
         bounds = np.cumsum(list(percent.values()))
-        places = np.array(splits, dtype=object)[bounds.searchsorted(keys % 100, side="right")]
-        if len({*places}) < len(splits):
-            places[:] = "train"
+        row_splits = np.array(splits, dtype=object)[bounds.searchsorted(keys % 100, side="right")]
+        if len({*row_splits}) < len(splits):
+            row_splits[:] = "train"
             for key, split in zip(np.unique(keys)[:-1], splits[1:], strict=False):
-                places[keys == key] = split
-    parts = {split: rows.select(np.flatnonzero(places == split)) for split in splits}
+                row_splits[keys == key] = split
+    parts = {split: rows.select(np.flatnonzero(row_splits == split)) for split in splits}
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
     if not len(parts["train"]) or not len(parts["validation"]):
         raise ValueError(f"--dataset {name} has too few different rows: {sizes}. Pass more data, "
@@ -243,61 +243,61 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
     return parts
 
 
-def finish(word: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return the requested number of random rows, the same ones every time, as tokens."""
-    flag = args.num_train_samples if split == "train" else args.num_val_samples
-    default = BUILT_IN.get(word.partition(":")[0], (0, 0))[split != "train"]
+    limit = args.num_train_samples if split == "train" else args.num_val_samples
+    default = BUILT_IN.get(spec.partition(":")[0], (0, 0))[split != "train"]
     total = len(rows)
-    number = (default if flag is None else flag) or total
+    number = (default if limit is None else limit) or total
     if number < total:
         indices = list(range(total))
         random.Random(0).shuffle(indices)
         rows = rows.select(sorted(indices[:number]))  # reads faster than in random order
     rows = rows.remove_columns(list(KEY))
     if "input_ids" not in rows.column_names:
-        rows = encode(word, rows, args, tokenizer)
+        rows = encode(spec, rows, args, tokenizer)
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    say(f"{word}, {split}: {len(rows):,} of {total:,} rows used, {full:,} as long as "
+    say(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} as long as "
         "--source-length or cut to it")  # fmt: skip
     return rows
 
 
-def encode(word: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+def encode(spec: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return cleaned rows as tokens, with the columns of TOKENS."""
     prefix = args.source_prefix
     lengths = args.source_length, args.target_length
     options = {"truncation": True, "return_attention_mask": False}
 
-    def closed(ids: list[int], length: int) -> list[int]:
+    def add_eos(ids: list[int], length: int) -> list[int]:
         eos = tokenizer.eos_token_id
         return ids if ids and ids[-1] == eos else [*ids[: length - 1], eos]
 
-    def encode_some(some: list[dict]) -> list[list[dict]]:
-        texts = [prefix + row["text"] for row in some]
-        summaries = [row["summary"] for row in some]
+    def encode_batch(batch: list[dict]) -> list[list[dict]]:
+        texts = [prefix + row["text"] for row in batch]
+        summaries = [row["summary"] for row in batch]
         sources = tokenizer(texts, max_length=lengths[0], **options)["input_ids"]
         targets = tokenizer(text_target=summaries, max_length=lengths[1], **options)["input_ids"]
         samples = []
         for source, target in zip(sources, targets, strict=True):
-            ids, labels = closed(source, lengths[0]), closed(target, lengths[1])
+            ids, labels = add_eos(source, lengths[0]), add_eos(target, lengths[1])
             samples.append([{"input_ids": ids, "labels": labels, "length": len(ids)}])
         return samples
 
     key = prefix, lengths, readers.tokenizer_fingerprint(tokenizer)
-    return readers.samples(word, rows, encode_some, TOKENS, args, *key)
+    return readers.map_rows(spec, rows, encode_batch, TOKENS, args, *key)
 
 
 def collator(model: nn.Module) -> Callable:
     """Return `collate` with the decoder start token and the padding token of a model.
 
-    Raise ValueError if it has none.
+    Raise ValueError if the model lacks one of them.
     """
     model = unwrapped(model)
     start = getattr(model.config, "decoder_start_token_id", None)
     padding = model.config.pad_token_id
-    if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # T5Gemma has its start elsewhere
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):  # T5Gemma's start is not in config
         labels = torch.tensor([[5, -100, -100]])
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # the model may have none
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # it may have no start
             shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
             start, _, padding = shifted[0].tolist()
     if start is None or padding is None:
@@ -322,7 +322,7 @@ def probe_batch() -> list[dict[str, range]]:
     second target is the start of the first. The third has a shorter source and target."""
     source, target = range(10, 27), range(30, 46)
     pairs = (source, target), (source, target[:8]), (source[:9], target[:5])
-    return [{"input_ids": one, "labels": other} for one, other in pairs]
+    return [{"input_ids": ids, "labels": labels} for ids, labels in pairs]
 
 
 def collate(
@@ -333,22 +333,22 @@ def collate(
     It has int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels`,
     `decoder_input_ids` and `decoder_attention_mask` [batch, target]; padding is `pad_token_id`, in
     `labels` -100. The int `targets` counts the labels that are not -100, `tokens` these and the
-    source's tokens. Without examples, as for a rank that has none left, the batch is one row
-    without targets.
+    source's tokens. If there are no examples, as on a rank that has none left, the batch is one
+    row without targets.
     """
     # One position stays visible, because attention over none would be NaN.
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
     sources = [example["input_ids"] for example in examples]
     targets = [example["labels"] for example in examples]
-    labels = padded(targets, -100)
+    labels = pad(targets, -100)
     decoder_input_ids = torch.full_like(labels, decoder_start_token_id)
     decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)
     decoder_attention_mask = (labels != -100).long()
     decoder_attention_mask[:, 0] = 1
     count = sum(map(len, targets))
     return {
-        "input_ids": padded(sources, pad_token_id),
-        "attention_mask": padded([np.ones(len(source)) for source in sources], 0),
+        "input_ids": pad(sources, pad_token_id),
+        "attention_mask": pad([np.ones(len(source)) for source in sources], 0),
         "labels": labels,
         "decoder_input_ids": decoder_input_ids,
         "decoder_attention_mask": decoder_attention_mask,
@@ -357,7 +357,7 @@ def collate(
     }
 
 
-def padded(rows: list[np.ndarray], value: int) -> torch.Tensor:
+def pad(rows: list[np.ndarray], value: int) -> torch.Tensor:
     """Return rows as int64 [rows, length of the longest, at least 1], padded with `value`; on a GPU
     the length is rounded up to a multiple of 8."""
     multiple = 1 if ranks.accelerator() is None else 8

@@ -1,6 +1,6 @@
-"""Modules that serve a run, whatever its model and data are.
+"""Modules of a training run, independent of its model and data.
 
-The run: each object has one owner of its state
+The run (one object owns each piece of state)
     run           Run: OUTPUT_DIR, its status, saves, exports and end; owns the objects below
     lock          Lock: one run at a time writes to OUTPUT_DIR
     stops         StopRequest: whether this process was asked to stop
@@ -9,10 +9,10 @@ The run: each object has one owner of its state
     state         TrainState: model, optimizer and counters, which are trained and saved
     checkpoints   Saver: checkpoints and failed saves; find, check, load, prune
     checkpoint_reader  reads checkpoints without running code in them
-    identity      values that all ranks and starts of a run must share
-    watchdog      a timer that writes the stacks of a rank that makes no progress
+    identity      values that must be the same on all ranks and in each start of a run
+    watchdog      a timer that dumps the stacks of a rank that makes no progress
     screen        progress bars
-    ranks         work on all ranks or on one; log lines; exits with a message
+    ranks         run functions on all ranks or on one; log lines; exit with a message
     arguments     the flags that all scripts share
     batches       the order of samples, cut into global batches
     optimization  parameter groups and learning-rate schedules

@@ -29,19 +29,19 @@ def add(
 ) -> None:
     """Freeze a model on meta, and add fp32 adapters to the projections in its `blocks`.
 
-    Frozen weights are held in `dtype`, the compute dtype, and with --load-in-4bit the blocks'
+    Frozen weights are stored in `dtype`, the compute dtype, and with --load-in-4bit the blocks'
     projections in NF4. The adapters' initial values are added to rank 0's `source`. Raise
     ValueError if a target is not a projection.
     """
     import peft
 
     projections = _projections(model, blocks)
-    kinds = {name.rpartition(".")[2] for name in projections}
-    targets = set(args.lora_targets or kinds)
-    if not targets <= kinds:
+    names = {name.rpartition(".")[2] for name in projections}
+    targets = set(args.lora_targets or names)
+    if not targets <= names:
         raise ValueError(
-            f"--lora-targets {' '.join(sorted(targets - kinds))}: no such projection. Pass some of "
-            f"{', '.join(sorted(kinds))}."
+            f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. Pass some of "
+            f"{', '.join(sorted(names))}."
         )
     if args.load_in_4bit:
         from . import nf4
@@ -65,13 +65,13 @@ def add(
             "too, which is not a projection of a block. Pass only the projections of the "
             "attention."
         )
-    config.inference_mode = True  # as peft writes it
+    config.inference_mode = True  # the value that peft saves
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     model.adapters = Lora(source)
     for name, parameter in model.named_parameters():
-        if source and model.adapters.is_saved(name):  # on rank 0, as peft initializes them
+        if source and model.adapters.is_saved(name):  # on rank 0; same initialization as peft
             source[name] = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
@@ -86,7 +86,7 @@ def _projections(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a projection may be in 4 bits. T5 checks the dtype of some."""
+    """Return whether a projection may be in 4 bits. T5 reads the dtype of some weights."""
     return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
 
 
@@ -94,12 +94,12 @@ class Lora:
     """The adapters of a model: the only part that is trained, saved and exported."""
 
     def __init__(self, source: weights.Source) -> None:
-        # One value of each of rank 0's tensors shows whether a resume has the same base.
+        # A checksum of one value per tensor shows whether a resume has the same base model.
         values = {name: x.flatten()[x.numel() // 2].item() for name, x in source.items()}
         self.checksum = checksum(sorted(values.items()))
 
     def identity(self, args: Namespace, model: nn.Module) -> dict[str, Any]:
-        """Return the values that a run with adapters and its continuation must share."""
+        """Return the values that must not change when a run with adapters resumes."""
         (config,) = model.peft_config.values()
         targets = " ".join(sorted(config.target_modules))
         return {
@@ -118,8 +118,8 @@ class Lora:
     ) -> None:  # fmt: skip
         """Write the adapters, in fp32, as a directory that `PeftModel.from_pretrained` loads.
 
-        With --merge, write a whole model in --export-dtype: rank 0 maps the files of the base again
-        and adds the adapters' product in fp32.
+        With --merge, write a whole model in --export-dtype: rank 0 maps the base's files again and
+        adds the product of the adapters in fp32.
         """
         adapters = {}
         for name, parameter in model.named_parameters():
@@ -137,13 +137,13 @@ class Lora:
 
         with export.new_directory(path) as temporary:
             if args.merge:
-                merged = _merged(model, adapters, args, before_each)
-                export.write_model(model, merged, tokenizer, temporary, args)
+                tensors = _merge(model, adapters, args, before_each)
+                export.write_model(model, tensors, tokenizer, temporary, args)
             else:
                 ranks.on_rank_zero(write_adapters)
 
 
-def _merged(
+def _merge(
     model: nn.Module, adapters: dict[str, Tensor], args: Namespace, before_each: Callable[[], None]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each tensor of the base: on rank 0 from the files, with the adapters'

@@ -17,24 +17,24 @@ OFF = {"action": argparse.BooleanOptionalAction, "default": False}
 ON = {"action": argparse.BooleanOptionalAction, "default": True}
 COUNT = {"type": int, "metavar": "N"}
 NUMBER = {"type": float, "metavar": "X"}
-WORDS = {"nargs": "+", "action": "extend", "default": [], "metavar": "DATA"}  # may be repeated
-BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: leave out unusable rows"}
+DATA = {"nargs": "+", "action": "extend", "default": [], "metavar": "DATA"}  # may be repeated
+BAD_ROWS = {"choices": ["fail", "skip"], "default": "fail", "help": "skip: drop unusable rows"}
 INSTALL = "Run `pip install -r requirements-extras.txt`."
 TRACKERS = ["tensorboard", "wandb", "trackio"]
 
 POSITIVE = 1e-12  # lower limit of values that must be above 0
-ANY = 2**31  # upper limit that no user reaches
+NO_LIMIT = 2**31  # an upper limit that no user reaches
 LIMITS = {  # of the flags of all scripts; a flag may be missing or None
-    **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, ANY)),
-    **dict.fromkeys(("log_every", "keep_checkpoints", "num_beams"), (1, ANY)),
-    **dict.fromkeys(("source_length", "target_length", "block_size"), (2, ANY)),
-    **dict.fromkeys(("max_steps", "eval_every", "save_every", "profile", "seed"), (0, ANY)),
-    **dict.fromkeys(("global_batch_size", "weight_decay", "shard_group_size"), (0, ANY)),
-    **dict.fromkeys(("num_train_samples", "num_val_samples", "rouge_samples"), (0, ANY)),
-    **dict.fromkeys(("lr", "gamma", "max_grad_norm", "timeout_minutes"), (POSITIVE, ANY)),
-    "max_seq_length": (8, ANY),
-    "lora_rank": (0, ANY),
-    "lora_alpha": (POSITIVE, ANY),
+    **dict.fromkeys(("batch_size", "gradient_accumulation_steps", "epochs"), (1, NO_LIMIT)),
+    **dict.fromkeys(("log_every", "keep_checkpoints", "num_beams"), (1, NO_LIMIT)),
+    **dict.fromkeys(("source_length", "target_length", "block_size"), (2, NO_LIMIT)),
+    **dict.fromkeys(("max_steps", "eval_every", "save_every", "profile", "seed"), (0, NO_LIMIT)),
+    **dict.fromkeys(("global_batch_size", "weight_decay", "shard_group_size"), (0, NO_LIMIT)),
+    **dict.fromkeys(("num_train_samples", "num_val_samples", "rouge_samples"), (0, NO_LIMIT)),
+    **dict.fromkeys(("lr", "gamma", "max_grad_norm", "timeout_minutes"), (POSITIVE, NO_LIMIT)),
+    "max_seq_length": (8, NO_LIMIT),
+    "lora_rank": (0, NO_LIMIT),
+    "lora_alpha": (POSITIVE, NO_LIMIT),
     "lora_dropout": (0, 1),
     "warmup_ratio": (0, 1),
 }
@@ -44,14 +44,14 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
     """Show the default of each flag, and the description verbatim."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        # argparse has no public hook for this, and its own shows "(default: None)".
+        # argparse has no public hook for this, and its default shows "(default: None)".
         if action.default in (None, False, []) or "(default" in action.help:
             return action.help
         return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations, whose errors are one message from rank 0.
+    """A parser that rejects abbreviations and reports an error once, on rank 0.
 
     Its help starts with the first line and the commands of a script's docstring.
     """
@@ -117,7 +117,7 @@ def add_common(
     add("--batch-size", **COUNT, default=4, help="samples per rank and micro-batch")
     add("--gradient-accumulation-steps", **COUNT, default=1, help="micro-batches per step")
     add("--global-batch-size", **COUNT, default=0, help="samples per step on all "
-        "ranks, in micro-batches of at most --batch-size (0: by the two flags above)")  # fmt: skip
+        "ranks, in micro-batches of at most --batch-size (0: use the two flags above)")  # fmt: skip
     add("--accumulate-no-sync", **OFF, help="communicate once per step, not per micro-batch; every "
         "rank then holds the whole gradient")  # fmt: skip
     add("--epochs", **COUNT, default=2, help="passes over the training set")
@@ -126,7 +126,7 @@ def add_common(
     add("--lr-schedule", choices=["linear", "cosine", "constant", "step"], default="linear",
         help="after the warm-up; step multiplies by --gamma every epoch")  # fmt: skip
     add("--gamma", **NUMBER, default=0.85, help="factor of --lr-schedule step")
-    add("--warmup-ratio", **NUMBER, default=0.03, help="share of warm-up steps")
+    add("--warmup-ratio", **NUMBER, default=0.03, help="fraction of steps for warm-up")
     add("--weight-decay", **NUMBER, default=0.01, help="except for biases and norms")
     add("--max-grad-norm", **NUMBER, default=1.0, help="clip gradients to this norm")
     add("--seed", **COUNT, default=0, help="for weights, data order and dropout")
@@ -137,7 +137,7 @@ def add_common(
     add("--strategy", choices=list(strategies), default="full_shard", help="what to shard")
     add("--shard-group-size", **COUNT, default=0, help="for hybrid_shard (0: ranks of a node)")
     add("--cpu-offload", **OFF, help="keep parameters, gradients and optimizer state on the CPU")
-    add("--precision", choices=["auto", *precisions], default="auto", help="of the computation; "
+    add("--precision", choices=["auto", *precisions], default="auto", help="compute dtype; "
         "auto: bf16 if the GPU supports it, else fp32")  # fmt: skip
     add("--activation-checkpointing", **OFF, help="recompute each block in the backward pass")
     add("--compile", **OFF, help="torch.compile each block")
@@ -151,7 +151,7 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMIT
         if value is None or low <= value < high:
             continue
         bounds = "above 0" if low == POSITIVE else f"at least {low}"
-        if high < ANY:
+        if high < NO_LIMIT:
             bounds += f" and below {high:,}"
         flag = f"--{name.replace('_', '-')}"
         problems.append(f"{flag} {value} is out of range. It must be {bounds}.")
@@ -195,15 +195,15 @@ def validate(args: Namespace, *modules: ModuleType) -> Namespace:
 
 def _resolve_micro_batches(args: Namespace, processes: int) -> tuple[Namespace, list[str]]:
     """Divide --global-batch-size into the fewest micro-batches of at most --batch-size."""
-    total, most = args.global_batch_size, args.batch_size
-    if total <= 0 or most < 1 or getattr(args, "export_only", False):
+    total, limit = args.global_batch_size, args.batch_size
+    if total <= 0 or limit < 1 or getattr(args, "export_only", False):
         return args, []
     if args.gradient_accumulation_steps > 1:
         return args, ["Pass --global-batch-size or --gradient-accumulation-steps, not both."]
-    per_rank, rest = divmod(total, processes)
-    if rest:
+    per_rank, remainder = divmod(total, processes)
+    if remainder:
         return args, [f"--global-batch-size {total} is not a multiple of {processes} processes. "
-                      f"Pass {total - rest + processes}."]  # fmt: skip
-    steps = next(n for n in range(1, per_rank + 1) if per_rank % n == 0 and per_rank // n <= most)
-    batch = {"batch_size": per_rank // steps, "gradient_accumulation_steps": steps}
+                      f"Pass {total - remainder + processes}."]  # fmt: skip
+    count = next(n for n in range(1, per_rank + 1) if per_rank % n == 0 and per_rank // n <= limit)
+    batch = {"batch_size": per_rank // count, "gradient_accumulation_steps": count}
     return Namespace(**vars(args) | batch), []

@@ -20,7 +20,7 @@ from transformers import (
 from . import ranks
 
 CHOICES = ["auto", "flash", "varlen", "sdpa", "eager"]
-HELP = "flash-attn's kernel, torch's own, or one with a mask; auto: the first that runs"
+HELP = "flash: flash-attn; varlen: torch's; sdpa, eager: with a mask; auto: the first that runs"
 
 
 def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
@@ -60,7 +60,7 @@ def flash_attn() -> Callable[..., Tensor]:
             module = importlib.import_module(name)
             function = module.flash_attn_varlen_func
             break
-        except Exception as error:  # of any type if it was built for another torch or driver
+        except Exception as error:  # any type, if it was built for another torch or driver
             errors.append(f"{name}: {error}")
     else:
         raise ValueError(f"--attention flash needs flash-attn ({'; '.join(errors)}). Install it.")
@@ -77,7 +77,7 @@ def flash_attn() -> Callable[..., Tensor]:
 def per_document(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Compute attention within each document, one document at a time; replaces a kernel on CPUs."""
+    """Compute attention for one document at a time, in place of a kernel on CPUs."""
     outputs = []
     lengths = ends.diff().tolist()
     options = {"is_causal": True, "scale": scale, "enable_gqa": True}
@@ -108,9 +108,9 @@ def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTr
     window = getattr(config, "sliding_window", None) or args.max_seq_length
     has_window = getattr(config, "use_sliding_window", True) and window < args.max_seq_length
     # A compiled graph would break in `per_document`, the varlen kernel of a CPU.
-    breaks = args.compile and ranks.accelerator() is None
+    breaks_graph = args.compile and ranks.accelerator() is None
     needs_mask = has_window or _needs_mask(args, config)
-    if needs_mask or breaks or not model_class._supports_attention_backend:
+    if needs_mask or breaks_graph or not model_class._supports_attention_backend:
         return "sdpa"
     for candidate in ("flash", "varlen"):
         with contextlib.suppress(ValueError):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from .ranks import accelerator
 
-Batch = dict[str, Tensor | int]  # as a script's `collate` makes it
+Batch = dict[str, Tensor | int]  # as returned by a script's `collate`
 
 
 class GlobalBatchSampler:
@@ -24,14 +24,14 @@ class GlobalBatchSampler:
 
     The epoch's permutation is cut into global batches, one per optimizer step. Each is dealt to the
     ranks in turn, then cut into micro-batches. No sample is dropped or repeated: some
-    micro-batches of the last step may be short or empty. With a `seed` of None the order is that of
-    the data set.
+    micro-batches of the last step may be short or empty. If `seed` is None, samples keep the order
+    of the data set.
 
     Given `lengths`, one per sample, a global batch has samples of similar length, so that there is
     little padding and no rank waits for another. The global batches come in random order, except
     that the longest comes first: if it does not fit in memory, the run fails at once.
 
-    Set `epoch` and `consumed` (samples of all ranks) to continue anywhere without loading samples.
+    Set `epoch` and `consumed` (samples of all ranks) to resume without loading earlier samples.
     """
 
     def __init__(
@@ -62,30 +62,30 @@ class GlobalBatchSampler:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
             order = torch.randperm(self.num_samples, generator=generator, dtype=torch.int32)
             if self.lengths is not None:
-                order = self._grouped(order, generator)
+                order = self._group_by_length(order, generator)
         for start in range(self.consumed, self.num_samples, self.global_batch):
             yield order[start : start + self.global_batch].tolist()
 
-    def _grouped(self, order: Tensor, generator: torch.Generator) -> Tensor:
+    def _group_by_length(self, order: Tensor, generator: torch.Generator) -> Tensor:
         """Sort each half by length, then shuffle the global batches; a short last one stays last.
 
         The halves are random, because otherwise all epochs would have the same batches.
         """
-        whole = len(order) // self.global_batch
-        order, rest = order.tensor_split([whole * self.global_batch])
-        halves = order.tensor_split([whole // 2 * self.global_batch])
+        count = len(order) // self.global_batch
+        order, remainder = order.tensor_split([count * self.global_batch])
+        halves = order.tensor_split([count // 2 * self.global_batch])
         order = torch.cat([half[self.lengths[half].argsort(stable=True)] for half in halves])
-        batches = order.view(whole, self.global_batch)[torch.randperm(whole, generator=generator)]
-        if whole:
+        batches = order.view(count, self.global_batch)[torch.randperm(count, generator=generator)]
+        if count:
             longest = self.lengths[batches].sum(dim=1).argmax().item()
             batches[[0, longest]] = batches[[longest, 0]]
-        return torch.cat((batches.flatten(), rest))
+        return torch.cat((batches.flatten(), remainder))
 
     def __iter__(self) -> Iterator[list[int]]:
         for samples in self.steps():
-            mine = samples[self.rank :: self.world_size]
+            rank_samples = samples[self.rank :: self.world_size]
             for start in range(0, self.batch_size * self.accumulation, self.batch_size):
-                yield mine[start : start + self.batch_size]
+                yield rank_samples[start : start + self.batch_size]
 
     def __len__(self) -> int:
         steps = math.ceil((self.num_samples - self.consumed) / self.global_batch)
@@ -120,7 +120,7 @@ def val_loaders(
     return loaders
 
 
-def first(loader: DataLoader, samples: int | None) -> DataLoader:
+def first_samples(loader: DataLoader, samples: int | None) -> DataLoader:
     """Return a loader of this rank's share of the first `samples` samples (None: all) of
     `loader`."""
     sampler = loader.batch_sampler
@@ -136,7 +136,7 @@ def _ordered_loader(samples: Any, sampler: Any, collate: Callable) -> DataLoader
         batch_sampler=sampler,
         collate_fn=collate,
         pin_memory=accelerator() is not None,
-        generator=torch.Generator(),  # or each pass would use random numbers of dropout
+        generator=torch.Generator(),  # otherwise each pass would advance dropout's random state
     )
 
 

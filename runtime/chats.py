@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from . import ranks
 
-COLUMNS = {  # of each format; the first format that fits is used
+COLUMNS = {  # required by each format; the first match is used
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
     "ShareGPT": ("conversations",),
@@ -17,7 +17,7 @@ COLUMNS = {  # of each format; the first format that fits is used
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
 UNKNOWN = {"function_call": "tool_calls", "reasoning": "reasoning_content", "weight": "no weights"}
-KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # keys that templates know
+OPTIONAL_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a turn
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
 {{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}{%- endfor -%}
@@ -36,11 +36,11 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 {%- else -%}
 {{- ' ' + turn['content'] | trim + ' ' + (eos_token or '') -}}
 {%- endif -%}{%- endfor -%}"""
-NAMED = {"chatml": CHATML, "llama-2": LLAMA_2}
+TEMPLATES = {"chatml": CHATML, "llama-2": LLAMA_2}
 
 
 def read_chat(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
-    """Return the turns of the chat in a row (see `checked`), and its tools or None."""
+    """Return the turns of the chat in a row (see `validate_turn`), and its tools or None."""
     if kind == "messages":
         turns = as_list(row.get("messages"), "messages")
     elif kind == "prompt":
@@ -52,11 +52,11 @@ def read_chat(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
         turns = as_list(row.get("conversations"), "conversations")
         turns = [turn | {"role": turn.get("from"), "content": turn.get("value")} for turn in turns]
     else:
-        asked, more = row.get("instruction"), row.get("input")
-        if asked and more:
-            asked = f"{asked}\n\n{more}"
-        turns = as_turns("user", asked) + as_turns("assistant", row.get("output"))
-    turns = [checked(turn) for turn in turns]
+        question, more = row.get("instruction"), row.get("input")
+        if question and more:
+            question = f"{question}\n\n{more}"
+        turns = as_turns("user", question) + as_turns("assistant", row.get("output"))
+    turns = [validate_turn(turn) for turn in turns]
     if all(turn["role"] != "assistant" for turn in turns):
         raise ValueError("the chat has no assistant turn, so there is nothing to learn")
     tools = from_json(row.get("tools"))
@@ -77,7 +77,7 @@ def as_turns(role: str, value: Any) -> list[dict]:
     )
 
 
-def checked(turn: dict) -> dict:
+def validate_turn(turn: dict) -> dict:
     """Return a turn with its content as text and only known keys; raise ValueError if invalid."""
     role = SPEAKERS.get(turn.get("role"), turn.get("role"))
     if role not in ROLES:
@@ -95,13 +95,13 @@ def checked(turn: dict) -> dict:
         raise ValueError(f"the {role}'s turn is {content}, not text")
     if role == "assistant" and not calls and not content.strip():
         raise ValueError("the assistant's turn is empty")
-    known = {"role": role, "content": content}
+    result = {"role": role, "content": content}
     if calls:
-        known["tool_calls"] = [checked_call(call) for call in as_list(calls, "tool_calls")]
-    return known | {key: turn[key] for key in KEPT if turn.get(key)}
+        result["tool_calls"] = [parse_call(call) for call in as_list(calls, "tool_calls")]
+    return result | {key: turn[key] for key in OPTIONAL_KEYS if turn.get(key)}
 
 
-def checked_call(call: dict) -> dict:
+def parse_call(call: dict) -> dict:
     """Return a tool call with its arguments parsed, as most templates write them by `tojson`."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -121,34 +121,34 @@ def from_json(value: Any) -> Any:
         return value
 
 
-def set_chat_template(tokenizer: Tokenizer, wanted: str | None) -> None:
-    """Set a tokenizer's chat template to `wanted`; by default, to Llama 2's if it has none."""
-    if wanted is None:
+def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
+    """Set a tokenizer's chat template to `choice`; if None, to Llama 2's if it has none."""
+    if choice is None:
         if tokenizer.chat_template is None:
             tokenizer.chat_template = LLAMA_2
             ranks.say("The tokenizer has no chat template: using llama-2, in best/ and final/ too.")
         return
-    path = Path(wanted).expanduser()
-    if wanted not in NAMED and not path.is_file():
-        raise ValueError(f"--chat-template {wanted} is neither a file nor chatml or llama-2.")
-    template = NAMED.get(wanted) or path.read_text(encoding="utf-8", errors="replace")
+    path = Path(choice).expanduser()
+    if choice not in TEMPLATES and not path.is_file():
+        raise ValueError(f"--chat-template {choice} is neither a file nor chatml or llama-2.")
+    template = TEMPLATES.get(choice) or path.read_text(encoding="utf-8", errors="replace")
     if "messages" not in template:
-        raise ValueError(f"--chat-template {wanted} does not use `messages`. Pass a Jinja file.")
+        raise ValueError(f"--chat-template {choice} does not use `messages`. Pass a Jinja file.")
     tokenizer.chat_template = template
-    ranks.say(f"--chat-template {wanted} replaces the tokenizer's, in best/ and final/ too.")
+    ranks.say(f"--chat-template {choice} replaces the tokenizer's, in best/ and final/ too.")
 
 
-def check_written(turn: dict, tools: list[dict] | None, text: str) -> None:
+def check_rendered(turn: dict, tools: list[dict] | None, text: str) -> None:
     """Raise ValueError unless `text` contains the turn's content and calls, and the tool names."""
-    wanted = [("content", turn["content"].rpartition("</think>")[2])]
-    wanted += [(key, turn[key]) for key in ("reasoning_content", "thinking") if key in turn]
-    wanted += [("tools", tool.get("function", tool).get("name", "")) for tool in tools or ()]
+    expected = [("content", turn["content"].rpartition("</think>")[2])]
+    expected += [(key, turn[key]) for key in ("reasoning_content", "thinking") if key in turn]
+    expected += [("tools", tool.get("function", tool).get("name", "")) for tool in tools or ()]
     for call in turn.get("tool_calls", ()):
         function = call.get("function", call)
-        wanted += [("tool_calls", x) for x in (function["name"], *function["arguments"])]
-    for what, part in wanted:
+        expected += [("tool_calls", x) for x in (function["name"], *function["arguments"])]
+    for key, part in expected:
         if part.strip() not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
             advice = "Pass a --chat-template FILE that renders it; for tools, Qwen 2.5's"
             raise ValueError(
-                f"the chat template drops {what} of the {turn['role']}'s turn. {advice}"
+                f"the chat template drops {key} of the {turn['role']}'s turn. {advice}"
             )

@@ -141,7 +141,11 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(self, path: Path, state: TrainState, full: bool) -> None:
         super().__init__(path, overwrite=True)
-        self.description = _describe(state)
+        self.description = {name: getattr(state, name) for name in COUNTERS} | {
+            "schedule": state.scheduler.last_epoch,
+            "scaler": state.scaler.state_dict(),
+            "ranks": [dist.get_world_size(), state.device.type],
+        }
         self.device = state.device
         self.full = full
 
@@ -246,11 +250,10 @@ def _verify(path: Path) -> None:
         raise ValueError(f"{path} has no {STATE}: its save was interrupted.")
     try:
         saved = json.loads((path / STATE).read_text())
-        is_intact = saved.pop("crc") == json_sum(saved) and saved["step"] == step_of(path)
+        if saved.pop("crc") != json_sum(saved) or saved["step"] != step_of(path):
+            raise ValueError
     except (ValueError, AttributeError, KeyError, TypeError):
-        is_intact = False
-    if not is_intact:
-        raise ValueError(f"{path / STATE} is damaged.")
+        raise ValueError(f"{path / STATE} is damaged.") from None
     for name in sorted(saved["files"])[dist.get_rank() :: dist.get_world_size()]:
         if not (path / name).is_file() or file_sum(path / name) != saved["files"][name]:
             raise ValueError(f"{path / name} is damaged.")
@@ -265,15 +268,6 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP), strict=False)
 
 
-def _describe(state: TrainState) -> dict[str, Any]:
-    """Return the contents of train_state.json, without the checksums of the files."""
-    description = {name: getattr(state, name) for name in COUNTERS}
-    description["schedule"] = state.scheduler.last_epoch
-    description["scaler"] = state.scaler.state_dict()
-    description["ranks"] = [dist.get_world_size(), state.device.type]
-    return description
-
-
 def _all_tensors(state: TrainState) -> dict[str, Any]:
     """Return all tensors of a checkpoint of `state`."""
     options = _options(state.model)
@@ -286,13 +280,8 @@ def _all_tensors(state: TrainState) -> dict[str, Any]:
                 f"The optimizer's state{pytree.keystr(path[1:])} is {value!r}. "
                 "Checkpoints contain only tensors. Keep it as a tensor."
             )
-    others = _other_tensors(state)
-    return {
-        "model": _saved_part(state.model, model),
-        "optimizer": optimizer,
-        "others": others,
-        "random": _random_states(),
-    }
+    parts = {"model": _saved_part(state.model, model), "optimizer": optimizer}
+    return parts | {"others": _other_tensors(state), "random": _random_states()}
 
 
 def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -301,22 +290,18 @@ def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     names = {plain_name(name) for name, _ in inner.named_parameters(remove_duplicate=False)}
     tied = names - {plain_name(name) for name, _ in inner.named_parameters()}
     adapters = getattr(inner, "adapters", None)
-    part = {name: tensor for name, tensor in state_dict.items() if name not in tied}
-    if adapters is None:
-        return part
-    return {name: tensor for name, tensor in part.items() if adapters.is_saved(name)}
-
-
-def _generators() -> list[Any]:
-    """Return the modules of the random generators that dropout draws from."""
-    kind = ranks.accelerator()
-    return [torch] if kind is None else [torch, torch.get_device_module(kind)]
+    is_saved = adapters.is_saved if adapters else lambda name: name not in tied
+    return {name: tensor for name, tensor in state_dict.items() if is_saved(name)}
 
 
 def _random_states() -> dict[str, torch.Tensor]:
-    """Return the states of this rank's generators."""
-    rank = dist.get_rank()
-    return {f"{rank}, {i}": x.get_rng_state() for i, x in enumerate(_generators())}
+    """Return the states of this rank's random generators, which dropout draws from."""
+    return {f"{dist.get_rank()}, {x.__name__}": x.get_rng_state() for x in _generators()}
+
+
+def _generators() -> list[Any]:
+    kind = ranks.accelerator()
+    return [torch] if kind is None else [torch, torch.get_device_module(kind)]
 
 
 def _other_tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -345,13 +330,11 @@ def _read_others(fill: Callable, state: TrainState, world_size: int) -> None:
     loaded = iter(tensors.values())
     for other in state.others.values():
         values, structure = pytree.tree_flatten(other.state_dict())
-        values = [_like(x, next(loaded)) if isinstance(x, SAVED) else x for x in values]
+        for i, value in enumerate(values):
+            if isinstance(value, SAVED):
+                tensor = next(loaded)
+                values[i] = tensor if torch.is_tensor(value) else type(value)(tensor.item())
         other.load_state_dict(pytree.tree_unflatten(values, structure))
-
-
-def _like(value: Any, loaded: torch.Tensor) -> Any:
-    """Return `loaded` as the type of `value`."""
-    return loaded if isinstance(value, torch.Tensor) else type(value)(loaded.item())
 
 
 def _read_weights(fill: Callable, model: nn.Module) -> None:

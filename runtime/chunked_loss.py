@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
-CHUNK = 1024  # positions whose logits are held at a time
+CHUNK = 1024  # positions whose logits are in memory at a time
 
 
 class LossHead(nn.Linear):
@@ -27,7 +27,7 @@ class LossHead(nn.Linear):
     ) -> None:
         super().__init__(head.in_features, head.out_features, bias=head.bias is not None)
         self.scale = getattr(config, "logit_scale", None) or 1.0  # Cohere's name for it
-        self.scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite's, of its inverse
+        self.scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite's, the inverse
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.token_loss = token_loss
 

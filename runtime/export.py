@@ -54,17 +54,17 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and value of each parameter and persistent buffer of a model, tied ones once.
 
-    FSDP1 gathers a unit at a time for rank 0 alone; FSDP2 gathers a tensor, cast to `dtype` before.
+    FSDP1 gathers one unit at a time, on rank 0 only; FSDP2 casts each tensor before gathering it.
     """
     inner = unwrapped(model)
-    units = defaultdict(list, {"": []})  # the root first, or another unit would become one
+    units = defaultdict(list, {"": []})  # the root first, or FSDP would make another unit the root
     for name, first in first_names(inner).items():
         module, _, key = name.rpartition(".")
         if name == first and key not in inner.get_submodule(module)._non_persistent_buffers_set:
             units[name.rpartition("._fsdp_wrapped_module.")[0]].append(name)
     for unit, names in units.items():
         options = {"recurse": False, "writeback": False, "rank0_only": True}
-        with FSDP.summon_full_params(model.get_submodule(unit), **options):  # nothing without FSDP1
+        with FSDP.summon_full_params(model.get_submodule(unit), **options):  # no-op without FSDP1
             for name in names:
                 before_each()
                 yield plain_name(name), gather(attrgetter(name)(inner).detach(), dtype)
@@ -89,14 +89,14 @@ def write_model(
     """
     # Transformers looks up its conversions by class, and knows only its own classes.
     with torch.device("meta"):
-        like = library_class(type(model))(copy.deepcopy(model.config))
-    like._weight_conversions = getattr(model, "_weight_conversions", None)
+        hf_model = library_class(type(model))(copy.deepcopy(model.config))
+    hf_model._weight_conversions = getattr(model, "_weight_conversions", None)
     files: list[Future] = []
     with ThreadPoolExecutor(1) as thread:
         for content in _contents(tensors):
             wait(files)
             path = directory / f"model-{len(files) + 1:05d}.safetensors"
-            files.append(thread.submit(_save, like, content, path))
+            files.append(thread.submit(_save, hf_model, content, path))
 
     def finish() -> None:
         weight_map = {key: name for file in files for key, name in file.result().items()}
@@ -105,9 +105,9 @@ def write_model(
         else:
             index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
             (directory / "model.safetensors.index.json").write_text(index)
-        like.config.architectures = [type(like).__name__]
-        like.config.dtype = EXPORT_DTYPES[args.export_dtype]
-        like.config.save_pretrained(directory)
+        hf_model.config.architectures = [type(hf_model).__name__]
+        hf_model.config.dtype = EXPORT_DTYPES[args.export_dtype]
+        hf_model.config.save_pretrained(directory)
         generation = model.generation_config.to_json_string()  # save_pretrained may reject it
         (directory / "generation_config.json").write_text(generation)
         tokenizer.save_pretrained(directory)
@@ -120,16 +120,16 @@ def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
 
     A layer is not split across files, because a conversion may need all of it.
     """
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     for _, layer in itertools.groupby(tensors, lambda item: IN_LAYER.sub(r"\1", item[0])):
         for name, tensor in layer:  # gathered by all ranks
             if dist.get_rank() == 0:
-                held[name] = tensor.to("cpu", copy=True)
-        if sum(tensor.nbytes for tensor in held.values()) > FILE_BYTES:
-            yield held
-            held = {}
-    if held:
-        yield held
+                pending[name] = tensor.to("cpu", copy=True)
+        if sum(tensor.nbytes for tensor in pending.values()) > FILE_BYTES:
+            yield pending
+            pending = {}
+    if pending:
+        yield pending
 
 
 def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
@@ -172,10 +172,10 @@ def new_directory(path: Path) -> Iterator[Path]:
         raise
 
     def replace() -> None:
-        for file in temporary.glob("*.safetensors"):  # safetensors lets only one user read them
+        for file in temporary.glob("*.safetensors"):  # safetensors makes them private to the user
             shutil.copymode(temporary / "tokenizer_config.json", file)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
 
-    on_rank_zero(replace)  # the other ranks wait for it
+    on_rank_zero(replace)  # the other ranks wait
     say(f"The model is in {path}")

@@ -18,7 +18,7 @@ def generation(
 ) -> Iterator[Callable]:
     """Yield the model's `generate`, which computes in `dtype` and does not sample; all ranks.
 
-    If `num_beams` is None, it is that of the model's generation config.
+    If `num_beams` is None, use the value in the model's generation config.
 
     Generation runs outside the root's forward, so FSDP1's root is gathered around it. The blocks
     gather themselves, and `synced_gpus` gives all ranks the same number of forward passes.

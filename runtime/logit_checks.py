@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import ranks
 from .batches import Batch, to_device
-from .model_checks import check_causality, check_equal, rounding, undisturbed
+from .model_checks import check_causality, check_equal, eager_mode, rounding_limit
 
 
 @torch.no_grad()
@@ -39,19 +39,19 @@ def check_logits(
         chunks.append(compute(hidden))
         return chunks[-1]
 
-    with undisturbed(device):
+    with eager_mode(device):
         for head in heads:
             head.loss_logits = partial(record, head.loss_logits)
-        # The first pass sets FSDP's prefetch order, so make it like a pass of training.
+        # FSDP records its prefetch order in the first pass, so run it as in training.
         summed_loss(model, batch)
         for head in heads:
             del head.loss_logits
-        own = model(**model_inputs(batch), use_cache=False).logits.float()
-    logits = own
+        expected = model(**model_inputs(batch), use_cache=False).logits.float()
+    logits = expected
     if sum(map(len, chunks)) == ids.numel():
         logits = torch.cat(chunks).unflatten(0, ids.shape)
         check_equal(
-            logits.flatten(0, 1), own.flatten(0, 1), rounding(dtype, 1e-5),
+            logits.flatten(0, 1), expected.flatten(0, 1), rounding_limit(dtype, 1e-5),
             "The logits behind the loss differ from the model's own by {:.2%}. Make LossHead."
             "loss_logits scale and cap them as the model's own forward does, or compute the loss "
             "from the model's own logits as T5_training.py does.",
@@ -70,7 +70,7 @@ def _check_documents(logits: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError if logits [2, length, vocabulary] of equal documents differ: the two halves
     of the first row, and the second halves of both rows, which follow different documents."""
     first, other = (row.chunk(2) for row in logits)
-    noise = rounding(dtype, 1e-4)
+    noise = rounding_limit(dtype, 1e-4)
     problem = (
         "Documents in a sequence see each other: the logits of equal documents differ by {:.2%}, "
         "because the model ignores position_ids and cu_seq_lens. Pass --no-packing."

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("adapters, under --fsdp 2").add_argument
     add("--lora-rank", type=int, default=0, help="train adapters of this rank (0: all weights)")
     add("--lora-alpha", type=float, help="scales their output by alpha / rank")
-    add("--lora-dropout", type=float, help="share of their inputs to drop")
+    add("--lora-dropout", type=float, help="dropout rate of their inputs")
     add("--lora-targets", nargs="+", metavar="NAME",
         help="projections with adapters, such as q_proj v_proj (default: all in the blocks)"
     )  # fmt: skip

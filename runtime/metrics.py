@@ -24,7 +24,7 @@ PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989,
     "NVIDIA H200": 989, "NVIDIA B200": 2250, "NVIDIA L40S": 362,
 }  # fmt: skip
-SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # on the screen
+SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # names in log lines
 
 
 def truncate(path: Path, step: int) -> None:
@@ -67,8 +67,8 @@ def flops_per_token(model: nn.Module, length: float) -> float | None:
     config = model.config.get_text_config()
     if config.is_encoder_decoder or model.product_weights is None:
         return None
-    is_frozen = not all(parameter.requires_grad for parameter in model.parameters())
-    passes = 4 if is_frozen else 6
+    has_frozen = not all(parameter.requires_grad for parameter in model.parameters())
+    passes = 4 if has_frozen else 6
     attention = 12 * config.num_hidden_layers * config.hidden_size * length
     return passes * model.product_weights + attention
 
@@ -94,18 +94,18 @@ class Metrics:
             self.trackers.close()
 
     def log_start(self, loader: DataLoader) -> None:
-        """Cut metrics.jsonl to the restored step, and log and print the run's settings."""
+        """Truncate metrics.jsonl to the restored step; log and print the run's settings."""
         args, state = self.args, self.state
         model = unwrapped(state.model)
         if state.device.type != "cpu":
-            length = getattr(loader.dataset, "span", None)  # packs: the mean document length
+            length = getattr(loader.dataset, "mean_length", None)  # packs: the mean document length
             length = length or loader.collate_fn([loader.dataset[0]])["input_ids"].size(1)
             self.flops_per_token = flops_per_token(model, length)
         if dist.get_rank() != 0:
             return
         truncate(self.path, state.step)
         if args.track:
-            from .trackers import Trackers  # a copy may leave it out
+            from .trackers import Trackers  # optional in a copy
 
             self.trackers = Trackers(args, self.path.with_name("track"), self.script, state.step)
         attention = getattr(model, "attention_kernel", None) or model.config._attn_implementation
@@ -137,8 +137,8 @@ class Metrics:
         words = [f"{event:5} {self.state.step}/{self.state.total_steps}"]
         for key, value in values.items():
             if type(value) is float and key != "peak_memory_mb":
-                shown = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-                words.append(f"{SHORT.get(key, key)} {shown}")
+                number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+                words.append(f"{SHORT.get(key, key)} {number}")
         ranks.say("  ".join(words))
         if self.trackers:
             self.trackers.log(event, self.state.step, values)

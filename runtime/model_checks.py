@@ -1,4 +1,4 @@
-"""Checks of a model before training: its config, its loss, and what tokens it sees."""
+"""Checks of a model before training: its config, its loss, and the tokens it attends to."""
 
 import contextlib
 from argparse import Namespace
@@ -55,57 +55,57 @@ def check_sum(
     summed_loss: Callable[[nn.Module, Batch], Tensor],
     model: nn.Module,
     batch: Batch,
-    alone: list[Batch],
+    singles: list[Batch],
     device: torch.device,
 ) -> None:
     """Raise ValueError, on all ranks, unless the loss of a `batch` is the sum of the losses of its
-    examples `alone`. If a loss has several terms, only the first one is checked.
+    examples, `singles`. If a loss has several terms, only the first one is checked.
 
     The training loop divides by the number of target tokens, so a mean would train with gradients
     that are too small. A difference of 10% may be rounding, or tokens routed to other experts.
     """
-    with undisturbed(device):
-        losses = [summed_loss(model, to_device(one, device)) for one in (batch, *alone)]
-    together, *apart = (loss.flatten()[0].item() for loss in losses)
-    if true_on_any(abs(together - sum(apart)) > 0.1 * abs(sum(apart))):
+    with eager_mode(device):
+        losses = [summed_loss(model, to_device(one, device)) for one in (batch, *singles)]
+    total, *parts = (loss.flatten()[0].item() for loss in losses)
+    if true_on_any(abs(total - sum(parts)) > 0.1 * abs(sum(parts))):
         raise ValueError(
-            f"summed_loss is not a sum over target tokens: {len(apart)} examples in one batch give "
-            f'{together:.6g}, one by one {sum(apart):.6g} in total. Use reduction="sum". If your '
+            f"summed_loss is not a sum over target tokens: {len(parts)} examples in one batch give "
+            f'{total:.6g}, one by one {sum(parts):.6g} in total. Use reduction="sum". If your '
             "loss cannot be a sum, delete check_sum(...) and divide by your own count in train."
         )
 
 
 @contextlib.contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Run forward passes without torch.compile, and restore the random states after them."""
+def eager_mode(device: torch.device) -> Iterator[None]:
+    """Run forward passes without torch.compile, and restore the random states at the end."""
     devices = [] if device.type == "cpu" else [device.index]
     random = torch.random.fork_rng(devices, device_type=device.type)
     with torch.compiler.set_stance("force_eager"), random:
         yield
 
 
-def rounding(dtype: torch.dtype, least: float) -> float:
+def rounding_limit(dtype: torch.dtype, least: float) -> float:
     """Return the relative difference that rounding in `dtype` may cause, at least `least`."""
     return max(least, 4 * torch.finfo(dtype).eps)
 
 
 def check_equal(one: Tensor, other: Tensor, limit: float, problem: str) -> None:
     """Raise ValueError, on all ranks, if logits [positions, vocabulary] differ by more than `limit`
-    on any rank: the mean distance relative to the mean length, which is formatted into `problem`.
+    on any rank: the mean distance relative to the mean norm. `problem` is a format string for it.
 
     The mean is used because rounding may route a few positions to other experts. NaN counts as
     equal, because the first step reports it with the samples.
     """
-    apart = (one - other).norm(dim=-1).mean() / one.norm(dim=-1).mean()
-    if true_on_any(apart.item() > limit):
-        raise ValueError(problem.format(apart.item()))
+    difference = (one - other).norm(dim=-1).mean() / one.norm(dim=-1).mean()
+    if true_on_any(difference.item() > limit):
+        raise ValueError(problem.format(difference.item()))
 
 
 def check_causality(ids: Tensor, logits: Tensor, dtype: torch.dtype) -> None:
     """Raise ValueError if logits [2, length, vocabulary] differ where all ids up to there agree."""
-    alike = int((ids[0] == ids[1]).cumprod(0).sum())
+    length = int((ids[0] == ids[1]).cumprod(0).sum())
     check_equal(
-        *logits[:, :alike], rounding(dtype, 1e-4),
+        *logits[:, :length], rounding_limit(dtype, 1e-4),
         "The model is not causal: its logits change by {:.1%} if only later tokens change, so it "
         "would train on the answers. Give it a causal attention mask.",
     )  # fmt: skip

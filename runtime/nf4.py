@@ -1,7 +1,7 @@
 """Linear layers with a frozen 4-bit weight; importing this needs bitsandbytes.
 
-The format is NF4 with double quantization (Dettmers et al. 2023, QLoRA): 4 bits per weight, 8 for
-the scale of 64 weights (the largest of them), and 32 for every 256 scales.
+The format is NF4 with double quantization (Dettmers et al. 2023, QLoRA): 4 bits per weight, 8 bits
+for the scale of every 64 weights (their largest magnitude), and 32 bits for every 256 scales.
 """
 
 import torch

@@ -16,7 +16,7 @@ NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and PyTor
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare --optimizer."""
     add = parser.add_argument_group("optimizer").add_argument
-    text = "paged: bitsandbytes' AdamW, moves moments to the CPU if needed; --fsdp 1"
+    text = "paged: bitsandbytes' AdamW, moves moments to the CPU if needed; needs --fsdp 1"
     add("--optimizer", choices=["adamw", PAGED], default="adamw", help=text)
 
 
@@ -40,17 +40,17 @@ def make_optimizer(groups: list[dict], lr: float) -> torch.optim.Optimizer:
                 super().update_step(group, parameter, *indices)
 
         def state_dict(self) -> dict[str, Any]:
-            own = torch.optim.Optimizer.state_dict(self)
+            result = torch.optim.Optimizer.state_dict(self)
             state = {}
-            for key, values in own["state"].items():
-                state[key] = {theirs: values[ours] for ours, theirs in NAMES.items()}
+            for key, values in result["state"].items():
+                state[key] = {torch_name: values[name] for name, torch_name in NAMES.items()}
                 state[key]["step"] = torch.tensor(float(values["step"]))
             defaults = torch.optim.AdamW([nn.Parameter(torch.empty(0))], fused=True).defaults
-            for group in own["param_groups"]:
+            for group in result["param_groups"]:
                 for name in group.keys() - defaults.keys() - {"params", "initial_lr"}:
                     del group[name]
                 group |= {name: x for name, x in defaults.items() if name not in group}
-            return own | {"state": state}
+            return result | {"state": state}
 
         @torch.no_grad()
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ def make_optimizer(groups: list[dict], lr: float) -> torch.optim.Optimizer:
                         self.init_state(group, parameter, group_number, number)
                     state = self.state[parameter]
                     state["step"] = int(values["step"])
-                    for ours, theirs in NAMES.items():
-                        state[ours].copy_(values[theirs])
+                    for key, torch_name in NAMES.items():
+                        state[key].copy_(values[torch_name])
 
     return PagedAdamW(groups, lr=lr)

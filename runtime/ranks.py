@@ -1,4 +1,4 @@
-"""The ranks of a run: their device, work on all or one of them, and exits with a message.
+"""The ranks of a run: their device, functions that run on all or one of them, and error exits.
 
 All ranks call each function together unless its docstring says otherwise.
 """
@@ -25,7 +25,7 @@ from tqdm import tqdm
 GRACE_SECONDS = 20  # for rank 0 to report the error first
 
 _cpu_group: dist.ProcessGroup | None = None
-_store: dist.Store | None = None  # our own connection: the process groups' may block
+_store: dist.Store | None = None  # a separate connection: those of process groups may block
 
 
 def accelerator() -> str | None:
@@ -70,8 +70,8 @@ def use_all_cores() -> None:
 
 @contextlib.contextmanager
 def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Yield store, rank and world size, of torchrun or of one process, for `init_process_group`,
-    which is called inside. Then create the group of `cpu_group`."""
+    """Yield store, rank and world size, from torchrun or for one process, as arguments for
+    `init_process_group`. Call it inside. At the end, create the group of `cpu_group`."""
     global _store, _cpu_group
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
@@ -79,7 +79,7 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
         # After a restart by torchrun, the store still holds the addresses of the old workers.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         _store = store.clone()
-    with joining():
+    with join_deadline():
         yield {"store": store, "rank": rank, "world_size": world_size}
         # The default group has only the device's backend. With cpu:gloo,cuda:nccl FSDP1 would keep
         # the optimizer's shards on the GPU when a state dict should be offloaded.
@@ -88,10 +88,10 @@ def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def joining(limit: float = 600.0) -> Iterator[None]:
+def join_deadline(limit: float = 600.0) -> Iterator[None]:
     """End the process if the process groups created inside take longer than `limit` seconds: gloo
     and NCCL wait silently for a rank that they cannot reach."""
-    timer = threading.Timer(limit, _end_apart, [limit])
+    timer = threading.Timer(limit, _exit_unjoined, [limit])
     timer.start()
     try:
         yield
@@ -99,7 +99,7 @@ def joining(limit: float = 600.0) -> Iterator[None]:
         timer.cancel()
 
 
-def _end_apart(limit: float) -> NoReturn:
+def _exit_unjoined(limit: float) -> NoReturn:
     try:
         exit_with(
             f"The ranks have not reached each other in {limit:.0f} s. Set GLOO_SOCKET_IFNAME and "
@@ -118,11 +118,11 @@ def on_every_rank(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function` on each rank, and return the results of all ranks. If it raises an OSError or
     ValueError, raise the lowest rank's error on all ranks."""
     try:
-        mine = function(*args), None
+        outcome = function(*args), None
     except (OSError, ValueError) as error:
-        mine = None, error.with_traceback(None)  # the frames would keep their variables alive
+        outcome = None, error.with_traceback(None)  # the frames would keep their variables alive
     outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, mine, group=cpu_group())
+    dist.all_gather_object(outcomes, outcome, group=cpu_group())
     for _, error in outcomes:
         if error is not None:
             raise error
@@ -171,7 +171,7 @@ def exit_with(error: object) -> NoReturn:
     raise SystemExit(1)
 
 
-def say_end(text: str) -> None:
+def report_end(text: str) -> None:
     """Print how the run ended, and add it to torchrun's report, which is printed last."""
     _add_to_report(text)
     say(text)
@@ -184,7 +184,7 @@ def _add_to_report(text: str) -> None:
 
 
 def report_failure() -> None:
-    """Report that this rank fails, so that torchrun's SIGTERM is not a request to stop."""
+    """Report that this rank has failed, so that torchrun's SIGTERM is not a request to stop."""
     if _store is not None:
         with contextlib.suppress(RuntimeError):  # torchrun has ended
             _store.set("failure", "")

@@ -1,6 +1,6 @@
 """Read files and data sets as rows, and map rows to samples, for any model and task.
 
-`datasets` caches everything: let one process per node load first.
+`datasets` caches the results: let one process per node load first.
 """
 
 import ast
@@ -28,27 +28,27 @@ from transformers import PreTrainedTokenizerBase
 from .ranks import say
 
 LINE = "json line"  # the only column of a JSON file: its lines, which `parse` reads
-KINDS = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
+SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
 LARGE = 50_000  # rows above which several processes map them
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
-NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it also raises what it logs
+EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it raises the errors that it logs
 if not sys.stderr.isatty() or int(os.environ.get("RANK", 0)):
     datasets.disable_progress_bars()
 
 
-def find_paths(word: str) -> list[Path]:
-    """Return the paths that a word of --dataset names: a file, a directory, or a glob's files."""
-    path = Path(word).expanduser()
+def find_paths(spec: str) -> list[Path]:
+    """Return the paths of one --dataset argument: a file, a directory, or the files of a glob."""
+    path = Path(spec).expanduser()
     names = [path] if path.exists() else sorted(glob(str(path), recursive=True))
     return list(map(Path, names))
 
 
-def split_word(word: str, built_in: Sequence[str]) -> tuple[str, str | None]:
-    """Return the name in a word of --dataset, and the split after its first colon or None."""
-    if word in built_in or find_paths(word):
-        return word, None
-    name, _, split = word.partition(":")
+def split_spec(spec: str, built_in: Sequence[str]) -> tuple[str, str | None]:
+    """Return the name in a --dataset argument, and the split after its first colon or None."""
+    if spec in built_in or find_paths(spec):
+        return spec, None
+    name, _, split = spec.partition(":")
     return name, split or None
 
 
@@ -56,7 +56,7 @@ def read(name: str, config: str | None) -> dict[str, Dataset]:
     """Return rows by split, of files (train), a `save_to_disk` directory or a hub data set."""
     files = find_paths(name)
     advice = "Pass UTF-8 text, CSV, JSONL or Parquet, or a directory written by save_to_disk."
-    if not files and (Path(name).suffix.lower() in KINDS or name.count("/") > 1):
+    if not files and (Path(name).suffix.lower() in SUFFIXES or name.count("/") > 1):
         raise ValueError(f"--dataset {name} does not exist. Correct the path.")
     try:
         if not files:
@@ -112,15 +112,15 @@ def list_rows(path: Path) -> Iterator[dict[str, str]]:
 
 
 def text_lines(path: Path) -> Iterator[dict[str, str]]:
-    """Yield a text file's lines; only the last has no line break, so that EOS follows it."""
-    held = ""  # the last line with text, and the blank ones after it
+    """Yield a text file's lines; only the last has no line break, so that EOS is appended."""
+    pending = ""  # the last line with text, and the blank ones after it
     with path.open(encoding="utf-8-sig") as file:
         for line in file:
-            if held and line != "\n":
-                yield {"text": held}
-                held = ""
-            held += line
-    yield {"text": held.rstrip("\n")}
+            if pending and line != "\n":
+                yield {"text": pending}
+                pending = ""
+            pending += line
+    yield {"text": pending.rstrip("\n")}
 
 
 def docstring_rows() -> Dataset:
@@ -135,7 +135,7 @@ def docstrings(path: Path) -> Iterator[dict[str, str]]:
     seen = set()
     documented = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
     for folder, folders, files in os.walk(path):
-        folders[:] = sorted(set(folders) - NOT_LIBRARY)
+        folders[:] = sorted(set(folders) - EXCLUDED_FOLDERS)
         for file in sorted(Path(folder, name) for name in files if name.endswith(".py")):
             try:
                 tree = ast.parse(file.read_bytes())
@@ -154,7 +154,7 @@ def docstrings(path: Path) -> Iterator[dict[str, str]]:
 
 
 def from_generator(generate: Callable, features: dict | None, path: Path) -> Dataset:
-    """Return the rows that `generate(path)` yields, cached by path, date and our code."""
+    """Return the rows that `generate(path)` yields, cached by path, modification time and code."""
     key = fingerprint(generate, str(path.resolve()), path.stat().st_mtime_ns)
     columns = Features(features) if features else None  # those of a CSV file are in its header
     return Dataset.from_generator(generate, columns, gen_kwargs={"path": path}, fingerprint=key)
@@ -201,7 +201,7 @@ def without_none(value: Any) -> Any:
     return [without_none(part) for part in value] if isinstance(value, list) else value
 
 
-def samples(
+def map_rows(
     name: str, rows: Dataset, function: Callable, features: dict, args: Namespace, *key: object
 ) -> Dataset:
     """Return the samples, dicts of `features`, that `function` makes of rows, cached by `key`.
@@ -210,12 +210,12 @@ def samples(
     for a row, the error names the row, or --bad-rows skip leaves the row out.
     """
 
-    def make(some: list[dict], numbers: list[int]) -> list[list[dict]]:
+    def convert(batch: list[dict], numbers: list[int]) -> list[list[dict]]:
         try:
-            return function([parse(row) for row in some])
+            return function([parse(row) for row in batch])
         except (ValueError, TypeError, AttributeError) as error:
-            if len(some) > 1:
-                return [make([row], [i])[0] for row, i in zip(some, numbers, strict=True)]
+            if len(batch) > 1:
+                return [convert([row], [i])[0] for row, i in zip(batch, numbers, strict=True)]
             problem = f"{name}, row {numbers[0]}: {shorten(getattr(error, 'msg', str(error)))}"
             if args.bad_rows == "fail":
                 advice = "Correct it, or pass --bad-rows skip."
@@ -223,17 +223,17 @@ def samples(
             say(f"Skipped {problem}")
             return [[]]
 
-    def make_batch(batch: dict[str, list], indices: list[int]) -> dict[str, list]:
-        some = [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
-        kept = [i for i, row in enumerate(some) if row.get(LINE, "x").strip()]  # no blank lines
-        made = make([some[i] for i in kept], [indices[i] + 1 for i in kept]) if kept else []
-        return {x: [sample[x] for of_row in made for sample in of_row] for x in features}
+    def convert_columns(columns: dict[str, list], indices: list[int]) -> dict[str, list]:
+        batch = [dict(zip(columns, x, strict=True)) for x in zip(*columns.values(), strict=True)]
+        kept = [i for i, row in enumerate(batch) if row.get(LINE, "x").strip()]  # no blank lines
+        groups = convert([batch[i] for i in kept], [indices[i] + 1 for i in kept]) if kept else []
+        return {x: [sample[x] for group in groups for sample in group] for x in features}
 
     gc.collect()  # finalizing garbage may crash a forked process
     # The hash of `datasets` depends on a tokenizer's state, and not on a module's code.
     key = fingerprint(function, rows._fingerprint, name, args.bad_rows, sorted(features), *key)
     mapped = rows.with_format(None).map(
-        make_batch, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
+        convert_columns, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
         remove_columns=rows.column_names, features=Features(features),
         num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
     )  # fmt: skip
@@ -260,7 +260,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     its vocabulary, and the tokens of a probe text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend else {}
-    rules |= {"truncation": None, "padding": None}  # set by the last call
+    rules |= {"truncation": None, "padding": None}  # state of the last call
     ids = sorted(tokenizer(text=PROBE, text_target=PROBE, verbose=False).items())
     return digest(rules, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, ids)
 

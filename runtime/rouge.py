@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare --rouge-samples and --num-beams."""
     add = parser.add_argument_group("summaries").add_argument
-    add("--rouge-samples", type=int, help="texts to summarize (default: 32, evaluation: all)")
-    add("--num-beams", type=int, help="1: greedy (default: of the model's generation_config.json)")
+    add("--rouge-samples", type=int, help="texts to summarize (default: 32, in evaluation all)")
+    add("--num-beams", type=int, help="1: greedy (default: from generation_config.json)")
 
 
 def resolve_arguments(args: Namespace) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def generated_texts(
     return [triple for triple, row in zip(triples, is_target, strict=True) if row.any()]
 
 
-def shown(triples: list[tuple[str, str, str]]) -> str:
+def format_triples(triples: list[tuple[str, str, str]]) -> str:
     """Return three lines for each example: source, reference and generated text."""
     lines = []
     for source, reference, generated in triples:

@@ -51,10 +51,10 @@ class Run:
         self.checkpoint: Path | None = None
         self.stop = StopRequest(self._end_at_once)
         self.lock = Lock(self.directory)
-        self.state: TrainState | None = None  # since `restore`
-        self.metrics: Metrics | None = None  # since `begin`
-        self.saver: Saver | None = None  # since `begin`
-        self._identity: dict[str, Any] | None = None  # since `describe`
+        self.state: TrainState | None = None  # set by `restore`
+        self.metrics: Metrics | None = None  # set by `begin`
+        self.saver: Saver | None = None  # set by `begin`
+        self._identity: dict[str, Any] | None = None  # set by `describe`
         self._is_finished = False  # by an earlier start
         self._stack = contextlib.ExitStack()  # closed at the end of the run
 
@@ -73,7 +73,7 @@ class Run:
             self._stack.close()
             ranks.exit_with(error)
         name = f"stacks-rank-{dist.get_rank()}.txt"
-        watchdog.start(self.directory / name, args.timeout_minutes * 20)  # a third of the limit
+        watchdog.start(self.directory / name, args.timeout_minutes * 20)  # a third of the time-out
         self._stack.callback(watchdog.stop)
         return self
 
@@ -102,7 +102,7 @@ class Run:
         self.saver.finish()
         self._write_status("stopped")
         self.exit_code = STOPPED
-        ranks.say_end(f"Saved at step {self.state.step}. Run the same command to resume.")
+        ranks.report_end(f"Saved at step {self.state.step}. Run the same command to resume.")
         dist.barrier(group=ranks.cpu_group())  # a launcher may end all ranks when one exits
 
     def _fail(self, error: BaseException) -> None:
@@ -126,7 +126,7 @@ class Run:
         if self.lock.lease.is_locked:  # on rank 0
             if not has_failed:
                 self._write_status("stopped")
-                ranks.say_end(f"{request}: nothing to save. Run the same command to resume.")
+                ranks.report_end(f"{request}: nothing to save. Run the same command to resume.")
             elif self.saver is not None:
                 self._write_status("failed")
             self.lock.lease.release()
@@ -141,7 +141,7 @@ class Run:
         if dist.get_rank() == 0 and is_training:
             paths = checkpoints.list_checkpoints(self.directory / "checkpoints")
             steps = [checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()]
-            with contextlib.suppress(OSError):  # which would hide the reason for the end
+            with contextlib.suppress(OSError):  # do not hide the reason for the end
                 text = f"{word}\nsaved step {max(steps, default=0)}\n"
                 (self.directory / "status").write_text(text)
 
@@ -149,13 +149,13 @@ class Run:
         """Print a model's size, and store its identity, the shapes that wrapping hides, and the
         tokenizer for best/. Call this before wrapping. Raise ValueError if nodes differ."""
         size = sum(weights.whole_shape(parameter).numel() for parameter in model.parameters())
-        trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
-        ranks.say(f"{self.args.model_name}: {size:,} parameters, {trained:,} trained")
+        trained_size = sum(x.numel() for x in model.parameters() if x.requires_grad)
+        ranks.say(f"{self.args.model_name}: {size:,} parameters, {trained_size:,} trained")
         model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         model.product_weights = product_weights(model)
         self._tokenizer = tokenizer
-        mine = identity.of_model(self.args, self.script, model, tokenizer)
-        self._identity = identity.compare_ranks(mine)
+        model_identity = identity.of_model(self.args, self.script, model, tokenizer)
+        self._identity = identity.compare_ranks(model_identity)
 
     def restore(
         self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, scaler: Any,
@@ -175,12 +175,12 @@ class Run:
         except TypeError:
             text = f"{type(optimizer).__name__}.step needs an argument closure=None"
             raise RuntimeError(f"{text}, which PyTorch passes when a run resumes.") from None
-        whole = self._identity | identity.of_data(args, loader, val_loaders)
-        whole["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # its state is AdamW's
-        whole["run.restore's further arguments"] = sorted(others)
+        values = self._identity | identity.of_data(args, loader, val_loaders)
+        values["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # its state is AdamW's
+        values["run.restore's further arguments"] = sorted(others)
         total = args.max_steps or args.epochs * loader.batch_sampler.steps_per_epoch
-        trained = (model, optimizer, scheduler, scaler)
-        self.state = TrainState(*trained, self.device, total, whole, others)
+        objects = (model, optimizer, scheduler, scaler)
+        self.state = TrainState(*objects, self.device, total, values, others)
         self._loader = loader
         ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         if self.checkpoint:
@@ -193,8 +193,8 @@ class Run:
         args, state, total = self.args, self.state, self.state.total_steps
         # Without its checkpoints a finished run would start over, and replace its exports.
         if state.step > total or (self._is_finished and state.step in (0, total)):
-            more = "Raise --max-steps or --epochs to resume, which needs its checkpoints."
-            ranks.say(f"{self.directory} is finished at {total} steps. {more}")
+            advice = "Raise --max-steps or --epochs to resume, which needs its checkpoints."
+            ranks.say(f"{self.directory} is finished at {total} steps. {advice}")
             return False
         if self.checkpoint is not None:
             ranks.say(f"Resuming at step {state.step} of {total} from {self.checkpoint.name}")
@@ -290,7 +290,7 @@ class Run:
         write(model, tokenizer, path, self.args, self._stop_if_asked)
 
     def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Write final/ from the newest checkpoint, which may be of another world size."""
+        """Write final/ from the newest checkpoint, which any world size may have saved."""
         if self.checkpoint is None:
             raise ValueError(f"--export-only needs a checkpoint in --output-dir {self.directory}.")
         saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())

@@ -12,7 +12,7 @@ from .ranks import say
 
 
 class Lines:
-    """A file object for tqdm without a terminal. It prints each state of the bar as a line."""
+    """A file object for tqdm without a terminal. It prints each update of the bar as a line."""
 
     def write(self, text: str) -> None:
         """Print the text, unless it only clears the bar or moves the cursor."""

@@ -52,8 +52,8 @@ class Step:
         self.samples = samples
         self.number = steps.state.step + 1
         self._fetch = fetch
-        self._batches: list[Batch] | None = None  # since the step is entered
-        self._numbers: AsyncReadback | None = None  # since `guard`
+        self._batches: list[Batch] | None = None  # set when the step is entered
+        self._numbers: AsyncReadback | None = None  # set by `guard`
 
     def __enter__(self) -> None:
         steps, state = self.steps, self.steps.state
@@ -70,7 +70,7 @@ class Step:
         sums = on_host.to(state.device, non_blocking=True)
         dist.all_reduce(sums)
         self._counts = AsyncReadback(sums)  # the third: how many ranks were asked to stop
-        self.targets: Tensor = sums[0]  # int64 [], on the device: of all ranks and micro-batches
+        self.targets: Tensor = sums[0]  # int64 [], on the device, over all ranks and micro-batches
 
     def micro_batches(self) -> Iterator[tuple[Batch, bool]]:
         """Yield this rank's micro-batches, on the device, and whether each is the last one."""
@@ -91,11 +91,11 @@ class Step:
         self.steps.unchecked.append(self)
         if self.steps.state.scaler.is_enabled():
             return
-        grad_norm = grad_norm.where(self.targets > 0, math.nan)  # nothing to learn: no step
+        grad_norm = grad_norm.where(self.targets > 0, math.nan)  # without targets, skip the step
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             is_bad = grad_norm.isfinite().logical_not()
-            place = optimizer.param_groups[0]["params"][0].device  # the CPU with offload
-            optimizer.found_inf = is_bad.float().to(place)
+            device = optimizer.param_groups[0]["params"][0].device  # the CPU with offload
+            optimizer.found_inf = is_bad.float().to(device)
             return
         self.steps.check()
 
@@ -136,14 +136,14 @@ class Step:
             )
         state.step += 1
         state.consumed += len(self.samples)
-        _, tokens, asked = self._counts.read()  # the device finished them before the step
+        _, tokens, stop_requests = self._counts.read()  # the device computed them before the step
         state.tokens += tokens
-        steps.is_stopping = asked > 0
+        steps.is_stopping = stop_requests > 0
         is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
-        steps.check(waiting=0 if is_due or state.scaler.is_enabled() else 1)
+        steps.check(pending=0 if is_due or state.scaler.is_enabled() else 1)
         steps.metrics.count_step(time.perf_counter() - self._start)
         if steps.stop.nothing_to_lose:  # in the first step
-            dist.barrier(group=ranks.cpu_group())  # or one might save while another exits
+            dist.barrier(group=ranks.cpu_group())  # otherwise one might save while another exits
             steps.stop.set_nothing_to_lose(False)
 
     def due(self, every: int) -> bool:
@@ -173,7 +173,7 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         state, loader = self.state, self.loader
         sampler = loader.batch_sampler
-        loader.generator = torch.Generator()  # or each epoch would use random numbers of dropout
+        loader.generator = torch.Generator()  # so that epochs do not advance dropout's random state
         while state.step < state.total_steps:
             sampler.epoch = state.epoch
             sampler.consumed = state.consumed
@@ -189,9 +189,9 @@ class Steps:
             state.epoch += 1
             state.consumed = 0
 
-    def check(self, waiting: int = 0) -> None:
-        """Check all steps except the last `waiting` ones; end the run if one was invalid."""
-        while len(self.unchecked) > waiting:
+    def check(self, pending: int = 0) -> None:
+        """Check all steps except the last `pending` ones; end the run if one was invalid."""
+        while len(self.unchecked) > pending:
             self.unchecked.pop(0).check()
 
 

@@ -1,4 +1,4 @@
-"""Requests to stop a run, by a signal or by the end of torchrun."""
+"""Requests to stop a run: signals, or the end of torchrun."""
 
 import os
 import select
@@ -31,7 +31,7 @@ class StopRequest:
         self.end = end
         self.is_asked = False
         self.nothing_to_lose = True
-        self._lock = threading.Lock()  # guards the above
+        self._lock = threading.Lock()  # guards the two flags above
 
     def __enter__(self) -> None:
         reader, self._writer = os.pipe()
@@ -79,7 +79,7 @@ def _restore() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_restore)  # or a child of `datasets` would wake the thread
+os.register_at_fork(after_in_child=_restore)  # children of `datasets` must not wake the thread
 
 
 def kill_forked() -> None:

@@ -43,8 +43,8 @@ def write_prepared(
 
 
 def save(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Write what made the samples, then the samples by split; rank 0 only. `load_from_disk` refuses
-    a directory of which the last file is missing."""
+    """Write the origin of the samples, then the samples by split; rank 0 only. `load_from_disk`
+    rejects a directory whose last file is missing."""
     if path.exists():
         raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
     path.mkdir()
@@ -56,11 +56,11 @@ def save(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
 def check_origin(name: str, args: Namespace, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError if data set `name` was prepared with another tokenizer or flags."""
     file = Path(name).expanduser() / FILE
-    here = describe(args, tokenizer)
-    there = json.loads(file.read_text()) if file.is_file() else here
-    for key, value in here.items():
-        if there.get(key) != value:
-            raise ValueError(f"--dataset {name} was prepared with {key} {there.get(key)}, not "
+    expected = describe(args, tokenizer)
+    origin = json.loads(file.read_text()) if file.is_file() else expected
+    for key, value in expected.items():
+        if origin.get(key) != value:
+            raise ValueError(f"--dataset {name} was prepared with {key} {origin.get(key)}, not "
                              f"{value}. Pass the same, or prepare it again.")  # fmt: skip
 
 
@@ -70,6 +70,6 @@ def check_ids(ids: Any, flag: str, limit: int, tokenizer: PreTrainedTokenizerBas
         raise ValueError("tokens are empty or not a list of integers")
     if len(ids) > limit:
         raise ValueError(f"{len(ids):,} tokens, but {flag} allows {limit:,}")
-    for wrong in [x for x in (min(ids), max(ids)) if not 0 <= x < len(tokenizer)]:
-        raise ValueError(f"token {wrong} is not one of the tokenizer's {len(tokenizer):,}")
+    for token in [x for x in (min(ids), max(ids)) if not 0 <= x < len(tokenizer)]:
+        raise ValueError(f"token {token} is not one of the tokenizer's {len(tokenizer):,}")
     return ids

@@ -30,6 +30,6 @@ def stop() -> None:
     global _file
     if _file is not None:
         faulthandler.cancel_dump_traceback_later()
-        if _file.seek(0, 2) == 0:  # its end
+        if _file.seek(0, 2) == 0:  # seek returns its size
             Path(_file.name).unlink(missing_ok=True)
         _file = None

@@ -170,7 +170,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     limits |= dict.fromkeys(("nodes", "gpus_per_node"), 1)
     above_zero = ("gpu_memory_gb", "intranode_gbps", "internode_gbps", "peak_tflops")
     limits |= dict.fromkeys(above_zero, arguments.POSITIVE)
-    ranges = {name: (low, arguments.ANY) for name, low in limits.items()}
+    ranges = {name: (low, arguments.NO_LIMIT) for name, low in limits.items()}
     problems = arguments.out_of_range(args, ranges) + problems
     if args.fsdp == 2 and args.optimizer != "adamw":
         problems.append(f"--optimizer {args.optimizer} needs --fsdp 1 and no adapters.")
@@ -357,7 +357,7 @@ def read_model(args: Namespace) -> Model:
         add_adapters(args, script, model, compute)
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    policy = policies.wrap_policy(script.units(model))
+    policy = policies.wrap_policy(script.unit_classes(model))
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
     units = weights_by_unit(args, model, wrapped)
     in_4bit = [w.shape.numel() for unit in units for w in unit if w.in_4bit]

@@ -112,7 +112,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         "Slurm, or one per process)")  # fmt: skip
     add("--timeout-seconds", type=float, default=30.0, help="limit for one measurement")
     args = parser.parse_args(argv)
-    limits = {"gpus_per_node": (0, arguments.ANY), "timeout_seconds": (1, arguments.ANY)}
+    limits = {"gpus_per_node": (0, arguments.NO_LIMIT), "timeout_seconds": (1, arguments.NO_LIMIT)}
     problems = arguments.out_of_range(args, limits)
     if problems:
         parser.error(" ".join(problems))
