@@ -276,7 +276,7 @@ def test_scripts_share_identical_functions():
         assert t5[name] == gpt2[name] == llama[name], name
     assert t5["token_loss"] == gpt2["token_loss"] == llama["token_loss"]
     assert gpt2["summed_loss"] == llama["summed_loss"]
-    assert t5["units"] == gpt2["units"]
+    assert t5["unit_classes"] == gpt2["unit_classes"]
     assert t5["wrap_model"] == llama["wrap_model"]
     loops = [script["train"].partition("    run.restore")[2] for script in (t5, gpt2, llama)]
     assert loops[0] == loops[1] == loops[2] and "scaler.step(optimizer)" in loops[0]
