@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Yield the absolute names of all modules that a file imports, also inside functions."""
+    """Yield the absolute names of all modules that a file imports, including inside functions."""
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

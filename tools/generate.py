@@ -37,8 +37,8 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     if not (args.directory / "tokenizer_config.json").is_file():
         final = args.directory / "final"
-        other = final if final.is_dir() else "a final/ or best/ of a run"
-        ranks.exit_with(f"{args.directory} has no model. Pass {other}.")
+        suggestion = final if final.is_dir() else "a final/ or best/ of a run"
+        ranks.exit_with(f"{args.directory} has no model. Pass {suggestion}.")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.directory)
         model = load_model(args.directory)

@@ -292,7 +292,7 @@ class Weight(NamedTuple):
     """A parameter's shape and storage."""
 
     shape: torch.Size
-    trained: bool = True  # frozen weights are held in the compute dtype
+    is_trained: bool = True  # frozen weights are stored in the compute dtype
     in_4bit: bool = False
 
 
@@ -501,18 +501,18 @@ def sharded_by_rows(weights: list[Weight], shards: int, itemsize: int) -> Unit:
     one byte. `itemsize` is the bytes of the compute dtype."""
     unit = Unit(gathered=0, held=0, trained=0)
     for weight in weights:
-        mine = -(-weight.shape[0] // shards) * weight.shape[1:].numel()
+        shard = -(-weight.shape[0] // shards) * weight.shape[1:].numel()
         if weight.in_4bit:
-            mine = -(-weight.shape.numel() // 2 // shards)
-            unit.held += mine
-            unit.gathered += shards * mine
+            shard = -(-weight.shape.numel() // 2 // shards)
+            unit.held += shard
+            unit.gathered += shards * shard
             continue
-        unit.gathered += itemsize * shards * mine
-        if weight.trained:
-            unit.trained += shards * mine
-            unit.held += 4 * mine
+        unit.gathered += itemsize * shards * shard
+        if weight.is_trained:
+            unit.trained += shards * shard
+            unit.held += 4 * shard
         else:
-            unit.held += itemsize * mine
+            unit.held += itemsize * shard
     return unit
 
 
@@ -541,13 +541,13 @@ def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list
         units = [sharded_by_rows(unit, shards, itemsize) for unit in model.units]
         return shards, sum(unit.trained for unit in units) // shards, units
     units = []
-    mine = 0
+    rank0_elements = 0
     for unit in model.units:
         sizes = tuple(weight.shape.numel() for weight in unit)
         whole, rank_0 = flat_parameter(sizes, shards, aligned=16 // itemsize)
         units.append(Unit(gathered=itemsize * whole, held=4 * whole // shards, trained=whole))
-        mine += rank_0
-    return shards, mine, units
+        rank0_elements += rank_0
+    return shards, rank0_elements, units
 
 
 def state_dicts(
@@ -583,13 +583,13 @@ def memory(model: Model, args: Namespace, *choice: Any) -> dict[str, int]:
     weights take the bytes of the compute dtype, or half a byte plus the scales.
     """
     strategy, offload, checkpointing, optimizer = choice
-    shards, mine, units = layout(model, args, strategy)
+    shards, rank0_elements, units = layout(model, args, strategy)
     trained = sum(unit.trained for unit in units) // shards
     scales = scale_bytes(model)
     on_gpu, on_cpu = OPTIMIZERS[optimizer]
     # parameters, gradients, moments
-    states = [sum(unit.held for unit in units) + scales, 4 * trained, on_gpu * mine]
-    cpu = on_cpu * mine
+    states = [sum(unit.held for unit in units) + scales, 4 * trained, on_gpu * rank0_elements]
+    cpu = on_cpu * rank0_elements
     moments = states[2] + cpu
     unit = 4 * max(unit.trained for unit in units)
     save, resume, copies = state_dicts(args.fsdp, strategy, offload, states, moments, unit)
@@ -661,8 +661,8 @@ def fsdp1_peak(
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
     shards, _, units = layout(model, args, strategy)
     root, *others = (unit.trained for unit in units)
-    neighbours = itertools.pairwise([*others, 0])
-    at_work = root + max((one + next_one for one, next_one in neighbours), default=0)
+    pairs = itertools.pairwise([*others, 0])
+    at_work = root + max((unit + next_unit for unit, next_unit in pairs), default=0)
     parameters = at_work
     if strategy == "shard_grad_op" and shards > 1:
         parameters = root + sum(others)
@@ -697,9 +697,9 @@ def fsdp2_peak(
     if strategy == "shard_grad_op":
         gathered += sum(unit.gathered for unit in others)
     at_work = 0
-    for unit, following in itertools.pairwise([*others, Unit(0, 0, 0)]):
+    for unit, next_unit in itertools.pairwise([*others, Unit(0, 0, 0)]):
         gradients = (compute + reduce) * unit.trained
-        at_work = max(at_work, unit.gathered + gradients + following.gathered)
+        at_work = max(at_work, unit.gathered + gradients + next_unit.gathered)
     at_work += compute * model.largest_in_4bit  # dequantized for one matrix product
     tied_gradient = 0
     if model.tied and model.head_is_trained:
@@ -740,14 +740,14 @@ def traffic(
         gathered = root.gathered + sum(unit.gathered for unit in others)
     reduced = precision.reduce_dtype.itemsize * sum(unit.trained for unit in (root, *others))
     ring = gathered + reduced
-    across = 0.0
+    between_nodes = 0.0
     if strategy == "ddp":
         ring = 2 * 4 * root.trained
         ring_size = args.nodes * args.gpus_per_node
     elif strategy == "hybrid_shard":
-        across = steps * 2 * reduced / ring_size * (args.nodes - 1) / args.nodes
+        between_nodes = steps * 2 * reduced / ring_size * (args.nodes - 1) / args.nodes
     ring *= steps * (ring_size - 1) / ring_size
-    node = args.gpus_per_node * across
+    node = args.gpus_per_node * between_nodes
     if ring_size > args.gpus_per_node:
         node += ring
     flops = (2 + model.trained / model.parameters) * model.flops
@@ -760,7 +760,7 @@ def traffic(
         "internode_seconds": node * 8e-9 / args.internode_gbps,
         "compute_seconds": steps * flops * 1e-12 / args.peak_tflops,
     }
-    sent = {"sent_bytes_per_gpu": round(ring + across), "sent_bytes_per_node": round(node)}
+    sent = {"sent_bytes_per_gpu": round(ring + between_nodes), "sent_bytes_per_node": round(node)}
     return sent | seconds | {"bound_by": max(seconds, key=seconds.get).removesuffix("_seconds")}
 
 
@@ -820,10 +820,10 @@ def verdict(model: Model, args: Namespace) -> str | None:
         options.append((True, True, "adamw"))
     rows = [estimate(model, args, "full_shard", *option) for option in options]
     if not any(row["fits"] for row in rows):
-        more = [row["smallest_nodes"] for row in rows[1:] if row["smallest_nodes"]]
-        if not more:
+        node_counts = [row["smallest_nodes"] for row in rows[1:] if row["smallest_nodes"]]
+        if not node_counts:
             return None
-        args = Namespace(**vars(args) | {"nodes": more[0]})
+        args = Namespace(**vars(args) | {"nodes": node_counts[0]})
         rows = [estimate(model, args, "full_shard", *option) for option in options]
     row = next(row for row in rows if row["fits"])
     added = []
@@ -831,8 +831,8 @@ def verdict(model: Model, args: Namespace) -> str | None:
         added.append("--activation-checkpointing")
     if row["cpu_offload"]:
         added.append("--cpu-offload")
-    how = f" with {' '.join(added)}" if added else ""
-    line = f"full_shard{how} fits on {args.nodes} x {args.gpus_per_node} GPUs: "
+    extra = f" with {' '.join(added)}" if added else ""
+    line = f"full_shard{extra} fits on {args.nodes} x {args.gpus_per_node} GPUs: "
     line += f"{row['peak_bytes'] / 1e9:.1f} of {args.gpu_memory_gb:g} GB"
     if row["cpu_offload"]:
         on_cpu = max(row[f"{phase}cpu_bytes_per_node"] for phase in ("", "save_", "resume_"))

@@ -91,13 +91,13 @@ class Probe:
 def preflight(args: Namespace) -> int:
     """Check the machines and print a report; return the exit code. All ranks."""
     try:
-        wrong = check_machines(args)
+        faults = check_machines(args)
     except (OSError, ValueError, RuntimeError) as error:
         ranks.exit_with(error)
     finally:
         shutil.rmtree(scratch_directory(args), ignore_errors=True)
-    if wrong:
-        ranks.exit_with(" ".join(wrong))
+    if faults:
+        ranks.exit_with(" ".join(faults))
     return 0
 
 
@@ -134,43 +134,43 @@ def check_machines(args: Namespace) -> list[str]:
         unit = min(unit, 1 << 24)  # gloo is slow: enough to measure a bandwidth
     for where, group in new_groups(places).items():
         probes += collective_probes(where, group, unit, device)
-    wrong = check_disk(args, places)
+    faults = check_disk(args, places)
     probes += disk_probes(args, places)
     results, slow = measure_twice(probes, timedelta(seconds=args.timeout_seconds))
-    wrong += describe_slow(slow, places)
+    faults += describe_slow(slow, places)
     if dist.get_rank() == 0:
         print_table(probes, results, places)
         step = bound(model, machine, slowest_speeds(probes, results))
         parts = [f"{name} {step[f'{key}_seconds']:.3g} s" for key, name in BOUNDS.items()]
         print(f"a step of {args.model_name} ({step['tokens']:,} tokens per process, {STRATEGY})")
         print(f"is bound by {BOUNDS[step['bound_by']]}: at least {', '.join(parts)}")
-        print(*notes, *(wrong or ["All ranks are fine."]), sep="\n", flush=True)
+        print(*notes, *(faults or ["All ranks are fine."]), sep="\n", flush=True)
     dist.barrier(group=ranks.cpu_group())
-    return wrong
+    return faults
 
 
 def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
-    """Join the process group; return this rank's device, all places, and notes about devices.
+    """Join the process group; return this rank's device, the places of all ranks, and notes.
 
     Raise ValueError if a device is missing.
     """
     timeout = timedelta(minutes=10)  # imports can be slow
-    with ranks.rendezvous(timeout) as meeting:
-        places = introduce(**meeting)  # first, as the process group needs the devices
-        wrong, notes = count_devices(args, places)
-        if wrong:
-            raise ValueError(" ".join(wrong))
+    with ranks.rendezvous(timeout) as group_args:
+        places = exchange_info(**group_args)  # first, as the process group needs the devices
+        faults, notes = count_devices(args, places)
+        if faults:
+            raise ValueError(" ".join(faults))
         device = ranks.local_device()
         dist.init_process_group(
             dist.get_default_backend_for_device(device),
             timeout=timeout,
             device_id=None if device.type == "cpu" else device,
-            **meeting,
+            **group_args,
         )
     return device, places, notes
 
 
-def introduce(store: dist.Store, rank: int, world_size: int) -> list[Place]:
+def exchange_info(store: dist.Store, rank: int, world_size: int) -> list[Place]:
     """Exchange the places of all ranks through the store, and return them by rank."""
     place = Place(
         host=socket.gethostname().split(".")[0],
@@ -187,10 +187,10 @@ def introduce(store: dist.Store, rank: int, world_size: int) -> list[Place]:
 def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list[str]]:
     """Return two lists of messages about numbers of nodes and devices: faults and notes."""
     nodes = {place.node: place for place in places}
-    wrong, notes = [], []
+    faults, notes = [], []
     in_job = int(os.environ.get("SLURM_NNODES", len(nodes)))
     if len(nodes) != in_job:
-        wrong.append(f"only {len(nodes)} of the Slurm job's {in_job} nodes take part.")
+        faults.append(f"only {len(nodes)} of the Slurm job's {in_job} nodes take part.")
     expected = args.gpus_per_node or int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
     for number, place in nodes.items():
         name = f"node {number} ({place.host})"
@@ -198,10 +198,10 @@ def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list
         if any(other.devices for other in places):
             needed = max(expected, place.processes)
         if place.devices < needed:
-            wrong.append(f"{name} has {place.devices} devices instead of {needed}.")
+            faults.append(f"{name} has {place.devices} devices instead of {needed}.")
         if place.devices > place.processes:
             notes.append(f"{name} has {place.devices} devices for {place.processes} processes.")
-    return wrong, notes
+    return faults, notes
 
 
 def read_model(
@@ -260,17 +260,17 @@ def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     multiply = partial(torch.mm, matrix, matrix, out=torch.empty_like(matrix))
-    me = (dist.get_rank(),)
+    this_rank = (dist.get_rank(),)
     probes = [
-        Probe(MATMUL, "TFLOP/s", 2e-12 * width**3, me, multiply),
-        Probe("memory copy", "GB/s", 2e-9 * size, me, partial(target.copy_, source)),
+        Probe(MATMUL, "TFLOP/s", 2e-12 * width**3, this_rank, multiply),
+        Probe("memory copy", "GB/s", 2e-9 * size, this_rank, partial(target.copy_, source)),
     ]
     if not on_gpu:
         return probes
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
     to_device, to_host = partial(target.copy_, host), partial(host.copy_, source)
-    probes.append(Probe("host to device", "GB/s", 1e-9 * size, me, to_device))
-    probes.append(Probe("device to host", "GB/s", 1e-9 * size, me, to_host))
+    probes.append(Probe("host to device", "GB/s", 1e-9 * size, this_rank, to_device))
+    probes.append(Probe("device to host", "GB/s", 1e-9 * size, this_rank, to_host))
     return probes
 
 
@@ -367,17 +367,17 @@ def measure(probes: list[Probe], timeout: timedelta) -> dict[str, Seconds]:
         slowest = torch.tensor(sample(call, 1, timeout))
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=ranks.cpu_group())
         counts.append(max(1, int(SAMPLE_SECONDS / slowest.item())))
-    mine: list[list[float]] = [[] for _ in probes]
+    timings: list[list[float]] = [[] for _ in probes]
     for _ in range(ROUNDS):
-        for call, count, samples in zip(calls, counts, mine, strict=True):
+        for call, count, samples in zip(calls, counts, timings, strict=True):
             samples.append(sample(call, count, timeout))
     results: dict[str, Seconds] = {probe.name: {} for probe in probes}
     members = [probe.members for probe in probes]
-    for samples_of_rank in ranks.on_every_rank(lambda: list(zip(members, mine, strict=True))):
-        for probe, (who, samples) in zip(probes, samples_of_rank, strict=True):
-            if who:
-                known = results[probe.name].get(who, samples)
-                results[probe.name][who] = list(map(max, known, samples))
+    for samples_of_rank in ranks.on_every_rank(lambda: list(zip(members, timings, strict=True))):
+        for probe, (group, samples) in zip(probes, samples_of_rank, strict=True):
+            if group:
+                slowest = results[probe.name].get(group, samples)
+                results[probe.name][group] = list(map(max, slowest, samples))
     return results
 
 
@@ -390,7 +390,7 @@ def spread(samples: list[float]) -> float:
 def find_outliers(seconds: Seconds) -> dict[Members, float]:
     """Return the members that take longer than the others, with the ratio to the others' median.
 
-    Members are compared with the median of the others, so that the slower one of two is found.
+    Members are compared with the median of the others, so that the slower of two is detected.
     """
     tolerance = CPU_TOLERANCE if ranks.accelerator() is None else TOLERANCE
     medians = {members: statistics.median(samples) for members, samples in seconds.items()}
@@ -410,11 +410,11 @@ def find_slow(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, dic
     outliers = {p.name: find_outliers(results[p.name]) for p in probes}
     slow = {}
     for probe in probes:
-        alike = [other.name for other in probes if probe.kind and other.kind == probe.kind]
+        same_kind = [other.name for other in probes if probe.kind and other.kind == probe.kind]
         slow[probe.name] = {
             members: ratio
             for members, ratio in outliers[probe.name].items()
-            if all(members in outliers[name] for name in alike)
+            if all(members in outliers[name] for name in same_kind)
         }
     return slow
 
@@ -426,11 +426,11 @@ def measure_twice(
     measurement repeats only the probes with outliers."""
     results = measure(probes, timeout)
     suspects = find_slow(probes, results)
-    doubtful = [probe for probe in probes if suspects[probe.name]]
-    again = measure(doubtful, timeout)
+    suspect_probes = [probe for probe in probes if suspects[probe.name]]
+    again = measure(suspect_probes, timeout)
     slow = {}
-    for name, still in find_slow(doubtful, again).items():
-        slow[name] = {members: still[members] for members in suspects[name] if members in still}
+    for name, ratios in find_slow(suspect_probes, again).items():
+        slow[name] = {members: ratios[members] for members in suspects[name] if members in ratios}
     return results | again, slow
 
 
