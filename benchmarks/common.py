@@ -93,7 +93,7 @@ class RandomWeights(weights.Loader):
         return torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
 
 
-def without_files() -> None:
+def use_random_weights() -> None:
     """Make the scripts use random weights for a model directory that has only a config."""
 
     def new_model(model_class: type, config: PretrainedConfig, *_: object) -> tuple:
@@ -126,7 +126,7 @@ class AnonymousMemory(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.first = self.peak = self.now()
-        self.over = False
+        self.is_over = False
 
     @staticmethod
     def now() -> float:
@@ -136,7 +136,7 @@ class AnonymousMemory(threading.Thread):
 
     def run(self) -> None:
         """Measure the peak until the context is left."""
-        while not self.over:
+        while not self.is_over:
             self.peak = max(self.peak, self.now())
             time.sleep(1e-3)
 
@@ -145,27 +145,27 @@ class AnonymousMemory(threading.Thread):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.over = True
+        self.is_over = True
         self.join()
 
 
-def held(tensors: Iterable[torch.Tensor | None]) -> int:
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Return the bytes on this rank of the storages of these tensors, each counted once."""
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
     storages = [t.untyped_storage() for t in local if t.numel()]
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def step_and_weigh(driven: Driven, batch: dict) -> dict[str, int]:
+def step_and_measure(driven: Driven, batch: dict) -> dict[str, int]:
     """Make a step; return this rank's bytes of parameters, gradients and AdamW's moments. The
     scales of 4-bit weights count as parameters."""
-    clip, found = policies.clip_gradients, {}
+    clip, sizes = policies.clip_gradients, {}
 
-    def clip_and_weigh(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        found["gradient_bytes"] = held(p.grad for p in model.parameters())
+    def clip_and_measure(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        sizes["gradient_bytes"] = storage_bytes(p.grad for p in model.parameters())
         return clip(model, max_norm)
 
-    policies.clip_gradients = clip_and_weigh
+    policies.clip_gradients = clip_and_measure
     driven.step([batch])
     policies.clip_gradients = clip
     moments = [x for values in driven.state.optimizer.state.values() for x in values.values()]
@@ -174,8 +174,8 @@ def step_and_weigh(driven: Driven, batch: dict) -> dict[str, int]:
         scales = getattr(module, "quant_state", None)
         if scales:
             weights += [scales.absmax, scales.state2.absmax, scales.offset, scales.code]
-    found["parameter_bytes"] = held(weights)
-    return found | {"optimizer_bytes": held(x for x in moments if x.ndim)}
+    sizes["parameter_bytes"] = storage_bytes(weights)
+    return sizes | {"optimizer_bytes": storage_bytes(x for x in moments if x.ndim)}
 
 
 def trainer_options(args: Namespace, block: str) -> dict[str, object]:
@@ -196,7 +196,7 @@ def trainer_options(args: Namespace, block: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def with_peers(ours: Iterable[str], peers: Iterable[str], processes: int) -> list[str]:
+def add_peers(ours: Iterable[str], peers: Iterable[str], processes: int) -> list[str]:
     """Return the names in `ours` and, with two or more processes, those in `peers`, which shard."""
     return [*ours, *(peers if processes > 1 else ())]
 
@@ -220,7 +220,7 @@ def launch(processes: int, *command: str, python: str = sys.executable) -> dict 
     return json.loads(output.strip().splitlines()[-1])
 
 
-class Enough(Exception):
+class TurnsDone(Exception):
     """Raised in a loop of `relay` to end it after its last turn."""
 
 
@@ -231,18 +231,18 @@ def relay(
     `turns` turns of `steps` steps. A loop calls its argument after each step. The GPU is only
     synchronized at the end of a turn."""
     names = list(loops)
-    found = {name: {"seconds": [], "cpu_seconds": []} for name in names}
+    timings = {name: {"seconds": [], "cpu_seconds": []} for name in names}
     batons = {name: threading.Semaphore(0) for name in names}
     failed: list[BaseException] = []
 
     def run(name: str) -> None:
         following = batons[names[(names.index(name) + 1) % len(names)]]
-        mine = found[name]
+        timing = timings[name]
 
         def begin() -> None:
             batons[name].acquire()
-            if failed or len(mine["seconds"]) == turns + 1:
-                raise Enough
+            if failed or len(timing["seconds"]) == turns + 1:
+                raise TurnsDone
             dist.all_reduce(torch.zeros(1), group=ranks.cpu_group())
             starts[name] = time.perf_counter(), time.process_time()
             left[name] = steps
@@ -254,8 +254,8 @@ def relay(
             if device.type == "cuda":
                 torch.cuda.synchronize()
             start, cpu_start = starts[name]
-            mine["seconds"].append((time.perf_counter() - start) / steps)
-            mine["cpu_seconds"].append((time.process_time() - cpu_start) / steps)
+            timing["seconds"].append((time.perf_counter() - start) / steps)
+            timing["cpu_seconds"].append((time.process_time() - cpu_start) / steps)
             following.release()
             begin()
 
@@ -265,7 +265,7 @@ def relay(
             begin()
             loops[name](end_of_step)
             raise RuntimeError(f"{name} ended before its {turns} turns")
-        except Enough:
+        except TurnsDone:
             pass
         except BaseException as error:
             failed.append(error)
@@ -278,7 +278,7 @@ def relay(
         list(pool.map(run, names))
     if failed:
         raise failed[0]
-    for mine in found.values():
-        for values in mine.values():
+    for timing in timings.values():
+        for values in timing.values():
             del values[0]  # the first turn is a warm-up
-    return found
+    return timings

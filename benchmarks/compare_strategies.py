@@ -24,8 +24,8 @@ from common import (
     NO_DATA,
     environment_for,
     random_batch,
-    step_and_weigh,
-    without_files,
+    step_and_measure,
+    use_random_weights,
     write_gpt2,
 )
 from driven import Driven
@@ -64,10 +64,10 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory_limit_gb * 1e9 / total)
     try:
-        without_files()
+        use_random_weights()
         driven = Driven(gpt2_fsdp, args, device, sets=NO_DATA)
         batch = random_batch(gpt2_fsdp, args)
-        sizes, seconds = step_and_weigh(driven, batch), []
+        sizes, seconds = step_and_measure(driven, batch), []
         for _ in range(options.steps + 1):
             start = time.perf_counter()
             driven.step([batch])
@@ -82,8 +82,8 @@ def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None
         median = statistics.median(seconds[1:])
         samples = args.batch_size * dist.get_world_size() / median
         sizes = {key.removesuffix("_bytes"): size / 1e6 for key, size in sizes.items()}
-        found = {"seconds": median, "samples_per_second": samples, "peak": peak.item()}
-        print(json.dumps(found | sizes))
+        measured = {"seconds": median, "samples_per_second": samples, "peak": peak.item()}
+        print(json.dumps(measured | sizes))
     gpt2_fsdp.cleanup()
     sys.stdout.flush()
     os._exit(0)  # like `launch` in runtime/run.py, which explains it
@@ -158,8 +158,8 @@ def main() -> None:
         strategies += [["shard_grad_op", *offload], ["full_shard", *offload]]
     if options.processes == 1:  # nothing is sharded, so shard_grad_op would repeat full_shard
         strategies = [strategy for strategy in strategies if strategy[0] != "shard_grad_op"]
-    what = torch.cuda.get_device_name() if gpu else "CPU"
-    print(f"\n{options.model}, blocks of {options.block_size}, {options.processes} x {what}, "
+    device = torch.cuda.get_device_name() if gpu else "CPU"
+    print(f"\n{options.model}, blocks of {options.block_size}, {options.processes} x {device}, "
           f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}; MB of one rank")  # fmt: skip
     print("\n| strategy | batch per rank | parameters | gradients | optimizer | peak | s per step "
           "| samples/s | of DDP |\n|---|---|---|---|---|---|---|---|---|", flush=True)  # fmt: skip

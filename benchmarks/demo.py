@@ -57,7 +57,7 @@ def ordinal(day: int) -> str:
     return f"{day}{'th' if day in (11, 12, 13) else ending}"
 
 
-def written(day: date, language: str, form: str) -> str:
+def format_date(day: date, language: str, form: str) -> str:
     """Return a date as text, in one of the FORMS and its language."""
     month = MONTHS[language].split()[day.month - 1]
     return form.format(
@@ -77,7 +77,7 @@ def make_rows(count: int) -> tuple[list[dict], list[dict]]:
     rows = []
     for number in draw.sample(range(DAYS), HELD_OUT + count):
         day = FIRST + timedelta(days=number)
-        rows.append({"text": written(day, *draw.choice(FORMS)), "date": day.isoformat()})
+        rows.append({"text": format_date(day, *draw.choice(FORMS)), "date": day.isoformat()})
     return rows[HELD_OUT:], rows[:HELD_OUT]
 
 
@@ -90,7 +90,7 @@ def make_model(tokenizer: ByT5Tokenizer) -> T5ForConditionalGeneration:
     )
 
 
-def make(directory: Path, count: int) -> None:
+def write_inputs(directory: Path, count: int) -> None:
     """Write the model, dates.jsonl with `count` rows, and held_out.jsonl to the directory."""
     transformers.utils.logging.disable_progress_bar()
     tokenizer = ByT5Tokenizer()
@@ -114,7 +114,7 @@ def run(flags: str) -> None:
         sys.exit(code)
 
 
-def right(predictions: list[dict]) -> str:
+def accuracy(predictions: list[dict]) -> str:
     """Return the percentage of predictions that are exactly right, such as 99%."""
     count = sum(row["generated"] == row["reference"] for row in predictions)
     return f"{100 * count / len(predictions):.0f}%"
@@ -126,7 +126,7 @@ def show(directory: Path) -> None:
         [json.loads(line) for line in (path / "predictions.jsonl").read_text().splitlines()]
         for path in (directory / "before", directory)
     )
-    scores = f"{right(before)} correct before training, {right(after)} after"
+    scores = f"{accuracy(before)} correct before training, {accuracy(after)} after"
     print(f"\n{len(after)} unseen dates: {scores}")
     for then, now in zip(before[:3], after[:3], strict=True):
         print(f"  given:  {now['source']}")
@@ -134,7 +134,7 @@ def show(directory: Path) -> None:
         print(f"  after:  {now['generated']}")
     words = [sys.executable, str(Path(__file__).with_name("plot_runs.py")), str(directory)]
     words += ["--panels", "loss", "tokens_per_second", "--picture", str(directory / "losses.png")]
-    words += ["--title", f"make demo: {right(after)} of {len(after)} unseen dates are correct"]
+    words += ["--title", f"make demo: {accuracy(after)} of {len(after)} unseen dates are correct"]
     code = subprocess.run(words).returncode
     if code:
         sys.exit(code)
@@ -161,7 +161,7 @@ def main() -> None:
     evaluate = "--evaluate-only --output-dir "
     if not (directory / "model").is_dir():
         directory.mkdir(parents=True, exist_ok=True)
-        make(directory, args.rows)
+        write_inputs(directory, args.rows)
     if not (directory / "before/predictions.jsonl").is_file():
         run(f"--model-name {directory}/model {flags}{evaluate}{directory}/before")
     if not (directory / "final").is_dir():

@@ -117,7 +117,7 @@ class Driven(OffRecord):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._asked: queue.Queue = queue.Queue()
+        self._requests: queue.Queue = queue.Queue()
         self._answers: queue.Queue = queue.Queue()
         self._thread = threading.Thread(target=self._answer_all, daemon=True)
         self._thread.start()
@@ -145,8 +145,8 @@ class Driven(OffRecord):
         self.all_steps = Steps(self.args, self.state, loader, self.metrics, self.stop)
         regular = iter(self.all_steps)
         self._answers.put((None, None))
-        while (asked := self._asked.get()) is not None:
-            given, samples, around = asked
+        while (request := self._requests.get()) is not None:
+            given, samples, around = request
             with around:
                 if given is None:
                     step = next(regular, None)
@@ -155,12 +155,12 @@ class Driven(OffRecord):
                 if step is None:
                     self._answers.put((None, None))
                     continue
-                found: list[tuple] = []
-                step.guard = _kept(step.guard, found)
+                calls: list[tuple] = []
+                step.guard = _record_calls(step.guard, calls)
                 step.due = lambda _: False  # no logs, validations and saves
                 self.fetched = step
                 yield step
-            self._answers.put(((*found[0][1:],), None))
+            self._answers.put(((*calls[0][1:],), None))
 
     def step(
         self,
@@ -172,20 +172,20 @@ class Driven(OffRecord):
 
         Return this rank's share of the loss and the gradient norm, or None if no step is left.
         """
-        self._asked.put((given, samples, around or contextlib.nullcontext()))
+        self._requests.put((given, samples, around or contextlib.nullcontext()))
         return self._answer()
 
     def all(self, count: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Make the remaining steps, at most `count`, and yield the result of each."""
         for _ in range(count) if count is not None else itertools.count():
-            made = self.step()
-            if made is None:
+            result = self.step()
+            if result is None:
                 return
-            yield made
+            yield result
 
     def end(self) -> None:
         """End the training and free its memory."""
-        self._asked.put(None)
+        self._requests.put(None)
         self._thread.join()
         del self.state, self.model, self.all_steps, self.loader
 
@@ -206,11 +206,11 @@ class Driven(OffRecord):
         return self.directory / f"checkpoints/step-{self.state.step:08d}"
 
 
-def _kept(guard: Callable, found: list[tuple]) -> Callable:
-    """Return a function that appends its arguments to `found` and calls `guard`."""
+def _record_calls(guard: Callable, calls: list[tuple]) -> Callable:
+    """Return a function that appends its arguments to `calls` and calls `guard`."""
 
     def keep(*args: Any) -> None:
-        found.append(args)
+        calls.append(args)
         guard(*args)
 
     return keep

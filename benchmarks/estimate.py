@@ -20,7 +20,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from common import NO_DATA, launch, random_batch, step_and_weigh, without_files
+from common import NO_DATA, launch, random_batch, step_and_measure, use_random_weights
 from driven import Driven
 from transformers import ByT5Tokenizer
 
@@ -36,15 +36,15 @@ def worker(script_name: str, flags: list[str]) -> None:
     script = importlib.import_module(script_name)
     args = script.parse_args([*flags, "--dataset", "docstrings"])
     device = script.setup(args)
-    without_files()
+    use_random_weights()
     driven, batch = Driven(script, args, device, sets=NO_DATA), random_batch(script, args)
-    found = step_and_weigh(driven, batch)
+    measured = step_and_measure(driven, batch)
     if device.type == "cuda":  # the first step starts without moments
         torch.cuda.reset_peak_memory_stats()
         driven.step([batch])
-        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+        measured["peak_bytes"] = torch.cuda.max_memory_allocated()
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(measured))
     script.cleanup()
 
 
@@ -73,10 +73,10 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
         ByT5Tokenizer().save_pretrained(directory)
         flags = ["--model-name", directory, "--precision", precision, "--strategy", strategy,
                  LENGTH[script], str(length), *common]  # fmt: skip
-        found = launch(options.processes, __file__, "--worker", script, json.dumps(flags))
-    cells = [f"{expected[term] / 1e6:,.2f} / {found[term] / 1e6:,.2f}" for term in TERMS]
+        measured = launch(options.processes, __file__, "--worker", script, json.dumps(flags))
+    cells = [f"{expected[term] / 1e6:,.2f} / {measured[term] / 1e6:,.2f}" for term in TERMS]
     if gpu:
-        total, peak = expected["total_bytes"], found["peak_bytes"]
+        total, peak = expected["total_bytes"], measured["peak_bytes"]
         cells += [f"{total / 1e6:,.0f} / {peak / 1e6:,.0f}", f"{total / peak:.3f}"]
     return [name, strategy, "yes" if recompute else "no", *cells]
 

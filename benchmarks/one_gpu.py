@@ -23,7 +23,7 @@ import warnings
 
 import torch
 import transformers
-from common import NO_DATA, launch, random_batch, without_files
+from common import NO_DATA, launch, random_batch, use_random_weights
 from driven import Driven
 from transformers import ByT5Tokenizer
 
@@ -61,8 +61,8 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     device = llama_fsdp.setup(args)
     seconds = []
     gpu = device.type == "cuda"
-    found = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
-    without_files()
+    result = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
+    use_random_weights()
     driven = Driven(llama_fsdp, args, device, sets=NO_DATA)
     model = weights.unwrapped(driven.model)
     kernel, flops = model.attention_kernel, flops_per_token(model, options.length)
@@ -74,14 +74,14 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     median, tokens = statistics.median(seconds[2:]), options.batch_size * options.length
-    found["tflops_per_gpu"] = tokens / median * flops / 1e12
-    found["assumed_peak_tflops"] = PEAK_TFLOPS.get(ranks.device_name(device), math.inf)
+    result["tflops_per_gpu"] = tokens / median * flops / 1e12
+    result["assumed_peak_tflops"] = PEAK_TFLOPS.get(ranks.device_name(device), math.inf)
     llama_fsdp.cleanup()
-    return found | {"seconds": median, "peak_mb": peak_mb(), "attention": kernel}
+    return result | {"seconds": median, "peak_mb": peak_mb(), "attention": kernel}
 
 
 def trainer(options: argparse.Namespace, directory: str) -> dict[str, float]:
-    """Run the Trainer on the same shape, in bf16 autocast with fused AdamW; return its numbers."""
+    """Run the Trainer on the same shape, in bf16 autocast with fused AdamW; return the same."""
     warnings.filterwarnings("ignore")
     gpu, seconds = torch.cuda.is_available(), []
     config = transformers.AutoConfig.from_pretrained(directory)
@@ -147,9 +147,9 @@ def main() -> None:
         load(options.model).save_pretrained(directory)
         ByT5Tokenizer().save_pretrained(directory)
         for _ in range(options.turns):
-            for loop, found in results.items():
-                found.append(launch(1, __file__, *sys.argv[1:], "--worker", loop, directory))
-                print(f"a launch of {loop}: {found[-1]['seconds']:.3f} s per step", flush=True)
+            for loop, launches in results.items():
+                launches.append(launch(1, __file__, *sys.argv[1:], "--worker", loop, directory))
+                print(f"a launch of {loop}: {launches[-1]['seconds']:.3f} s per step", flush=True)
     print_table(options, results)
 
 
@@ -160,8 +160,8 @@ def print_table(options: argparse.Namespace, results: dict[str, list[dict]]) -> 
     print(f"\n| loop | {columns} |")
     print("|---|---|---|---|---|---|---|---|")
     medians = {
-        loop: sorted(found, key=lambda r: r["seconds"])[len(found) // 2]
-        for loop, found in results.items()
+        loop: sorted(launches, key=lambda r: r["seconds"])[len(launches) // 2]
+        for loop, launches in results.items()
     }
     first, tokens = medians.get("ours", {}), options.batch_size * options.length
     for loop, r in medians.items():

@@ -111,8 +111,8 @@ def draw_estimate(rows: list[dict], title: str, picture: Path) -> None:
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     peaks = [row["total_bytes"] / 1e9 for row in rows]
     axis.plot(peaks, range(len(rows)), "o", color="black", markersize=5, label=PEAK)
-    for place, (end, peak) in enumerate(zip(ends, peaks, strict=True)):
-        axis.text(max(end, peak), place, f"  {peak:.1f}", va="center")
+    for number, (end, peak) in enumerate(zip(ends, peaks, strict=True)):
+        axis.text(max(end, peak), number, f"  {peak:.1f}", va="center")
     axis.set_yticks(range(len(rows)), [bar_name(row) for row in rows])
     axis.invert_yaxis()
     axis.margins(x=0.1)
@@ -145,12 +145,12 @@ def main() -> None:
     )
     parser.add_argument("runs", type=Path, nargs="*", help="output directories")
     parser.add_argument(
-        "--panels", nargs="+", choices=PANELS, default=list(PANELS), help="what to draw of runs"
+        "--panels", nargs="+", choices=PANELS, default=list(PANELS), help="quantities to draw"
     )
     parser.add_argument(
         "--estimate", type=Path, nargs="+", help="outputs of tools/memory_estimator.py --json"
     )
-    parser.add_argument("--title", help="above the picture")
+    parser.add_argument("--title", help="title of the picture")
     parser.add_argument("--picture", type=Path, default=Path("runs.png"), help="file to write")
     args = parser.parse_args()
     if bool(args.runs) == bool(args.estimate):

@@ -51,7 +51,7 @@ class Row:
     logit_bytes: float  # bytes per logit at the peak of the loss
     strategy: str = "full_shard"
     offload: bool = False
-    alone: bool = False  # one GPU without FSDP
+    no_fsdp: bool = False  # one GPU without FSDP
     one_root: bool = True  # embeddings and head are in the root unit
     in_16_bits: bool = False  # trained weights, gradients and moments are not fp32
     selective: bool = False  # a recomputed block keeps every second matrix product
@@ -107,10 +107,10 @@ ROWS = [
         f"{RECOMPUTED} 2048 --batch-size 2 --fsdp 2", config=LLAMA_3_70B, offload=True,
         one_root=False, logit_bytes=2.25, **TUNE),
     Row(TORCHTUNE, "Llama 3.2 3B, one GPU, 2 x 4,096, all kept", 60.0,
-        f"{KEPT} --gpus-per-node 1 --batch-size 2", config=LLAMA_3_3B, alone=True,
+        f"{KEPT} --gpus-per-node 1 --batch-size 2", config=LLAMA_3_3B, no_fsdp=True,
         logit_bytes=12, **TUNE),
     Row(TORCHTUNE, "the same, compiled, chunked loss, recomputed", 24.9,
-        f"{RECOMPUTED} 4096 --gpus-per-node 1 --batch-size 2", config=LLAMA_3_3B, alone=True,
+        f"{RECOMPUTED} 4096 --gpus-per-node 1 --batch-size 2", config=LLAMA_3_3B, no_fsdp=True,
         logit_bytes=2.25, **TUNE),
 ]  # fmt: skip
 
@@ -151,7 +151,7 @@ def estimate(row: Row) -> float:
     find_peak = memory_estimator.fsdp2_peak if args.fsdp == 2 else memory_estimator.fsdp1_peak
     states = [weights, gradients, moments]
     unsharded, _, total = find_peak(model, args, row.strategy, states, kept, block)
-    if row.alone:
+    if row.no_fsdp:
         total -= unsharded
     return total / UNITS[row.unit]
 

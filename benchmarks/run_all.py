@@ -108,10 +108,10 @@ def commit() -> str:
         command = f"git {command} -- :/ ':(exclude,top)benchmarks/RESULTS.md'"
         return subprocess.run(command, shell=True, cwd=FOLDER, capture_output=True, text=True)
 
-    found = git("log -1 --format=%h").stdout.strip() or "unknown"
+    name = git("log -1 --format=%h").stdout.strip() or "unknown"
     if git("diff --quiet HEAD").returncode == 1:
-        found += " with changes"
-    return found
+        name += " with changes"
+    return name
 
 
 def about() -> str:
@@ -133,13 +133,13 @@ def parse(text: str, heading: str) -> tuple[str, dict[str, str]]:
     return before, {part.split("\n", 1)[0]: part.split("\n", 1)[1] for part in parts}
 
 
-def with_section(text: str, preset: str, title: str, body: str) -> str:
+def replace_section(text: str, preset: str, title: str, body: str) -> str:
     """Return the text of RESULTS.md with one section of a preset replaced, or appended to
     it."""
     head, known = parse(text, "##")
-    intro, found = parse(known.get(TITLES[preset], "\n"), "###")
-    found[title] = f"\n{body.strip()}\n\n"
-    known[TITLES[preset]] = intro + "".join(f"### {name}\n{x}" for name, x in found.items())
+    intro, sections = parse(known.get(TITLES[preset], "\n"), "###")
+    sections[title] = f"\n{body.strip()}\n\n"
+    known[TITLES[preset]] = intro + "".join(f"### {name}\n{x}" for name, x in sections.items())
     titles = [name for name in TITLES.values() if name in known]
     return (head + "".join(f"## {name}\n{known[name]}" for name in titles)).rstrip() + "\n"
 
@@ -148,17 +148,17 @@ def entries(text: str, preset: str, title: str) -> list[str]:
     """Return the entries of a section of RESULTS.md, each of which starts with a date: a complete
     one, a later unfinished one, or both."""
     _, known = parse(text, "##")
-    _, found = parse(known.get(TITLES[preset], ""), "###")
-    parts = re.split(r"^(?=\d{4}-\d\d-\d\d; )", found.get(title, ""), flags=re.MULTILINE)
+    _, sections = parse(known.get(TITLES[preset], ""), "###")
+    parts = re.split(r"^(?=\d{4}-\d\d-\d\d; )", sections.get(title, ""), flags=re.MULTILINE)
     return [part.strip() for part in parts if part.strip()]
 
 
-def is_whole(entry: str) -> bool:
+def is_complete(entry: str) -> bool:
     """Return whether the program of an entry finished."""
     return not entry.splitlines()[-1].startswith(UNFINISHED)
 
 
-def shown(command: str) -> str:
+def as_code(command: str) -> str:
     """Return a command as Markdown code, without the directory of --data."""
     command = re.sub(r"\S*/(\w+\.jsonl)", r"\1", command)
     return f"`python benchmarks/{command}`"
@@ -171,14 +171,14 @@ def left_to_do(
     titles of the others."""
     new, tried, done = {}, {}, []
     for title, command in commands.items():
-        ours = [
+        matches = [
             entry
             for entry in entries(text, preset, title)
-            if entry.partition("; ")[2].splitlines()[:2] == [machine, shown(command)]
+            if entry.partition("; ")[2].splitlines()[:2] == [machine, as_code(command)]
         ]
-        if any(map(is_whole, ours)):
+        if any(map(is_complete, matches)):
             done.append(title)
-        elif ours:
+        elif matches:
             tried[title] = command
         else:
             new[title] = command
@@ -187,12 +187,12 @@ def left_to_do(
 
 def descendants(pid: int) -> list[int]:
     """Return the ids of all child processes of a process, and of their children."""
-    found = []
+    pids = []
     with contextlib.suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         for child in map(int, children):
-            found += [child, *descendants(child)]
-    return found
+            pids += [child, *descendants(child)]
+    return pids
 
 
 def run(command: str, seconds: float | None) -> tuple[list[str], str]:
@@ -205,36 +205,36 @@ def run(command: str, seconds: float | None) -> tuple[list[str], str]:
     with tempfile.TemporaryFile("w+") as output:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # otherwise a kill loses its output
         process = subprocess.Popen(words, stdout=output, env=environment)
-        said = ""
+        failure = ""
         try:
             if process.wait(seconds):
-                said = f"{UNFINISHED[0]} {process.returncode}."
+                failure = f"{UNFINISHED[0]} {process.returncode}."
         except subprocess.TimeoutExpired:
             for pid in [process.pid, *descendants(process.pid)]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
-            said = f"{UNFINISHED[1]} {time.monotonic() - start:.0f} s."
+            failure = f"{UNFINISHED[1]} {time.monotonic() - start:.0f} s."
         output.seek(0)
         lines = output.read().splitlines()
-    return [line for line in lines if not line.startswith(("{", "  "))], said
+    return [line for line in lines if not line.startswith(("{", "  "))], failure
 
 
 def measure(title: str, command: str, preset: str, machine: str, seconds: float | None) -> bool:
     """Run a program and write its section; return whether it failed. An earlier measurement is
     kept until a new one is complete."""
     print(f"{title}: {command}", flush=True)
-    lines, said = run(command, seconds)
-    if said:
-        lines += ["", said]
-        print(f"{title}: {said}", file=sys.stderr, flush=True)
-    body = "\n".join([f"{time.strftime('%Y-%m-%d')}; {machine}", shown(command), "", *lines])
+    lines, failure = run(command, seconds)
+    if failure:
+        lines += ["", failure]
+        print(f"{title}: {failure}", file=sys.stderr, flush=True)
+    body = "\n".join([f"{time.strftime('%Y-%m-%d')}; {machine}", as_code(command), "", *lines])
     text = RESULTS.read_text()
-    if said:
-        whole = [entry for entry in entries(text, preset, title) if is_whole(entry)]
+    if failure:
+        whole = [entry for entry in entries(text, preset, title) if is_complete(entry)]
         body = "\n\n".join([*whole, body])
-    RESULTS.write_text(with_section(text, preset, title, body))
-    return said.startswith(UNFINISHED[0])
+    RESULTS.write_text(replace_section(text, preset, title, body))
+    return failure.startswith(UNFINISHED[0])
 
 
 def parse_args() -> argparse.Namespace:

@@ -44,9 +44,9 @@ from common import (
     LLAMAS,
     NO_DATA,
     AnonymousMemory,
+    add_peers,
     launch,
     random_batch,
-    with_peers,
     write_llama,
 )
 from driven import Driven
@@ -127,7 +127,7 @@ class Transformers:
 
     def load(self) -> None:
         """Load the model and shard it."""
-        self.model, self.optimizer = step_time.of_transformers(self.args)
+        self.model, self.optimizer = step_time.load_with_transformers(self.args)
 
     begin = load
 
@@ -169,7 +169,7 @@ class Accelerate(Transformers):
     def load(self) -> None:
         """Load the model on every rank, and shard it."""
         self.accelerator = step_time.accelerator(self.args)
-        model, optimizer = step_time.plain(self.args)
+        model, optimizer = step_time.load_unsharded(self.args)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
 
     begin = load
@@ -220,16 +220,16 @@ def save(way: Ours | Transformers, saves: int) -> dict[str, float]:
     """Train and save `saves` times; return the median seconds by name."""
     way.begin()
     way.step()
-    found: dict[str, list[float]] = {"save": [], "on disk": [], "step": [], "step beside": []}
+    seconds: dict[str, list[float]] = {"save": [], "on disk": [], "step": [], "step beside": []}
     for _ in range(saves):
-        found["step"].append(timed(way.step))
+        seconds["step"].append(timed(way.step))
         ends: queue.SimpleQueue = queue.SimpleQueue()
         start = time.perf_counter()
-        found["save"].append(timed(way.save, lambda *_, ends=ends: ends.put(time.perf_counter())))
-        found["step beside"].append(timed(way.step))
+        seconds["save"].append(timed(way.save, lambda *_, ends=ends: ends.put(time.perf_counter())))
+        seconds["step beside"].append(timed(way.step))
         way.wait()
-        found["on disk"].append(ends.get() - start)
-    return {name: statistics.median(values) for name, values in found.items()}
+        seconds["on disk"].append(ends.get() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -244,19 +244,19 @@ def worker(options: argparse.Namespace) -> None:
     device = llama_fsdp.setup(args)
     way = PEERS.get(name, Ours)(args, device)
     if stage == "save":
-        found = save(way, options.saves)
+        result = save(way, options.saves)
     elif stage == "resume":
         dist.barrier(group=ranks.cpu_group())
         start = time.perf_counter()
-        found = {"resume": way.resume() - start}
+        result = {"resume": way.resume() - start}
     else:
         seconds, rise = with_memory(way.load)
-        found = {"load": seconds, "load MB": rise}
+        result = {"load": seconds, "load MB": rise}
         if stage == "export":
             seconds, rise = with_memory(way.export, Path(directory, "export"))
-            found = {"export": seconds, "export MB": rise}
+            result = {"export": seconds, "export MB": rise}
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(result))
     llama_fsdp.cleanup()
 
 
@@ -277,7 +277,7 @@ def main() -> None:
     if options.worker:
         worker(options)
         return
-    ways = options.ways or with_peers(OURS, PEERS, options.processes)
+    ways = options.ways or add_peers(OURS, PEERS, options.processes)
     print(f"{options.model} parameters, {options.processes} processes; medians of the launches "
           "so far, in turn; seconds, and MB\n")  # fmt: skip
     results: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
@@ -285,16 +285,16 @@ def main() -> None:
         write_llama(options.model, Path(directory, "model"), torch.bfloat16)
         os.sync()  # otherwise the files are still being written when the first way reads them
         for turn, name in itertools.product(range(1, options.turns + 1), ways):
-            found = results[name]
+            row = results[name]
             for stage in options.stages:
                 command = [__file__, "--saves", options.saves, "--worker", name, stage, directory]
                 for key, value in launch(options.processes, *command).items():
-                    found.setdefault(key, []).append(value)
+                    row.setdefault(key, []).append(value)
             for path in ("output", "export"):  # large models would fill the disk
                 shutil.rmtree(f"{directory}/{path}", ignore_errors=True)
             if turn == 1 and name == ways[0]:
-                print(f"| way | launches | {' | '.join(found)} |\n|---|---|{'---|' * len(found)}")
-            cells = [f"{statistics.median(values):,.2f}" for values in found.values()]
+                print(f"| way | launches | {' | '.join(row)} |\n|---|---|{'---|' * len(row)}")
+            cells = [f"{statistics.median(values):,.2f}" for values in row.values()]
             print(f"| {name} | {turn} | {' | '.join(cells)} |", flush=True)
     print("\n" + json.dumps(results), flush=True)
 

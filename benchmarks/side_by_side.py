@@ -94,8 +94,8 @@ def write_rows(options: argparse.Namespace, directory: Path) -> list[str]:
         "pairs": [{"source": source, "target": target} for source, target in pairs],
         "texts": [{"text": text} for text in texts[: options.rows]],
     }
-    for name, found in rows.items():
-        for path, part in ((f"{name}.jsonl", found), (f"{name}-few.jsonl", found[:8])):
+    for name, records in rows.items():
+        for path, part in ((f"{name}.jsonl", records), (f"{name}-few.jsonl", records[:8])):
             lines = [json.dumps(row) + "\n" for row in part]
             directory.joinpath(path).write_text("".join(lines))
     return texts + [text for turn in turns for text in turn] + [text for text, _ in pairs]
@@ -249,18 +249,18 @@ def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trai
         args.model_name, dtype=torch.float32
     )
 
-    def tokenise(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        found = tokenizer(
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        inputs = tokenizer(
             [f"summarize: {text}{tokenizer.eos_token}" for text in batch["source"]],
             truncation=True, max_length=args.source_length, return_token_type_ids=False,
         )  # fmt: skip
         targets = [text + tokenizer.eos_token for text in batch["target"]]
         length = args.target_length
         labels = tokenizer(text_target=targets, truncation=True, max_length=length)
-        return {**found, "labels": labels["input_ids"]}
+        return {**inputs, "labels": labels["input_ids"]}
 
     rows = Dataset.from_json(args.dataset[0])
-    rows = rows.map(tokenise, batched=True, remove_columns=rows.column_names)
+    rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)
     options = transformers.Seq2SeqTrainingArguments(
         train_sampling_strategy="group_by_length", **trainer_options(args, "T5Block")
     )
@@ -354,33 +354,33 @@ def worker(options: argparse.Namespace) -> None:
     at_once = 10 if device.type == "cuda" else 1
     steps = math.ceil(samples_per_epoch / global_batch)
     count = math.ceil(options.epochs * steps / at_once)
-    turned = relay(loops, count, device, at_once)
-    found = {"rows": {}, "steps": count * at_once}
+    timings = relay(loops, count, device, at_once)
+    result = {"rows": {}, "steps": count * at_once}
     timed = slice(at_once, at_once * (count + 1))
     for name in loops:
         counted = runs[name] if name in runs else their_turns[0]
         targets = torch.tensor([int(x) for x in counted.targets[timed]], device=device)
         dist.all_reduce(targets)
-        found["rows"][name] = {
+        result["rows"][name] = {
             "targets": targets.sum().item(),
-            "seconds": sum(turned[name]["seconds"]) * at_once,
-            "cpu": sum(turned[name]["cpu_seconds"]) / count,
+            "seconds": sum(timings[name]["seconds"]) * at_once,
+            "cpu": sum(timings[name]["cpu_seconds"]) / count,
         }
     for trainer in trainers:
         whole = type(trainer.model).from_pretrained(args.model_name, dtype=torch.float32)
-        found["wrapped"] = type(trainer.model_wrapped).__name__
-        found["reported"] = trainer.first_loss
-        found["plain"] = plain_loss(whole.eval(), trainer.first_batch)
+        result["wrapped"] = type(trainer.model_wrapped).__name__
+        result["reported"] = trainer.first_loss
+        result["plain"] = plain_loss(whole.eval(), trainer.first_batch)
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(result))
     peer.script.cleanup()
 
 
-def report(name: str, found: dict) -> None:
+def report(name: str, stats: dict) -> None:
     """Print the results of the comparison with the peer `name`."""
-    print(f"\n{PEERS[name].script.SCRIPT}.py, {found['steps']} steps of each in turn; {name} wraps "
-          f"the model in {found['wrapped']}\n")  # fmt: skip
-    rows = found["rows"]
+    print(f"\n{PEERS[name].script.SCRIPT}.py, {stats['steps']} steps of each in turn; {name} wraps "
+          f"the model in {stats['wrapped']}\n")  # fmt: skip
+    rows = stats["rows"]
     base_name, base = next(iter(rows.items()))
     print(f"| loop | targets | s | targets/s | of {base_name} | CPU s a step | of {base_name} |")
     print("|---|---|---|---|---|---|---|")
@@ -389,9 +389,9 @@ def report(name: str, found: dict) -> None:
         share = speed / (base["targets"] / base["seconds"])
         print(f"| {loop} | {row['targets']:,.0f} | {row['seconds']:.1f} | {speed:,.0f} "
               f"| {share:.2f} | {row['cpu']:.3f} | {row['cpu'] / base['cpu']:.2f} |")  # fmt: skip
-    if "plain" in found:
-        print(f"\n{name} reports a loss of {found['reported']:.6f} for its first step; the model "
-              f"alone has {found['plain']:.6f}", flush=True)  # fmt: skip
+    if "plain" in stats:
+        print(f"\n{name} reports a loss of {stats['reported']:.6f} for its first step; the model "
+              f"alone has {stats['plain']:.6f}", flush=True)  # fmt: skip
 
 
 def main() -> None:

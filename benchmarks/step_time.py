@@ -38,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from common import LLAMAS, launch, relay, with_peers, write_llama
+from common import LLAMAS, add_peers, launch, relay, write_llama
 from driven import TimedRun
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -68,7 +68,7 @@ class Ours(TimedRun):
         super().log_step(**values)
 
 
-def of_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+def load_with_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
     """Return the model, sharded by Transformers, and its optimizer."""
     from transformers.distributed import DistributedConfig
 
@@ -81,9 +81,9 @@ def of_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
     return model, new_optimizer(args, model)
 
 
-def of_accelerate(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+def load_with_accelerate(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
     """Return the model, sharded by Accelerate, and its optimizer."""
-    return accelerator(args).prepare(*plain(args))
+    return accelerator(args).prepare(*load_unsharded(args))
 
 
 def accelerator(args: argparse.Namespace) -> Any:
@@ -99,15 +99,15 @@ def accelerator(args: argparse.Namespace) -> Any:
     )
     mixed = "bf16" if args.precision == "bf16" else "no"
     on_cpu = not torch.cuda.is_available()
-    made = Accelerator(mixed_precision=mixed, fsdp_plugin=plugin, cpu=on_cpu)
+    instance = Accelerator(mixed_precision=mixed, fsdp_plugin=plugin, cpu=on_cpu)
     if on_cpu:
         sharded = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
         PartialState._shared_state |= sharded
         AcceleratorState._shared_state |= sharded
-    return made
+    return instance
 
 
-def plain(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+def load_unsharded(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
     """Return the model without sharding, and its optimizer."""
     model = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
     return model, new_optimizer(args, model)
@@ -143,7 +143,7 @@ class Bare:
                 end_of_step()
 
 
-PEERS = {"transformers-fsdp2": of_transformers, "accelerate-fsdp2": of_accelerate}
+PEERS = {"transformers-fsdp2": load_with_transformers, "accelerate-fsdp2": load_with_accelerate}
 
 
 def worker(options: argparse.Namespace, directory: str) -> None:
@@ -156,10 +156,10 @@ def worker(options: argparse.Namespace, directory: str) -> None:
               "--max-seq-length", options.length, "--batch-size", options.batch_size,
               "--no-activation-checkpointing", "--output-dir", f"{directory}/output"]  # fmt: skip
 
-    def parsed(name: str) -> argparse.Namespace:
+    def parse(name: str) -> argparse.Namespace:
         return llama_fsdp.parse_args([*map(str, common), *(OURS | RECOMPUTING).get(name, [])])
 
-    device = llama_fsdp.setup(parsed("ours-fsdp1"))
+    device = llama_fsdp.setup(parse("ours-fsdp1"))
     vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1024, options.length + 1), generator=random).numpy()
@@ -167,7 +167,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
     runs: dict[str, Ours | Bare] = {}
     loops = {}
     for name in options.loops:
-        args = parsed(name)
+        args = parse(name)
         if name not in PEERS:
             runs[name] = Ours(args, device, rows)
             loops[name] = runs[name].loop
@@ -176,15 +176,15 @@ def worker(options: argparse.Namespace, directory: str) -> None:
             sampler = batches.train_sampler(args, rows)
             loader = DataLoader(rows, batch_sampler=sampler, collate_fn=llama_fsdp.data.collate)
             loops[name] = functools.partial(runs[name].loop, loader)
-    found = relay(loops, math.ceil(options.steps / turn), device, turn)
+    results = relay(loops, math.ceil(options.steps / turn), device, turn)
     for name, run in runs.items():
         loss = torch.as_tensor(run.losses[-1], device=device)
         if name in PEERS:  # this rank's
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
-        found[name] |= {"loss": loss.item(), "wrapped": type(run.model).__name__}
+        results[name] |= {"loss": loss.item(), "wrapped": type(run.model).__name__}
     if dist.get_rank() == 0:
-        print(json.dumps(found))
+        print(json.dumps(results))
     llama_fsdp.cleanup()
 
 
@@ -211,27 +211,27 @@ def main() -> None:
     if options.worker:
         worker(options, options.worker)
         return
-    options.loops = options.loops or with_peers(OURS, PEERS, options.processes)
+    options.loops = options.loops or add_peers(OURS, PEERS, options.processes)
     with tempfile.TemporaryDirectory() as directory:
         write_llama(options.model, Path(directory))
         flags = ["--batch-size", options.batch_size, "--length", options.length]
         flags += ["--steps", options.steps, "--worker", directory, "--loops", *options.loops]
-        found = launch(options.processes, __file__, *flags)
+        results = launch(options.processes, __file__, *flags)
     print(f"{options.model} parameters, {options.processes} processes x {options.batch_size} x "
           f"{options.length} tokens; medians of {options.steps} steps in turn\n")  # fmt: skip
-    base = "transformers-fsdp2" if "transformers-fsdp2" in found else next(iter(found))
+    base = "transformers-fsdp2" if "transformers-fsdp2" in results else next(iter(results))
     print(f"| loop | s | of {base} | CPU s | of {base} | tokens/s | last loss |")
     print("|---|---|---|---|---|---|---|")
     tokens = options.processes * options.batch_size * options.length
     medians = {
         name: [statistics.median(row[key]) for key in ("seconds", "cpu_seconds")]
-        for name, row in found.items()
+        for name, row in results.items()
     }
     for name, (seconds, cpu) in medians.items():
         shares = [f"{x / y:.3f}" for x, y in zip((seconds, cpu), medians[base], strict=True)]
         print(f"| {name} | {seconds:.3f} | {shares[0]} | {cpu:.3f} | {shares[1]} "
-              f"| {tokens / seconds:,.0f} | {found[name]['loss']:.6f} |")  # fmt: skip
-    print("\n" + json.dumps(found), flush=True)
+              f"| {tokens / seconds:,.0f} | {results[name]['loss']:.6f} |")  # fmt: skip
+    print("\n" + json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":
