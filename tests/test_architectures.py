@@ -1,6 +1,6 @@
-"""Every architecture of Transformers in a copy of a script: trained as it is alone, or refused.
+"""Train every architecture in Transformers with a copy of a script and with plain PyTorch.
 
-Slow: some hundred models of two layers. Those that these shapes do not fit are skipped.
+Results must match, or the script must refuse the model. Skip architectures that these shapes break.
 """
 
 import shutil
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from copied import copied
+from copied import edited_script
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
@@ -25,7 +25,7 @@ from runtime.weights import plain_name
 
 CAUSAL = sorted(set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 SEQ2SEQ = sorted(set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()))
-SHAPE = {  # what configurations call these
+SHAPE = {  # each size and its names in model configurations
     64: "hidden_size d_model n_embd hidden_dim embedding_size word_embed_proj_dim",
     128: "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim",
     2: "num_hidden_layers num_layers n_layer n_layers encoder_layers decoder_layers "
@@ -44,10 +44,10 @@ SHAPE = {  # what configurations call these
 }
 SMALL = {name: value for value, names in SHAPE.items() for name in names.split()}
 ALWAYS = {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
-TOO_LARGE = 30_000_000  # parameters, with the shapes that are not named above
+TOO_LARGE = 30_000_000  # parameters; some configurations have sizes that SHAPE does not name
 TOO_SLOW = {"BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM",
             "JambaForCausalLM", "NemotronHForCausalLM"}  # fmt: skip
-CRASHES = {"Inkling2ForCausalLM"}  # torch 2.13 dies in its backward pass under FSDP2
+CRASHES = {"Inkling2ForCausalLM"}  # torch 2.13 crashes in its backward pass under FSDP2
 IMPORTS = {
     "T5_training": ("models.t5.modeling_t5 import T5Block", "(T5Block,)",
                     "transformers.T5ForConditionalGeneration"),
@@ -63,36 +63,36 @@ STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedu
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
-    """Yield the device of a process group of one."""
+    """Yield the device of a process group of one process."""
     yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
-def small(config: transformers.PretrainedConfig) -> dict[str, object]:
-    """Return the settings that make a configuration small, without dropout."""
-    known = config.to_dict()
-    found = ALWAYS | {name: value for name, value in SMALL.items() if name in known}
-    for name, value in known.items():
+def small_settings(config: transformers.PretrainedConfig) -> dict[str, object]:
+    """Return settings that make a configuration small and turn off dropout."""
+    defaults = config.to_dict()
+    settings = ALWAYS | {name: value for name, value in SMALL.items() if name in defaults}
+    for name, value in defaults.items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
-            found[name] = 0.0
-    if known.get("layer_types"):  # one of each kind
-        kinds = dict.fromkeys(known["layer_types"])
-        found["layer_types"] = [*kinds, *known["layer_types"]][:2]
-    if "kv_lora_rank" in known:  # attention as DeepSeek has it
-        found |= {"head_dim": SMALL["qk_rope_head_dim"], "num_key_value_heads": 4}
-    if (known.get("bos_token_id") or 0) >= SMALL["vocab_size"]:
-        found["bos_token_id"] = 2
-    return found
+            settings[name] = 0.0
+    if defaults.get("layer_types"):  # one layer of each kind
+        kinds = dict.fromkeys(defaults["layer_types"])
+        settings["layer_types"] = [*kinds, *defaults["layer_types"]][:2]
+    if "kv_lora_rank" in defaults:  # DeepSeek's latent attention
+        settings |= {"head_dim": SMALL["qk_rope_head_dim"], "num_key_value_heads": 4}
+    if (defaults.get("bos_token_id") or 0) >= SMALL["vocab_size"]:
+        settings["bos_token_id"] = 2
+    return settings
 
 
 def small_model(model_class: type) -> transformers.PreTrainedModel:
-    """Return a small model with random weights, none of which is 0 or 1; any error if there is
-    none."""
+    """Return a small model with random weights, none of them 0 or 1. Raise any error if these
+    settings do not work."""
     config = model_class.config_class()
-    shape = small(config)
+    shape = small_settings(config)
     for name in config.sub_configs:
         if isinstance(getattr(config, name, None), transformers.PretrainedConfig):
-            shape[name] = small(getattr(config, name))
+            shape[name] = small_settings(getattr(config, name))
     config = model_class.config_class(**shape)
     with torch.device("meta"):
         size = sum(p.numel() for p in model_class(config).parameters())
@@ -102,29 +102,29 @@ def small_model(model_class: type) -> transformers.PreTrainedModel:
     model = model_class(config)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    if not config.is_encoder_decoder:  # runs?
+    if not config.is_encoder_decoder:  # raises an error if it cannot run
         model(torch.arange(3, 40)[None], use_cache=False)
     return model
 
 
-def blocks_of(model: transformers.PreTrainedModel) -> list[type]:
-    """Return the classes of its outermost layers, sorted by name."""
-    found: set[type] = set()
-    inside: set[nn.Module] = set()
+def block_classes(model: transformers.PreTrainedModel) -> list[type]:
+    """Return the classes of the model's outermost layers, sorted by name."""
+    blocks: set[type] = set()
+    inner_modules: set[nn.Module] = set()
     for layers in model.modules():  # outer modules first
-        if isinstance(layers, nn.ModuleList) and layers not in inside and len(layers) > 1:
-            found |= {type(x) for x in layers if not type(x).__module__.startswith("torch.nn.")}
-            inside |= {inner for layer in layers for inner in layer.modules()}
-    return sorted(found, key=lambda kind: kind.__name__)
+        if isinstance(layers, nn.ModuleList) and layers not in inner_modules and len(layers) > 1:
+            blocks |= {type(x) for x in layers if not type(x).__module__.startswith("torch.nn.")}
+            inner_modules |= {module for layer in layers for module in layer.modules()}
+    return sorted(blocks, key=lambda kind: kind.__name__)
 
 
-def copy_for(script: str, model: transformers.PreTrainedModel) -> ModuleType:
-    """Return the script with another model."""
-    blocks = blocks_of(model)
+def script_for(script: str, model: transformers.PreTrainedModel) -> ModuleType:
+    """Return a copy of the script that trains this model's class."""
+    blocks = block_classes(model)
     old_import, old_blocks, old_model = IMPORTS[script]
     lines = "\n".join(f"from {kind.__module__} import {kind.__name__}" for kind in blocks)
     names = "".join(f"{kind.__name__}, " for kind in blocks)
-    return copied(
+    return edited_script(
         script,
         {
             f"from transformers.{old_import}": lines,
@@ -135,7 +135,7 @@ def copy_for(script: str, model: transformers.PreTrainedModel) -> ModuleType:
 
 
 def save(model: transformers.PreTrainedModel, path: Path) -> None:
-    """Write the model with a byte tokenizer."""
+    """Save the model with a byte tokenizer."""
     model.save_pretrained(path)
     tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
@@ -146,8 +146,8 @@ def save(model: transformers.PreTrainedModel, path: Path) -> None:
     ).save_pretrained(path)
 
 
-def alone(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's logits and the targets of each text of a sample."""
+def predict(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the model's logits and the targets for each text of a sample."""
     for text in sample if isinstance(sample, list) else [sample]:
         ids = torch.tensor([*map(int, text["input_ids"])])
         if model.config.is_encoder_decoder:
@@ -158,12 +158,12 @@ def alone(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple
             yield model(ids[None, :-1], use_cache=False).logits, labels[1:]
 
 
-def train_alone(model: transformers.PreTrainedModel, samples: list) -> list[float]:
-    """Return the losses of two steps on all samples, in plain PyTorch; the model is changed."""
+def train_plain(model: transformers.PreTrainedModel, samples: list) -> list[float]:
+    """Train the model for two steps on all samples in plain PyTorch and return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     losses = []
     for _ in range(2):
-        parts = [part for sample in samples for part in alone(model, sample)]
+        parts = [part for sample in samples for part in predict(model, sample)]
         count = sum(int((labels != -100).sum()) for _, labels in parts)
         sums = [F.cross_entropy(logits[0], labels, reduction="sum") for logits, labels in parts]
         loss = sum(sums) / count
@@ -177,38 +177,37 @@ def train_alone(model: transformers.PreTrainedModel, samples: list) -> list[floa
 def train_copy(
     script: ModuleType, flags: list[str], device: torch.device, final: Path
 ) -> tuple[list[float], list, dict[str, Tensor]]:
-    """Return the losses of two steps of a copy on all samples at once, they, and the weights after
-    it, which it exports."""
+    """Train a copy of a script for two steps on all samples at once, and export the model. Return
+    the losses, the samples and the trained weights."""
     args: Namespace = script.parse_args([*flags, *STEPS])
     _, tokenizer, _ = script.load_model(args, device)
     sets = script.load_data(args, tokenizer)
     args.batch_size = len(sets[0])
-    driven = Driven(script, args, device, sets=sets)
-    losses = [loss.item() for loss, _ in driven.all()]
-    export.export_model(driven.model, tokenizer, final, args)
+    training = Driven(script, args, device, sets=sets)
+    losses = [loss.item() for loss, _ in training.all()]
+    export.export_model(training.model, tokenizer, final, args)
     samples = [sets[0][i] for i in range(len(sets[0]))]
     weights = {}
-    for name, parameter in driven.model.named_parameters():
+    for name, parameter in training.model.named_parameters():
         weights[plain_name(name)] = parameter.full_tensor()
-    driven.end()
+    training.end()
     return losses, samples, weights
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11 dies of FSDP2 in a 2nd thread")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.11: FSDP2 crashes in a thread")
 @pytest.mark.parametrize("name", [*CAUSAL, *SEQ2SEQ])
 def test_copy_trains_and_exports_like_plain_pytorch(name, device, chats, pairs, texts, tmp_path):
-    """Training losses and exported weights match the model alone, or the script refuses the
-    model."""
+    """Compare losses and exported weights, unless the script refuses the model."""
     if name in TOO_SLOW:
         pytest.skip("its layers take minutes on a CPU")
     if name in CRASHES:
-        pytest.skip("torch dies in its backward pass under FSDP2")
+        pytest.skip("torch crashes in its backward pass under FSDP2")
     try:
         model = small_model(getattr(transformers, name))
         save(model, tmp_path / "model")
-    except Exception as error:  # of many kinds: these shapes are not for it
-        pytest.skip(f"not made small: {type(error).__name__}: {error}")
+    except Exception as error:  # of any type: these shapes do not work
+        pytest.skip(f"cannot be made small: {type(error).__name__}: {error}")
     script = "gpt2_fsdp"
     flags = ["--dataset", str(texts[1]), "--val-dataset", str(texts[1]), "--block-size", "64"]
     if name in SEQ2SEQ:
@@ -220,26 +219,26 @@ def test_copy_trains_and_exports_like_plain_pytorch(name, device, chats, pairs, 
         flags = ["--dataset", str(chats), "--num-train-samples", "9", "--max-seq-length", "128"]
     flags += ["--model-name", str(tmp_path / "model"), "--output-dir", str(tmp_path / "output")]
     final = tmp_path / "final"
-    said = []
-    for more in [], ["--no-packing"]:
-        if more and script != "llama_fsdp":
+    errors = []
+    for packing in [], ["--no-packing"]:
+        if packing and script != "llama_fsdp":
             continue
         try:
-            copy = copy_for(script, model)
-            losses, samples, weights = train_copy(copy, [*flags, *more], device, final)
+            copy = script_for(script, model)
+            losses, samples, weights = train_copy(copy, [*flags, *packing], device, final)
         except (Exception, SystemExit) as error:
-            said.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
             continue
         plain = type(model).from_pretrained(tmp_path / "model")
-        assert losses == pytest.approx(train_alone(plain.train(), samples), abs=2e-4), more
+        assert losses == pytest.approx(train_plain(plain.train(), samples), abs=2e-4), packing
         exported, report = type(model).from_pretrained(final, output_loading_info=True)
         assert not any(report.values()), report
-        padded = exported.get_input_embeddings().weight  # whose row 0 Youtu makes 0 as it loads
+        embedding = exported.get_input_embeddings().weight  # Youtu zeroes row 0 when it loads
         for key, parameter in exported.named_parameters():
-            first = 1 if parameter is padded else 0
+            first = 1 if parameter is embedding else 0
             assert torch.equal(parameter[first:], weights.pop(key)[first:]), key
         assert not weights
         shutil.rmtree(tmp_path)
-        print(name, script, *more, "exact", said)  # pytest -s shows it
+        print(name, script, *packing, "exact", errors)  # pytest -s shows it
         return
-    pytest.skip(f"refused: {said}")
+    pytest.skip(f"refused: {errors}")

@@ -1,4 +1,4 @@
-"""Which kernel computes the attention of packed documents, and what it receives."""
+"""Test which kernel computes attention over packed documents, and the arguments it receives."""
 
 import functools
 import importlib
@@ -16,7 +16,7 @@ import llama_fsdp
 import policies
 from runtime import attention
 
-FUNCTION = """
+KERNEL = """
 calls = []
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
@@ -25,15 +25,15 @@ def flash_attn_varlen_func(
     return q, None
 """
 MODULES = {
-    "flash_attn_interface": FUNCTION,
-    "flash_attn": "__version__ = '2.8.3.post2'" + FUNCTION,
+    "flash_attn_interface": KERNEL,
+    "flash_attn": "__version__ = '2.8.3.post2'" + KERNEL,
 }
 BROKEN = "raise RuntimeError('built for another torch')"
 
 
 @pytest.fixture
 def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return a directory where a test installs modules, on a machine whose GPU computes bf16."""
+    """Yield a directory from which modules can be imported, and pretend that there is a GPU."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     yield tmp_path
@@ -71,18 +71,18 @@ def documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, longest: int,
     scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Stand for a kernel on a GPU, which torch.compile does not trace."""
+    """Replace a GPU kernel, which torch.compile does not trace either."""
     assert isinstance(longest, int)
-    told.append((longest, ends.diff().max().item()))
+    longest_lengths.append((longest, ends.diff().max().item()))
     return attention.per_document(q, k, v, ends, longest, scale)
 
 
-told: list[tuple[int, int]] = []  # the longest document, and what it is
+longest_lengths: list[tuple[int, int]] = []  # received and actual length of the longest document
 documents.register_fake(lambda q, k, v, ends, longest, scale: torch.empty_like(q))
 
 
-def graphs(monkeypatch: pytest.MonkeyPatch, batches: list[dict]) -> int:
-    """Return how often two compiled blocks of Llama are compiled for these batches."""
+def count_graphs(monkeypatch: pytest.MonkeyPatch, batches: list[dict]) -> int:
+    """Return how many graphs are compiled for these batches by two compiled blocks of Llama."""
     backend = functools.partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", backend)
     torch._dynamo.reset()
@@ -101,23 +101,23 @@ def graphs(monkeypatch: pytest.MonkeyPatch, batches: list[dict]) -> int:
 
 
 def packed(*rows: list[int]) -> dict[str, torch.Tensor | int]:
-    """Return a batch of documents of these lengths."""
-    document = {n: list(range(3, 4 + n)) for row in rows for n in row}
+    """Return a packed batch of documents of these lengths, one list per row."""
+    ids = {n: list(range(3, 4 + n)) for row in rows for n in row}
     return chat_dataset.collate(
-        [[{"input_ids": document[n], "labels": document[n]} for n in row] for row in rows]
+        [[{"input_ids": ids[n], "labels": ids[n]} for n in row] for row in rows]
     )
 
 
-def test_kernel_gets_the_longest_document(monkeypatch):
-    """Padding counts as a document. New lengths compile nothing."""
-    told.clear()
-    two = [[40, 24], [20, 44], [30, 34], [50, 14], [63, 1], [61, 3], [33, 31]]
+def test_kernel_receives_the_longest_length(monkeypatch):
+    """Padding counts as a document. New lengths do not recompile."""
+    longest_lengths.clear()
+    lengths = [[40, 24], [20, 44], [30, 34], [50, 14], [63, 1], [61, 3], [33, 31]]
     constant = [packed([40, 24], [24, 40])] * 2
-    at_first = graphs(monkeypatch, constant)
-    told.clear()
-    assert graphs(monkeypatch, [packed(row, row[::-1]) for row in two]) == at_first + 1
-    assert told == [(max(row),) * 2 for row in two for _ in range(2)]  # each block
-    told.clear()
-    several = [packed([64]), packed([9, 9]), packed([20, 30, 9], [4]), packed([]), packed([50, 14])]
-    assert graphs(monkeypatch, several) <= at_first + 4
-    assert [longest for longest, _ in told[::2]] == [64, 9, 60, 8, 50]
+    initial = count_graphs(monkeypatch, constant)
+    longest_lengths.clear()
+    assert count_graphs(monkeypatch, [packed(row, row[::-1]) for row in lengths]) == initial + 1
+    assert longest_lengths == [(max(row),) * 2 for row in lengths for _ in range(2)]  # per block
+    longest_lengths.clear()
+    batches = [packed([64]), packed([9, 9]), packed([20, 30, 9], [4]), packed([]), packed([50, 14])]
+    assert count_graphs(monkeypatch, batches) <= initial + 4
+    assert [longest for longest, _ in longest_lengths[::2]] == [64, 9, 60, 8, 50]

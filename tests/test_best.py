@@ -1,4 +1,4 @@
-"""best/: the weights of the lowest validation loss, exported at the validation that finds them."""
+"""Test best/: each validation with the lowest loss so far exports the weights."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from runtime import export
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Return flags for six steps of `tiny`, which has dropout, validated and saved at every second
+    """Return flags for six steps of `tiny`, which has dropout, that validate and save every second
     step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
@@ -28,7 +28,7 @@ def run(flags: list[str], output: Path, *more: str) -> None:
 
 
 def step_of_best(output: Path) -> int:
-    """Return the step of best/ that the newest checkpoint holds."""
+    """Return the step of best/ that the newest checkpoint records."""
     newest = max(output.glob("checkpoints/step-*"))
     return json.loads((newest / "train_state.json").read_text())["best_step"]
 
@@ -43,8 +43,8 @@ VARIANTS = [  # --cpu-offload needs a GPU
 @pytest.mark.parametrize(
     "more", [[], *(pytest.param(more, marks=pytest.mark.slow) for more in VARIANTS)], ids=" ".join
 )
-def test_exports_during_training_change_nothing(more, flags, chats, wide_llama, tmp_path):
-    """To the last bit, on two ranks."""
+def test_exports_during_training_do_not_change_results(more, flags, chats, wide_llama, tmp_path):
+    """Losses and weights are equal to the last bit, on two ranks."""
     script = "gpt2_fsdp"
     if "--lora-rank" in more:
         script = "llama_fsdp"
@@ -94,18 +94,18 @@ def test_resume_from_older_checkpoint_exports_best_again(flags, tmp_path):
         assert step_of_best(path) == 6
 
 
-def test_stop_during_the_export_repeats_the_validation(flags, tmp_path, monkeypatch):
+def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, monkeypatch):
     run(flags, tmp_path / "whole")
     check = gpt2_fsdp.Run._stop_if_asked
     steps = []
 
-    def stop_at_the_tenth_tensor(run: gpt2_fsdp.Run) -> None:
+    def stop_at_tenth_tensor(run: gpt2_fsdp.Run) -> None:
         steps.append(run.state.step)
         run.stop.is_asked = steps.count(4) == 10
         check(run)
 
     monkeypatch.setattr(gpt2_fsdp.Run, "progress", lambda run, loader, text: loader)
-    monkeypatch.setattr(gpt2_fsdp.Run, "_stop_if_asked", stop_at_the_tenth_tensor)
+    monkeypatch.setattr(gpt2_fsdp.Run, "_stop_if_asked", stop_at_tenth_tensor)
     run(flags, tmp_path / "stopped")
     assert status(tmp_path / "stopped") == "stopped"
     assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2]

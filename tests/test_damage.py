@@ -1,4 +1,4 @@
-"""Damage of every kind to each file of a run: nothing goes on with it, and what is lost is said."""
+"""Damage each file of a run in every way: no run uses a damaged file, and errors name it."""
 
 import itertools
 import os
@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import check_equal_weights, errors_said, launch, losses, status
+from conftest import check_equal_weights, error_lines, launch, losses, status
 from test_output import start
 
 
 @pytest.fixture(scope="module")
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Return flags for eight steps of `tiny`, saved at every second step."""
+    """Return flags for eight steps of `tiny` that save every second step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "2",
@@ -20,22 +20,22 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """Return a finished run of two ranks, whose checkpoints have the shards of both."""
+def source_run(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """Return the directory of a finished run of two ranks, with both ranks' shards."""
     path = tmp_path_factory.mktemp("original") / "run"
     launch(2, "gpt2_fsdp.py", *flags, "--output-dir", path)
     return path
 
 
 def flip(path: Path, other: Path) -> None:
-    """Flip a bit in the middle."""
+    """Flip a bit in the middle of the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def flip_early(path: Path, other: Path) -> None:
-    """Flip a bit near the beginning, where headers are."""
+    """Flip a bit near the start of the file, where headers are."""
     data = bytearray(path.read_bytes())
     data[len(data) // 50] ^= 1
     path.write_bytes(data)
@@ -47,12 +47,12 @@ def cut(path: Path, other: Path) -> None:
 
 
 def empty(path: Path, other: Path) -> None:
-    """Empty the file, as a power failure may."""
+    """Empty the file, as a power failure can."""
     os.truncate(path, 0)
 
 
 def zero(path: Path, other: Path) -> None:
-    """Replace the content by zeros of the same size."""
+    """Overwrite the whole file with zeros."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -62,7 +62,7 @@ def delete(path: Path, other: Path) -> None:
 
 
 def exchange(path: Path, other: Path) -> None:
-    """Replace the file by that of another rank or step."""
+    """Replace the file with that of another rank or step."""
     shutil.copy(other, path)
 
 
@@ -70,24 +70,24 @@ DAMAGES = (flip, flip_early, cut, empty, zero, delete, exchange)
 
 
 def files(directory: Path) -> list[str]:
-    """Return the names of a directory's files; fails if there is none."""
-    found = sorted(path.name for path in directory.iterdir())
-    assert found, directory
-    return found
+    """Return the names of a directory's files; fail if there are none."""
+    names = sorted(path.name for path in directory.iterdir())
+    assert names, directory
+    return names
 
 
 @pytest.mark.slow
-def test_damaged_checkpoint_file_is_named_and_skipped(original, flags, tmp_path, capfd):
+def test_damaged_checkpoint_file_is_named_and_skipped(source_run, flags, tmp_path, capfd):
     """The run resumes from the previous checkpoint, with the same losses."""
-    clean = Path(shutil.copytree(original, tmp_path / "clean"))
-    shutil.rmtree(clean / "checkpoints/step-00000008")
-    assert start(clean, flags, "--max-steps", "10") == 0
+    expected_run = Path(shutil.copytree(source_run, tmp_path / "clean"))
+    shutil.rmtree(expected_run / "checkpoints/step-00000008")
+    assert start(expected_run, flags, "--max-steps", "10") == 0
     newest = "checkpoints/step-00000008"
-    names = files(original / newest)
+    names = files(source_run / newest)
     assert any(name.endswith("_0.distcp") for name in names) and "train_state.json" in names
-    tried = 0
+    count = 0
     for name, damage in itertools.product(names, DAMAGES):
-        run = Path(shutil.copytree(original, tmp_path / "run"))
+        run = Path(shutil.copytree(source_run, tmp_path / "run"))
         other_rank = name.replace("__0_", "__x_").replace("__1_", "__0_").replace("__x_", "__1_")
         others = [run / newest / other_rank, run / "checkpoints/step-00000006" / name]
         for other in others[: len(others) if damage is exchange else 1]:
@@ -96,59 +96,59 @@ def test_damaged_checkpoint_file_is_named_and_skipped(original, flags, tmp_path,
             damage(run / newest / name, other)
             capfd.readouterr()
             assert start(run, flags, "--max-steps", "10") == 0, (name, damage)
-            said = capfd.readouterr().out
-            where = f"{name}, {damage.__name__}: {said}"
-            assert "Resuming at step 6 of 10" in said, where
-            assert f"{newest}/{name}" in said or f"no {name}" in said, where
-            assert "step-00000008 is skipped" in said, where
-            assert losses(run) == losses(clean) and status(run) == "finished", where
-            check_equal_weights(run / "final", clean / "final")
-            tried += 1
+            stdout = capfd.readouterr().out
+            case = f"{name}, {damage.__name__}: {stdout}"
+            assert "Resuming at step 6 of 10" in stdout, case
+            assert f"{newest}/{name}" in stdout or f"no {name}" in stdout, case
+            assert "step-00000008 is skipped" in stdout, case
+            assert losses(run) == losses(expected_run) and status(run) == "finished", case
+            check_equal_weights(run / "final", expected_run / "final")
+            count += 1
             shutil.rmtree(run)
-            shutil.copytree(original, run)
+            shutil.copytree(source_run, run)
         shutil.rmtree(run)
-    assert tried >= len(names) * len(DAMAGES)
+    assert count >= len(names) * len(DAMAGES)
 
 
 @pytest.mark.slow
-def test_damaged_status_metrics_and_best_are_survived(original, flags, tmp_path):
+def test_run_survives_damaged_status_and_metrics(source_run, flags, tmp_path):
     """Only the damaged lines of metrics.jsonl are lost."""
-    clean = Path(shutil.copytree(original, tmp_path / "clean"))
-    assert start(clean, flags, "--max-steps", "10") == 0
+    expected_run = Path(shutil.copytree(source_run, tmp_path / "clean"))
+    assert start(expected_run, flags, "--max-steps", "10") == 0
     names = ("status", "metrics.jsonl")
     for name, damage in itertools.product(names, DAMAGES[:-1]):
-        run = Path(shutil.copytree(original, tmp_path / "run"))
+        run = Path(shutil.copytree(source_run, tmp_path / "run"))
         damage(run / name, run)
-        where = f"{name}, {damage.__name__}"
-        assert start(run, flags, "--max-steps", "10") == 0, where
-        found, expected = losses(run), losses(clean)
+        case = f"{name}, {damage.__name__}"
+        assert start(run, flags, "--max-steps", "10") == 0, case
+        loss_by_step, expected = losses(run), losses(expected_run)
         if name == "metrics.jsonl":
-            expected = {step: expected[step] for step in found}
-            assert {9, 10} <= set(found), where
-        assert found == expected and status(run) == "finished", where
-        check_equal_weights(run / "final", clean / "final")
+            expected = {step: expected[step] for step in loss_by_step}
+            assert {9, 10} <= set(loss_by_step), case
+        assert loss_by_step == expected and status(run) == "finished", case
+        check_equal_weights(run / "final", expected_run / "final")
         shutil.rmtree(run)
 
 
 @pytest.mark.slow
-def test_damaged_export_is_refused_as_a_model(original, flags, tmp_path, capfd):
-    """Safetensors has no checksum, so a flipped bit is not among the cases. The run that wrote an
+def test_damaged_export_is_rejected_as_model(source_run, flags, tmp_path, capfd):
+    """Flipped bits are not tested, because safetensors has no checksum. The run that wrote the
     export replaces it."""
     outcomes = {}
-    for name, damage in itertools.product(files(original / "final"), (cut, empty, zero, delete)):
-        run = Path(shutil.copytree(original, tmp_path / "run"))
+    for name, damage in itertools.product(files(source_run / "final"), (cut, empty, zero, delete)):
+        run = Path(shutil.copytree(source_run, tmp_path / "run"))
         damage(run / "final" / name, run / "best" / name)
         code = start(tmp_path / "new", flags, "--model-name", str(run / "final"))
-        said = errors_said(capfd.readouterr().err)
-        assert code == len(said), (name, damage)
-        outcomes[f"{name}, {damage.__name__}"] = said[0] if said else "goes on"
+        errors = error_lines(capfd.readouterr().err)
+        assert code == len(errors), (name, damage)
+        outcomes[f"{name}, {damage.__name__}"] = errors[0] if errors else "accepted"
         shutil.rmtree(tmp_path / "new", ignore_errors=True)
         if damage is zero:
             assert start(run, flags, "--max-steps", "10") == 0
-            assert files(run / "final") == files(original / "final")
+            assert files(run / "final") == files(source_run / "final")
         shutil.rmtree(run)
-        assert code == 0 or str(run / "final") in said[0], said
-    without = {case for case, outcome in outcomes.items() if outcome == "goes on"}
-    unread = itertools.product(("added_tokens.json", "validation.json"), DAMAGES)
-    optional = {f"{name}, {damage.__name__}" for name, damage in unread}
-    assert without <= optional | {"generation_config.json, delete"}
+        assert code == 0 or str(run / "final") in errors[0], errors
+    undetected = {case for case, outcome in outcomes.items() if outcome == "accepted"}
+    cases = itertools.product(("added_tokens.json", "validation.json"), DAMAGES)
+    optional = {f"{name}, {damage.__name__}" for name, damage in cases}
+    assert undetected <= optional | {"generation_config.json, delete"}

@@ -1,4 +1,4 @@
-"""Another number of processes: the global batch stays, and with it the losses."""
+"""Change the number of processes: the global batch and the losses stay the same."""
 
 import os
 import signal
@@ -9,35 +9,35 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 import pytest
-from conftest import ROOT, errors_said, launch, logged, losses, metrics, status
+from conftest import ROOT, error_lines, launch, live_metrics, losses, metrics, status
 from slurm_cluster import wait_until
 
 import llama_fsdp
 from tools import memory_estimator
 
 
-def parsed(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
-    """Return the arguments of llama_fsdp.py under torchrun with so many processes."""
+def parse(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
+    """Return the arguments of llama_fsdp.py under torchrun with this number of processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     return llama_fsdp.parse_args(["--model-name", "tiny", *flags])
 
 
 @pytest.mark.parametrize(
-    ("total", "most", "processes", "micro_batches"),
+    ("total", "limit", "processes", "micro_batches"),
     [(64, 8, 1, (8, 8)), (64, 8, 8, (8, 1)), (64, 64, 2, (32, 1)), (60, 8, 2, (6, 5)),
      (26, 8, 2, (1, 13)), (8, 1, 8, (1, 1))],
 )  # fmt: skip
-def test_micro_batches_keep_the_global_batch(total, most, processes, micro_batches, monkeypatch):
-    """The estimator splits it alike."""
-    flags = ["--global-batch-size", str(total), "--batch-size", str(most)]
-    args = parsed(processes, monkeypatch, *flags)
+def test_micro_batches_keep_the_global_batch(total, limit, processes, micro_batches, monkeypatch):
+    """The estimator splits the global batch in the same way."""
+    flags = ["--global-batch-size", str(total), "--batch-size", str(limit)]
+    args = parse(processes, monkeypatch, *flags)
     assert (args.batch_size, args.gradient_accumulation_steps) == micro_batches
     args = memory_estimator.parse_args([*flags, "--gpus-per-node", str(processes)])
     assert (args.batch_size, args.gradient_accumulation_steps) == micro_batches
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--global-batch-size", "12"], "12 is not a multiple of 8 processes. Pass 16."),
         (["--global-batch-size", "4"], "4 is not a multiple of 8 processes. Pass 8."),
@@ -46,59 +46,59 @@ def test_micro_batches_keep_the_global_batch(total, most, processes, micro_batch
          "Pass --global-batch-size or --gradient-accumulation-steps, not both."),
     ],
 )  # fmt: skip
-def test_impossible_batches_are_refused(flags, said, monkeypatch, capfd):
-    """An export has no batch."""
+def test_impossible_batches_are_refused(flags, message, monkeypatch, capfd):
+    """An export uses no batch, so it ignores the flag."""
     with pytest.raises(SystemExit):
-        parsed(8, monkeypatch, *flags)
-    (error,) = errors_said(capfd.readouterr().err)
-    assert said in error
+        parse(8, monkeypatch, *flags)
+    (error,) = error_lines(capfd.readouterr().err)
+    assert message in error
     if flags[-1] == "12":
-        assert parsed(8, monkeypatch, *flags, "--export-only").batch_size == 1
+        assert parse(8, monkeypatch, *flags, "--export-only").batch_size == 1
 
 
 class Nodes:
-    """torchruns of one process each, on this machine, which find each other."""
+    """Instances of torchrun on this machine that form one job, each with one process."""
 
     def __init__(self, *command: object) -> None:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            port = listener.getsockname()[1]
         self.command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
             "--nproc-per-node", 1, "--max-restarts", 3, "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "any",
             "--rdzv-conf", "last_call_timeout=2", *command,
         ]  # fmt: skip
-        self.started: list[subprocess.Popen] = []
+        self.processes: list[subprocess.Popen] = []
 
     def start(self) -> subprocess.Popen:
-        """Start one more."""
+        """Start another node."""
         words = list(map(str, self.command))
-        # Sharing torchrun's own store, those that are there never tell one that joins of it.
+        # If nodes shared torchrun's store, running ones would never announce it to one that joins.
         environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        self.started.append(
+        self.processes.append(
             subprocess.Popen(words, cwd=ROOT, start_new_session=True, env=environment)
         )
-        return self.started[-1]
+        return self.processes[-1]
 
-    def end(self) -> None:
-        """Leave none behind."""
-        for node in self.started:
+    def stop(self) -> None:
+        """Kill all nodes that are still running."""
+        for node in self.processes:
             if node.poll() is None:
                 os.killpg(node.pid, signal.SIGKILL)
 
 
 @pytest.fixture
 def nodes() -> Iterator[list[Nodes]]:
-    """Return a list; the nodes that a test adds to it are ended."""
-    made: list[Nodes] = []
-    yield made
-    for each in made:
-        each.end()
+    """Yield a list. Nodes that a test adds to it are stopped after the test."""
+    jobs: list[Nodes] = []
+    yield jobs
+    for job in jobs:
+        job.stop()
 
 
 @pytest.mark.slow
-def test_node_that_joins_and_leaves_keeps_the_losses(nodes, chats, tmp_path):
+def test_node_joining_and_leaving_does_not_change_losses(nodes, chats, tmp_path):
     flags = ["--model-name", "tiny", "--dataset", chats, "--max-seq-length", "64", "--max-steps",
              "120", "--epochs", "1000", "--log-every", "1", "--save-every", "20", "--eval-every",
              "0", "--lr", "1e-3", "--batch-size", "2", "--global-batch-size", "8"]  # fmt: skip
@@ -108,14 +108,14 @@ def test_node_that_joins_and_leaves_keeps_the_losses(nodes, chats, tmp_path):
 
     def reach(step: int) -> None:
         def steps() -> list[int]:
-            return [line["step"] for line in logged(output, "train")]
+            return [line["step"] for line in live_metrics(output, "train")]
 
         wait_until(lambda: step in steps(), 240, lambda: f"step {step} not in {steps()}")
 
     first = nodes[0].start()
     reach(10)
     second = nodes[0].start()
-    wait_until(lambda: len(logged(output, "start")) == 2, 240, lambda: "none has joined")
+    wait_until(lambda: len(live_metrics(output, "start")) == 2, 240, lambda: "no node has joined")
     reach(max(losses(output)) + 25)
     os.killpg(second.pid, signal.SIGKILL)
     assert first.wait(300) == 0

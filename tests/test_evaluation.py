@@ -1,4 +1,4 @@
-"""--evaluate-only of T5_training.py: what is evaluated, what is found, and what stays as it was."""
+"""Test T5_training.py --evaluate-only: its losses, its predictions and the files that it keeps."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ import T5_training
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path) -> list[str]:
-    """Return a model that learns to write the same words under any text, and so some of each
-    headline."""
+    """Return flags for a run that learns to write the same words for any text. Each headline
+    contains some of them, so ROUGE is above 0."""
     path = tmp_path_factory.mktemp("pairs") / "sums.jsonl"
     rows = []
     for i in range(200):
@@ -38,17 +38,17 @@ def run(flags: list[str], output: Path, *more: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """Return a finished run of one process."""
+def original_run(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """Return the directory of a finished run of one process."""
     output = tmp_path_factory.mktemp("run") / "trained"
     run(flags, output)
     return output
 
 
 @pytest.fixture
-def finished(trained: Path, tmp_path: Path) -> Path:
-    """Return a copy of it, to evaluate."""
-    return Path(shutil.copytree(trained, tmp_path / "finished"))
+def run_copy(original_run: Path, tmp_path: Path) -> Path:
+    """Return a copy of `original_run` to evaluate."""
+    return Path(shutil.copytree(original_run, tmp_path / "finished"))
 
 
 def evaluation(output: Path) -> dict:
@@ -61,42 +61,42 @@ def predictions(output: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in (output / "predictions.jsonl").read_text().splitlines()]
 
 
-def contents(output: Path) -> dict[str, tuple[bytes, int]]:
-    """Return all that a training has left, and when each file was written."""
-    found = {}
+def training_files(output: Path) -> dict[str, tuple[bytes, int]]:
+    """Return the content and modification time of each file that the training wrote."""
+    files = {}
     for path in output.rglob("*"):
         if path.is_file() and path.name not in ("evaluation.json", "predictions.jsonl"):
             name = str(path.relative_to(output))
-            found[name] = path.read_bytes(), path.stat().st_mtime_ns
-    return found
+            files[name] = path.read_bytes(), path.stat().st_mtime_ns
+    return files
 
 
-def test_two_processes_evaluate_like_one(finished, flags, tmp_path):
-    """The loss of the training, and the same texts by beam search. Damaged checkpoints do not
-    matter."""
-    (finished / "checkpoints/step-00000090/.metadata").write_bytes(b"")
-    before = contents(finished)
-    final = ["--model-name", finished / "final"]
-    run(flags, finished, "--evaluate-only", "--strategy", "ddp", "--num-beams", "2", *final)
-    assert contents(finished) == before
-    one = evaluation(finished)
+def test_two_processes_evaluate_like_one(run_copy, flags, tmp_path):
+    """Both report the training's loss and the same beam search texts. A damaged checkpoint has no
+    effect."""
+    (run_copy / "checkpoints/step-00000090/.metadata").write_bytes(b"")
+    before = training_files(run_copy)
+    final = ["--model-name", run_copy / "final"]
+    run(flags, run_copy, "--evaluate-only", "--strategy", "ddp", "--num-beams", "2", *final)
+    assert training_files(run_copy) == before
+    one = evaluation(run_copy)
     command = [*flags, *final, "--batch-size", "3", "--num-beams", "2"]
     two_ranks = ["--evaluate-only", "--fsdp", "2", "--output-dir", tmp_path / "two"]
-    said = launch(2, "T5_training.py", *command, *two_ranks).stdout
-    assert f"Evaluating {finished / 'final'}" in said
+    stdout = launch(2, "T5_training.py", *command, *two_ranks).stdout
+    assert f"Evaluating {run_copy / 'final'}" in stdout
     two = evaluation(tmp_path / "two")
     assert sorted(path.name for path in (tmp_path / "two").iterdir()) == [
         "evaluation.json", "predictions.jsonl"]  # fmt: skip
 
     (name,) = one["losses"]
     assert name == flags[3]
-    for found in (one, two):
-        assert found["loss"] == pytest.approx(losses(finished, "val")[90], rel=1e-6)
-        assert found["losses"] == {name: found["loss"]}
-    assert one["arguments"]["model_name"] == str(finished / "final")
+    for result in (one, two):
+        assert result["loss"] == pytest.approx(losses(run_copy, "val")[90], rel=1e-6)
+        assert result["losses"] == {name: result["loss"]}
+    assert one["arguments"]["model_name"] == str(run_copy / "final")
     assert two["arguments"]["fsdp"] == 2
 
-    rows = predictions(finished)
+    rows = predictions(run_copy)
     _, sets = summarization_dataset.load(T5_training.parse_args(flags), ByT5Tokenizer())
     val_set = sets[name].with_format(None)
     decode = ByT5Tokenizer().decode
@@ -110,33 +110,33 @@ def test_two_processes_evaluate_like_one(finished, flags, tmp_path):
         assert one[kind] == two[kind] > 0
 
 
-def test_beam_search_equals_transformers(finished, flags):
-    final = ["--model-name", finished / "final"]
-    run(flags, finished, "--evaluate-only", "--rouge-samples", "3", "--num-beams", "4", *final)
-    rows = predictions(finished)
+def test_beam_search_equals_transformers(run_copy, flags):
+    final = ["--model-name", run_copy / "final"]
+    run(flags, run_copy, "--evaluate-only", "--rouge-samples", "3", "--num-beams", "4", *final)
+    rows = predictions(run_copy)
     assert len(rows) == 3
     tokenizer = ByT5Tokenizer()
-    model = T5ForConditionalGeneration.from_pretrained(finished / "final")
+    model = T5ForConditionalGeneration.from_pretrained(run_copy / "final")
     for row in rows:
         inputs = tokenizer(row["source"], return_tensors="pt")
         output = model.generate(**inputs, num_beams=4, max_new_tokens=20, do_sample=False)
         assert row["generated"] == tokenizer.decode(output[0], skip_special_tokens=True)
-    run(flags, finished, "--evaluate-only", *final)
-    (done,) = metrics(finished, "done")
-    assert {key: evaluation(finished)[key] for key in done if "rouge" in key} == {
+    run(flags, run_copy, "--evaluate-only", *final)
+    (done,) = metrics(run_copy, "done")
+    assert {key: evaluation(run_copy)[key] for key in done if "rouge" in key} == {
         key: value for key, value in done.items() if "rouge" in key
     }
 
 
-def test_stopped_evaluation_keeps_the_status(finished, flags):
-    before = contents(finished)
+def test_stopped_evaluation_changes_no_files(run_copy, flags):
+    before = training_files(run_copy)
     worker = ["tests/workers/phases.py", "T5_training", "generation", "100"]
-    command = [sys.executable, *worker, *flags, "--evaluate-only", "--output-dir", str(finished)]
+    command = [sys.executable, *worker, *flags, "--evaluate-only", "--output-dir", str(run_copy)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    there = finished.with_name("finished.generation-0")
-    wait_until(there.exists, 100, str)
+    phase_file = run_copy.with_name("finished.generation-0")
+    wait_until(phase_file.exists, 100, str)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 75 and "SIGTERM: nothing" in said
-    assert contents(finished) == before
-    assert not (finished / "evaluation.json").exists() and not (finished / "lock").exists()
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and "SIGTERM: nothing" in stdout
+    assert training_files(run_copy) == before
+    assert not (run_copy / "evaluation.json").exists() and not (run_copy / "lock").exists()

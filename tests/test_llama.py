@@ -1,4 +1,4 @@
-"""llama_fsdp.py against plain single-process PyTorch: loading, packing, loss and bad input."""
+"""Compare llama_fsdp.py with plain single-process PyTorch: loading, packing, loss, attention."""
 
 import json
 from pathlib import Path
@@ -12,9 +12,9 @@ from ten_steps import (
     COMPILED,
     CORE_VARIANTS,
     PAGED,
-    check_going_on,
-    check_nothing_waits,
+    check_no_host_sync,
     check_recomputation,
+    check_resume,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,7 +40,7 @@ FOUR_RANKS = {"hybrid_shard": HYBRID, "fsdp2_hybrid_shard": ["--fsdp", "2", *HYB
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, chats: Path) -> dict:
-    """Return the results of two ranks by variant, at a global batch of 8 sequences."""
+    """Return two ranks' results for each variant, at a global batch of 8 sequences."""
     path = tmp_path_factory.mktemp("results") / "two.pt"
     launch(2, WORKER, path, llama_directory, chats, 4, json.dumps(TWO_RANKS))
     return torch.load(path, weights_only=False)
@@ -50,14 +50,14 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, c
 def four_ranks(
     tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, chats: Path
 ) -> dict:
-    """Return the same of four ranks."""
+    """Return four ranks' results for each variant, at the same global batch."""
     path = tmp_path_factory.mktemp("results") / "four.pt"
     launch(4, WORKER, path, llama_directory, chats, 2, json.dumps(FOUR_RANKS))
     return torch.load(path, weights_only=False)
 
 
 def reference(result: dict, llama_directory: Path) -> dict:
-    """Return the global batches of `result` in a plain training loop, a document at a time."""
+    """Train on the batches of `result` in a plain loop, one document at a time."""
     model = transformers.LlamaForCausalLM.from_pretrained(llama_directory, dtype=torch.float32)
     model.train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -67,12 +67,12 @@ def reference(result: dict, llama_directory: Path) -> dict:
 
 
 def plain_steps(model: torch.nn.Module, groups: list[dict], steps: list[list]) -> dict:
-    """Return losses of ten steps on these rows, and the first gradient of trained parameters."""
+    """Return the losses of ten steps on these rows and the first step's gradient."""
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     cosine = [(1 + torch.tensor(torch.pi * step / 9).cos().item()) / 2 for step in range(10)]
     rates = [0.5, *cosine]  # one step of warm-up
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
-    found: dict = {"losses": []}
+    results: dict = {"losses": []}
     for rows in steps:
         loss, count = torch.zeros(()), 0
         for document in (document for row in rows for document in row):
@@ -84,47 +84,47 @@ def plain_steps(model: torch.nn.Module, groups: list[dict], steps: list[list]) -
             count += int((labels != -100).sum())
         loss = loss / count
         loss.backward()
-        trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        found.setdefault("gradient", {n: p.grad.clone() for n, p in trained})
+        trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        results.setdefault("gradient", {n: p.grad.clone() for n, p in trainable})
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        found["losses"].append(loss.item())
+        results["losses"].append(loss.item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
 def plain(two_ranks: dict, llama_directory: Path) -> dict:
-    """Return the reference of all packed variants, which see the same documents."""
+    """Return the reference results of all packed variants, which train on the same documents."""
     return reference(two_ranks["full_shard"], llama_directory)
 
 
 def check_parity(result: dict, expected: dict) -> None:
-    """Check losses to 1e-5, and the first gradient to 1e-5 of its norm."""
+    """Check that the losses are within 1e-5 and the first gradient within 1e-5 of its norm."""
     assert len(result["losses"]) == 10
     assert result["losses"] == pytest.approx(expected["losses"], abs=1e-5)
     assert result["gradient"].keys() == expected["gradient"].keys()
-    whole = torch.cat([grad.flatten() for grad in expected["gradient"].values()])
-    ours = torch.cat([result["gradient"][name].flatten() for name in expected["gradient"]])
-    assert (ours - whole).norm() <= 1e-5 * whole.norm()
+    reference_gradient = torch.cat([grad.flatten() for grad in expected["gradient"].values()])
+    gradient = torch.cat([result["gradient"][name].flatten() for name in expected["gradient"]])
+    assert (gradient - reference_gradient).norm() <= 1e-5 * reference_gradient.norm()
 
 
 @pytest.mark.parametrize("variant", [x for x in TWO_RANKS if "bf16" not in x and x != "padded"])
 def test_ten_steps_on_two_ranks_equal_plain_pytorch(variant, two_ranks, plain):
-    """Packs, compared with separate documents, and steps that the ranks cannot share evenly."""
+    """The reference has no packs. Some steps do not divide evenly among the ranks."""
     check_parity(two_ranks[variant], plain)
 
 
 @pytest.mark.parametrize("variant", PAGED)
 def test_paged_optimizer_resumes(variant, two_ranks):
-    """PyTorch's AdamW resumes from its checkpoint, too."""
+    """Also resume from its checkpoint with PyTorch's AdamW."""
     pytest.importorskip("bitsandbytes")
-    check_going_on(two_ranks[variant]["going on"])
+    check_resume(two_ranks[variant]["resume"])
 
 
 def test_step_never_waits_for_the_device(two_ranks):
-    check_nothing_waits(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
+    check_no_host_sync(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
 @pytest.mark.parametrize("variant", ["compile", "fsdp2_compile"])
@@ -159,17 +159,17 @@ def test_bf16_is_near_and_frequencies_stay_fp32(variant, two_ranks, plain):
     assert torch.equal(frequencies, 10000 ** -(torch.arange(0, 8, 2) / 8))
 
 
-def test_weights_load_as_by_from_pretrained(two_ranks, llama_directory):
+def test_weights_equal_from_pretrained(two_ranks, llama_directory):
     model = transformers.LlamaForCausalLM.from_pretrained(llama_directory)
-    there = dict(model.named_parameters())
-    assert two_ranks["loaded"].keys() == there.keys()
-    assert all(torch.equal(tensor, there[name]) for name, tensor in two_ranks["loaded"].items())
+    expected = dict(model.named_parameters())
+    assert two_ranks["loaded"].keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in two_ranks["loaded"].items())
     assert two_ranks["full_shard"]["units"] == 3 + 3
     assert two_ranks["ddp"]["units"] == 0
 
 
 def documents(count: int) -> list[dict]:
-    """Return documents of 2 to 12 tokens."""
+    """Return `count` documents of 2 to 12 tokens."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(2, 13, (count,), generator=generator).tolist()
     ids = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in lengths]
@@ -190,34 +190,34 @@ def test_loss_is_summed_in_fp32():
 
 
 def logits(model: torch.nn.Module, batch: dict) -> torch.Tensor:
-    """Return the logits of a packed batch, by way of the loss head's input."""
-    kept: list = []
-    handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    """Return the logits of a packed batch, computed from the loss head's input."""
+    hidden: list = []
+    handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
     with torch.no_grad():
         llama_fsdp.summed_loss(model, batch)
         handle.remove()
-        return model.lm_head(kept[0])
+        return model.lm_head(hidden[0])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "packed"])
-def test_packed_documents_do_not_see_each_other(attention, llama_directory):
+def test_packed_documents_do_not_attend_to_each_other(attention, llama_directory):
     register(per_document)
     model = llama_fsdp.LossModel.from_pretrained(
         llama_directory, attn_implementation=attention
     ).train()
     packs = [documents(8)[:5], documents(8)[5:]]
     batch = chat_dataset.collate(packs)
-    found = logits(model, batch).split(batch["input_ids"].size(1))
+    packed = logits(model, batch).split(batch["input_ids"].size(1))
     plain = transformers.LlamaForCausalLM.from_pretrained(llama_directory)
-    for row, pack in zip(found, packs, strict=True):
+    for row, pack in zip(packed, packs, strict=True):
         start = 0
         for ids in (document["input_ids"][:-1] for document in pack):
-            alone = plain(torch.tensor([ids]), use_cache=False).logits[0]
-            assert (row[start : start + len(ids)] - alone).abs().max() < 1e-5
+            expected = plain(torch.tensor([ids]), use_cache=False).logits[0]
+            assert (row[start : start + len(ids)] - expected).abs().max() < 1e-5
             start += len(ids)
     first = len(packs[0][0]["input_ids"]) - 1
     batch["input_ids"][0, first] += 1  # the second document's first token
-    changed = (logits(model, batch) - torch.cat(found)).abs().amax(dim=1).nonzero().flatten()
+    changed = (logits(model, batch) - torch.cat(packed)).abs().amax(dim=1).nonzero().flatten()
     assert changed.min() == first
     assert changed.max() < first + len(packs[0][1]["input_ids"]) - 1
 

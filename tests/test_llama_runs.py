@@ -1,4 +1,4 @@
-"""Whole runs of llama_fsdp.py: killed, resumed and reloaded."""
+"""Test whole runs of llama_fsdp.py: resume after a kill, export and evaluation."""
 
 import json
 import shutil
@@ -44,8 +44,8 @@ print(json.dumps({"loss": total / count, "class": type(model).__name__, "dtype":
 
 @pytest.fixture(scope="module")
 def flags(llama_directory: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> list:
-    """Return flags for twelve steps of a global batch of 4, more than an epoch, on two data
-    sets."""
+    """Return flags for twelve steps on two data sets; at a global batch of 4, more than one
+    epoch."""
     pairs = tmp_path_factory.mktemp("pairs") / "pairs.csv"
     rows = "".join(f"how much is {i}?,it is {'x' * (i % 5)}\n" for i in range(30))
     pairs.write_text("prompt,completion\n" + rows)
@@ -56,17 +56,17 @@ def flags(llama_directory: Path, chats: Path, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
-    """Return a finished run of two ranks."""
+def reference_run(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """Return the directory of a finished run of two ranks."""
     output = tmp_path_factory.mktemp("run") / "uninterrupted"
     launch(2, "llama_fsdp.py", *flags, "--batch-size", "2", "--output-dir", output)
     return output
 
 
-def test_run_validates_each_data_set(uninterrupted, flags):
-    train, val = losses(uninterrupted), metrics(uninterrupted, "val")
+def test_run_validates_each_data_set(reference_run, flags):
+    train, val = losses(reference_run), metrics(reference_run, "val")
     assert train[12] < 0.9 * train[1]
-    assert metrics(uninterrupted, "train")[-1]["epoch"] > 0
+    assert metrics(reference_run, "train")[-1]["epoch"] > 0
     assert list(val[-1]["losses"]) == [flags[3], flags[5]]
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
@@ -96,11 +96,11 @@ def test_tied_model_stays_tied(llama_directory, flags, tmp_path):
     first = metrics(tmp_path / "run", "val")[0]["losses"][args.dataset[0]]
     assert first == pytest.approx(total / count, rel=1e-5)
     assert "lm_head.weight" not in weights(tmp_path / "run/final")
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "run/final")
-    assert again.lm_head.weight is again.model.embed_tokens.weight
+    exported = LlamaForCausalLM.from_pretrained(tmp_path / "run/final")
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
 
 
-def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
+def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(reference_run, flags, tmp_path):
     command = [*flags, "--batch-size", "2", "--output-dir", tmp_path, "--checkpoint-type", "full"]
     assert launch(
         2, "tests/workers/killed.py", "llama_fsdp", 1, 8, *command, check=False
@@ -109,14 +109,14 @@ def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(uninterrupted, fla
     assert (newest / "full.pt").exists() and not any(newest.glob("*.distcp"))
     launch(2, "llama_fsdp.py", *command)
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
-    assert losses(tmp_path) == losses(uninterrupted)
-    assert losses(tmp_path, "val") == losses(uninterrupted, "val")
-    check_equal_weights(tmp_path / "final", uninterrupted / "final")
+    assert losses(tmp_path) == losses(reference_run)
+    assert losses(tmp_path, "val") == losses(reference_run, "val")
+    check_equal_weights(tmp_path / "final", reference_run / "final")
     assert not list(tmp_path.glob("checkpoints/tmp-*"))
 
 
-def test_export_has_the_same_loss_in_plain_transformers(uninterrupted, flags, tmp_path):
-    """In a fresh process: weights, chat template and generation settings."""
+def test_export_has_the_same_loss_in_plain_transformers(reference_run, flags, tmp_path):
+    """Load weights, chat template and generation settings in a new process."""
     args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
     rows = []
@@ -126,21 +126,21 @@ def test_export_has_the_same_loss_in_plain_transformers(uninterrupted, flags, tm
         completion = answer.removesuffix("</s>").strip()
         rows.append(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
     (tmp_path / "held_out.jsonl").write_text("".join(rows))
-    command = [sys.executable, "-c", RELOAD, uninterrupted / "final", tmp_path / "held_out.jsonl"]
-    found = json.loads(subprocess.check_output(command, text=True))
-    expected = metrics(uninterrupted, "val")[-1]["losses"][flags[5]]
-    assert found["loss"] == pytest.approx(expected, rel=1e-5)
-    assert found["class"] == "LlamaForCausalLM" and found["dtype"] == "torch.float32"
-    assert found["temperature"] == 0.6
+    command = [sys.executable, "-c", RELOAD, reference_run / "final", tmp_path / "held_out.jsonl"]
+    result = json.loads(subprocess.check_output(command, text=True))
+    expected = metrics(reference_run, "val")[-1]["losses"][flags[5]]
+    assert result["loss"] == pytest.approx(expected, rel=1e-5)
+    assert result["class"] == "LlamaForCausalLM" and result["dtype"] == "torch.float32"
+    assert result["temperature"] == 0.6
 
 
-def test_evaluation_gives_the_loss_of_each_data_set(uninterrupted, flags, tmp_path):
-    run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
+def test_evaluation_reports_the_loss_of_each_data_set(reference_run, flags, tmp_path):
+    run = Path(shutil.copytree(reference_run, tmp_path / "run"))
     words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", str(run)]
     llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, "--model-name", str(run / "final")]))
-    found = json.loads((run / "evaluation.json").read_text())
+    evaluation = json.loads((run / "evaluation.json").read_text())
     expected = metrics(run, "val")[-1]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert evaluation["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert evaluation["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     for name in ("status", "metrics.jsonl"):
-        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()
+        assert (run / name).read_bytes() == (reference_run / name).read_bytes()

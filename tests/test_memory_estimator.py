@@ -1,4 +1,4 @@
-"""tools/memory_estimator.py against what ranks hold and send, and against published figures."""
+"""Compare tools/memory_estimator.py with measured memory and traffic and published figures."""
 
 import gc
 import importlib
@@ -28,13 +28,13 @@ needs_extras = pytest.mark.skipif(not HAS_EXTRAS, reason="needs requirements-ext
 
 
 def read(*flags: object) -> tuple[Any, memory_estimator.Model]:
-    """Return the arguments and the model."""
+    """Return the parsed arguments and the model that they describe."""
     args = memory_estimator.parse_args(list(map(str, flags)))
     return args, memory_estimator.read_model(args)
 
 
 def rows(*flags: object) -> dict[str, dict]:
-    """Return the rows by strategy; those with offload have " + offload" after it."""
+    """Return the estimates by strategy, with " + offload" after it for CPU offload."""
     args, model = read(*flags)
     choices = memory_estimator.choices(model, args)
     estimates = [memory_estimator.estimate(model, args, *choice) for choice in choices]
@@ -43,7 +43,7 @@ def rows(*flags: object) -> dict[str, dict]:
 
 @pytest.fixture(scope="session")
 def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Save small models without dropout whose flat parameters all need padding, by script."""
+    """Return paths, by script, of small models whose flat parameters all need padding."""
     torch.manual_seed(0)
     llama = transformers.LlamaConfig(
         hidden_size=39, intermediate_size=61, num_hidden_layers=3, head_dim=6, vocab_size=385,
@@ -67,10 +67,10 @@ def odd_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @needs_extras
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_bytes_held_and_sent_equal_measurements(nodes, odd_models, tmp_path):
-    """Includes padding, which differs in bf16. DDP's collectives are not visible from Python.
-    Optimizer states have no padding: rank 0's are estimated, and together the ranks hold two
-    moments of each copy."""
+def test_estimates_equal_measured_memory_and_traffic(nodes, odd_models, tmp_path):
+    """Include padding, which differs in bf16. Python does not see DDP's collectives. Optimizer
+    states have no padding: check rank 0's, and that all ranks together hold two moments for each
+    copy of the model."""
     models = {}
     for script, path in odd_models.items():
         for strategy in dict(memory_estimator.MODES):
@@ -96,25 +96,25 @@ def test_bytes_held_and_sent_equal_measurements(nodes, odd_models, tmp_path):
         name = tiny[script] if path == "tiny" else path
         machine = ["--nodes", nodes, "--gpus-per-node", 2, "--seq-length", 8]
         estimates = rows("--model-name", name, *machine, "--precision", *flags)
-        ours, theirs = estimates[strategy], measured[key]
-        assert {state: theirs[0][state] for state in STATES} == {x: ours[x] for x in STATES}, key
+        estimate, ranks = estimates[strategy], measured[key]
+        assert {state: ranks[0][state] for state in STATES} == {x: estimate[x] for x in STATES}, key
         if "--lora-rank" in flags:
             continue
-        for rank in theirs:
-            assert [rank[x] for x in STATES[:2]] == [ours[x] for x in STATES[:2]], key
+        for rank in ranks:
+            assert [rank[x] for x in STATES[:2]] == [estimate[x] for x in STATES[:2]], key
             if strategy != "ddp":
-                assert ours["sent_bytes_per_gpu"] == round(rank["sent_bytes_per_gpu"]), key
+                assert estimate["sent_bytes_per_gpu"] == round(rank["sent_bytes_per_gpu"]), key
         copies = {"ddp": 2 * nodes, "hybrid_shard": nodes}.get(strategy, 1)
-        moments = sum(rank["optimizer_bytes"] for rank in theirs)
+        moments = sum(rank["optimizer_bytes"] for rank in ranks)
         assert moments == 2 * copies * estimates["ddp"]["parameter_bytes"], key
 
 
 class Storages(TorchDispatchMode):
-    """Record all storages that operators return, without holding them."""
+    """Record the storages that operators return, without keeping them alive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.sizes: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         """Call the operator and record its results."""
@@ -122,25 +122,25 @@ class Storages(TorchDispatchMode):
         for x in pytree.tree_leaves(output):
             if isinstance(x, Tensor):
                 storage = x.untyped_storage()
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return output
 
 
-@pytest.mark.parametrize("script, attention, recomputes", [
+@pytest.mark.parametrize("script, attention, recompute", [
     ("llama_fsdp", "sdpa", False), ("gpt2_fsdp", "sdpa", False), ("T5_training", "eager", False),
     ("llama_fsdp", "sdpa", True), ("gpt2_fsdp", "sdpa", True),
 ])  # fmt: skip
-def test_activations_equal_the_storages_alive(script, attention, recomputes, odd_models):
+def test_activation_estimate_equals_live_storages(script, attention, recompute, odd_models):
     flags = ["--model-name", odd_models[script], "--precision", "fp32", "--batch-size", 2]
     flags += ["--attention", {"sdpa": "fused"}.get(attention, attention), "--seq-length", 12]
     _, estimated = read(*flags, "--target-length", 12)
-    expected = estimated.stays if recomputes else estimated.activations
+    expected = estimated.stays if recompute else estimated.activations
     module = importlib.import_module(script)
     model = module.MODEL.from_pretrained(
         odd_models[script], attn_implementation=attention, dtype=torch.float32
     ).train()
     policies.fuse_gelu(model)
-    if recomputes:
+    if recompute:
         policies.checkpoint_activations(model, module.BLOCKS)
     with Storages() as storages:
         ids = torch.arange(24).reshape(2, 12)
@@ -148,8 +148,8 @@ def test_activations_equal_the_storages_alive(script, attention, recomputes, odd
         logits = model(ids, use_cache=False, **inputs).logits
         gc.collect()
     for tensor in (*model.parameters(), logits):
-        storages.made.pop(tensor.untyped_storage()._cdata, None)
-    alive = sum(size for reference, size in storages.made.values() if not reference.expired())
+        storages.sizes.pop(tensor.untyped_storage()._cdata, None)
+    alive = sum(size for reference, size in storages.sizes.values() if not reference.expired())
     assert alive == expected
 
 
@@ -185,9 +185,9 @@ def test_verdict_contains_a_command_that_the_script_accepts(
     assert first.startswith(line)
     words = shlex.split(command)
     assert f"fits on {words[2]} x {words[4]} GPUs" in first
-    (place,) = (i for i, word in enumerate(words) if word.endswith(".py"))
+    (index,) = (i for i, word in enumerate(words) if word.endswith(".py"))
     monkeypatch.setenv("WORLD_SIZE", words[4])
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
-    script = importlib.import_module(words[place].removesuffix(".py"))
-    values = vars(script.parse_args([*words[place + 1 :], "--dataset", "docstrings"]))
+    script = importlib.import_module(words[index].removesuffix(".py"))
+    values = vars(script.parse_args([*words[index + 1 :], "--dataset", "docstrings"]))
     assert {name: values[name] for name in expected} == expected

@@ -1,4 +1,4 @@
-"""tools/preflight.py: it measures, reports slow and silent ranks, and leaves nothing behind."""
+"""Test tools/preflight.py: it measures, reports slow and silent ranks, and leaves no files."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chaos import workers
-from conftest import ROOT, errors_said, launch
+from conftest import ROOT, error_lines, launch
 from slurm_cluster import free_ports, wait_until
 
 from tools import preflight
@@ -24,25 +24,25 @@ PLACES = [Place(f"host{rank // 2}", rank // 2, rank % 2, 2, 2) for rank in range
 HEALTHY = "All ranks are fine."
 
 
-def begin(
+def run_async(
     processes: int, *flags: object, torchrun: tuple = ("--standalone",)
 ) -> subprocess.Popen[str]:
-    """Launch it in the background."""
+    """Launch preflight.py in the background."""
     start = [sys.executable, "-m", "torch.distributed.run", *torchrun]
     start += ["--nproc-per-node", str(processes), str(ROOT / "tools/preflight.py")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*start, *map(str, flags)], **pipes)
 
 
-def worker(process: subprocess.Popen, processes: int, rank: int, output: Path) -> int:
-    """Return the process id of a rank, once it has begun to measure."""
+def worker_pid(process: subprocess.Popen, processes: int, rank: int, output: Path) -> int:
+    """Wait until a rank starts to measure and return its process id."""
     wait_until(lambda: len(workers(process.pid)) == processes, 60, str)
     wait_until((output / "tmp-preflight").is_dir, 100, str)
     return workers(process.pid)[rank]
 
 
-def slow_down(process: subprocess.Popen, pid: int) -> None:
-    """Let a worker run for a third of the time, in short turns, until the launch ends."""
+def throttle(process: subprocess.Popen, pid: int) -> None:
+    """Slow a worker to a third of its speed with short pauses, until the launch ends."""
     with contextlib.suppress(ProcessLookupError):
         while process.poll() is None:
             os.kill(pid, signal.SIGSTOP)
@@ -54,12 +54,12 @@ def slow_down(process: subprocess.Popen, pid: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes,rank", [(2, 0), (2, 1), (4, 2)])
 def test_slow_rank_is_reported(processes, rank, tmp_path):
-    process = begin(processes, *TINY, tmp_path)
-    pid = worker(process, processes, rank, tmp_path)
-    threading.Thread(target=slow_down, args=(process, pid), daemon=True).start()
+    process = run_async(processes, *TINY, tmp_path)
+    pid = worker_pid(process, processes, rank, tmp_path)
+    threading.Thread(target=throttle, args=(process, pid), daemon=True).start()
     _, error = process.communicate(timeout=300)
     assert process.returncode == 1
-    (message,) = errors_said(error)
+    (message,) = error_lines(error)
     assert message.startswith(f"error: rank {rank} on {HOST} is slow: ")
     assert "matrix products" in message and message.count(" is slow: ") == 1
     assert not list(tmp_path.iterdir())
@@ -67,15 +67,15 @@ def test_slow_rank_is_reported(processes, rank, tmp_path):
 
 @pytest.mark.slow
 def test_silent_rank_is_reported(tmp_path):
-    process = begin(2, *TINY, tmp_path, "--timeout-seconds", 5)
-    pid = worker(process, 2, 1, tmp_path)
+    process = run_async(2, *TINY, tmp_path, "--timeout-seconds", 5)
+    pid = worker_pid(process, 2, 1, tmp_path)
     time.sleep(1)
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: workers(process.pid) == [pid], 60, str)
-    os.kill(pid, signal.SIGKILL)  # torchrun would wait for it
+    os.kill(pid, signal.SIGKILL)  # otherwise torchrun would wait for it
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    (message,) = errors_said(error)
+    (message,) = error_lines(error)
     assert "1 failed to pass monitoredBarrier in 5000 ms" in message
 
 
@@ -91,12 +91,12 @@ def test_healthy_nodes_of_a_large_model_pass_in_a_minute(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_nodes_measure_both_links_and_report_an_unshared_disk(tmp_path):
+def test_two_nodes_measure_both_links_and_report_unshared_disk(tmp_path):
     (port,) = free_ports(1)
     rendezvous = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "1")
     rendezvous += ("--rdzv-endpoint", f"localhost:{port}")
     for outputs in (("shared", "shared"), ("one", "other")):
-        nodes = [begin(2, *TINY, tmp_path / output, torchrun=rendezvous) for output in outputs]
+        nodes = [run_async(2, *TINY, tmp_path / output, torchrun=rendezvous) for output in outputs]
         printed, _ = max(node.communicate(timeout=300) for node in nodes)
         for row in ("all-gather in node, unit", "reduce-scatter across, 64 kB"):
             assert f"\n{row} " in printed
@@ -107,7 +107,7 @@ def test_two_nodes_measure_both_links_and_report_an_unshared_disk(tmp_path):
 
 
 def samples(*medians: float, spread: float = 0.0) -> preflight.Seconds:
-    """Return seven samples for each rank, with this median and spread."""
+    """Return seven samples in seconds for each rank, with these medians and this spread."""
     steps = (-3, -2, -1, 0, 1, 2, 3)
     return {(r,): [m * (1 + spread / 2 * s) for s in steps] for r, m in enumerate(medians)}
 
@@ -123,21 +123,21 @@ def test_outliers_exceed_the_tolerance_and_their_own_spread(monkeypatch):
     assert preflight.find_outliers(samples(1.0, 1.0, 1.5, spread=0.17)) == {}
 
 
-def test_only_ranks_that_are_slow_twice_are_reported(monkeypatch):
+def test_only_ranks_slow_in_both_rounds_are_reported(monkeypatch):
     probes = [Probe(name, "ms", 0, (0,), list) for name in "abc"]
     rounds = [
         {"a": samples(1, 1, 1), "b": samples(1, 2, 2.5), "c": samples(3, 1, 1)},
         {"b": samples(1, 1, 4), "c": samples(1, 1, 1)},
     ]
-    measured = []
+    probe_names = []
 
     def measure(probes: list, timeout: None) -> dict:
-        measured.append([probe.name for probe in probes])
-        return rounds[len(measured) - 1]
+        probe_names.append([probe.name for probe in probes])
+        return rounds[len(probe_names) - 1]
 
     monkeypatch.setattr(preflight, "measure", measure)
     results, slow = preflight.measure_twice(probes, None)
-    assert measured == [["a", "b", "c"], ["b", "c"]]
+    assert probe_names == [["a", "b", "c"], ["b", "c"]]
     assert slow == {"b": {(2,): 4.0}, "c": {}}
     assert results == {"a": rounds[0]["a"], **rounds[1]}
     assert preflight.describe_slow(slow, PLACES) == [

@@ -1,4 +1,4 @@
-"""runtime/readers.py: rows as their files have them, and mistakes in one message."""
+"""Test runtime/readers.py: rows keep the files' values, and bad files cause one error message."""
 
 import json
 import os
@@ -27,17 +27,17 @@ VALUES = [
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "list.json"])
 def test_json_values_equal_the_file(name, tmp_path):
     path = tmp_path / name
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in VALUES)
-    path.write_text(json.dumps(VALUES, indent=1) if name == "list.json" else "\ufeff" + lines)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in VALUES)
+    path.write_text(json.dumps(VALUES, indent=1) if name == "list.json" else "\ufeff" + text)
     rows = readers.read(str(path), None)["train"]
     assert readers.column_names("x", rows) == ["text", "n", "of"]
     features = {"json": Value("string")}
 
-    def dump(some: list[dict]) -> list[list[dict]]:
-        return [[{"json": json.dumps(row)}] for row in some]
+    def dump(batch: list[dict]) -> list[list[dict]]:
+        return [[{"json": json.dumps(row)}] for row in batch]
 
-    found = readers.samples(str(path), rows, dump, features, FAIL)["json"]
-    assert list(found) == [json.dumps(row) for row in VALUES]
+    samples = readers.map_rows(str(path), rows, dump, features, FAIL)["json"]
+    assert list(samples) == [json.dumps(row) for row in VALUES]
 
 
 def test_csv_values_are_text(tmp_path):
@@ -47,21 +47,21 @@ def test_csv_values_are_text(tmp_path):
     assert rows["te,xt"][:] == ['a\n"b" ', "null", "NA"] and rows["n"][:] == ["007", "", "1.50"]
 
 
-def test_words_name_files_globs_and_splits(tmp_path):
+def test_dataset_names_accept_files_globs_and_splits(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text(f'{{"x": "{name}"}}\n' * 10)
     glob = str(tmp_path / "*.jsonl")
     rows = readers.read(glob, None)
     assert len(rows["train"]) == 20
-    assert readers.split_word(f"{glob}:train[:5]", []) == (glob, "train[:5]")
+    assert readers.split_spec(f"{glob}:train[:5]", []) == (glob, "train[:5]")
     assert len(readers.pick(glob, rows, "train[:5]")["train"]) == 5
-    assert readers.split_word("someone/set:test", []) == ("someone/set", "test")
+    assert readers.split_spec("someone/set:test", []) == ("someone/set", "test")
     (tmp_path / "a:b.jsonl").write_text('{"x": 1}\n')
-    assert readers.split_word(f"{tmp_path}/a:b.jsonl", [])[1] is None
+    assert readers.split_spec(f"{tmp_path}/a:b.jsonl", [])[1] is None
 
 
 def test_second_process_reuses_the_cache(tmp_path):
-    """Although its tokenizer was used before."""
+    """The tokenizer was used earlier in each process, which must not change the cache key."""
     (tmp_path / "x.jsonl").write_text('{"content": "a b"}\n' * 30 + '{"content": "c"}\n')
     program = (
         "import sys; from chat_dataset import *; from transformers import ByT5Tokenizer\n"
@@ -76,11 +76,11 @@ def test_second_process_reuses_the_cache(tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "c")}
     command = [sys.executable, "-c", program]
-    lines = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
-    assert [line.splitlines()[-1] for line in lines] == ["31 1", "31 0"]
+    outputs = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
+    assert [output.splitlines()[-1] for output in outputs] == ["31 1", "31 0"]
 
 
-def test_content_sum_depends_on_values_order_and_bounds(tmp_path):
+def test_content_sum_depends_on_values_order_and_boundaries(tmp_path):
     rows = [{"ids": [i, i + 1] * (i % 3), "text": str(i)} for i in range(50)]
     whole = Dataset.from_list(rows)
     expected = readers.content_sum(whole)
@@ -90,15 +90,15 @@ def test_content_sum_depends_on_values_order_and_bounds(tmp_path):
     )
     chosen = Dataset.from_list(rows[::-1] + rows).select([*range(50, 99), 99])
     assert readers.content_sum(chosen) == readers.content_sum(readers.join([chosen])) == expected
-    moved = [*rows[:20], rows[21], rows[20], *rows[22:]]
-    bounds = [
+    swapped = [*rows[:20], rows[21], rows[20], *rows[22:]]
+    shifted = [
         *rows[:10],
         {"ids": [10], "text": "10"},
         {"ids": [11, 11, 12], "text": "11"},
         *rows[12:],
     ]
-    for other in (moved, bounds, [*rows[:25], rows[25] | {"text": "x"}, *rows[26:]]):
-        assert readers.content_sum(Dataset.from_list(other)) != expected
+    for changed in (swapped, shifted, [*rows[:25], rows[25] | {"text": "x"}, *rows[26:]]):
+        assert readers.content_sum(Dataset.from_list(changed)) != expected
 
 
 PAIRS = [{"text": f"t {i}", "headline": f"h {i}"} for i in range(30)]
@@ -106,18 +106,18 @@ CHATS = [{"prompt": f"q{i}", "completion": "a"} for i in range(30)]
 TOKENS = [{"input_ids": [5, 6, 7 + i], "labels": [5, 6]} for i in range(30)]
 
 
-def lines(rows: list) -> str:
-    """Return rows as JSONL."""
+def jsonl(rows: list) -> str:
+    """Return the rows as JSONL text."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-MISTAKES = {  # name: (content, flags, message)
+BAD_FILES = {  # name: (content, flags, message)
     "gone.jsonl": (None, "", "gone.jsonl does not exist"),
     "folder": (None, "", "folder cannot be read: Directory folder is neither"),
-    "column.jsonl": (lines(PAIRS), "--source-column x", "has columns text, headline, but not all"),
-    "split.jsonl": (lines(PAIRS), ":test", "split.jsonl has no split test. Pass split.jsonl:SPLIT"),
+    "column.jsonl": (jsonl(PAIRS), "--source-column x", "has columns text, headline, but not all"),
+    "split.jsonl": (jsonl(PAIRS), ":test", "split.jsonl has no split test. Pass split.jsonl:SPLIT"),
     "broken.jsonl": (
-        lines(PAIRS) + '{"text": "b}\n',
+        jsonl(PAIRS) + '{"text": "b}\n',
         "",
         "broken.jsonl, row 31: Unterminated string",
     ),
@@ -127,7 +127,7 @@ MISTAKES = {  # name: (content, flags, message)
     "pretty.json": (json.dumps(PAIRS[0], indent=1), "", "Write one on each line"),
     "cut.json": ('[{"text": "a"', "", "cut.json cannot be read: Expecting ',' delimiter"),
     "ints.jsonl": (
-        lines([*PAIRS, {"text": "a", "headline": 1}]),
+        jsonl([*PAIRS, {"text": "a", "headline": 1}]),
         "",
         "row 31: headline is 1, not t",
     ),
@@ -149,26 +149,26 @@ MISTAKES = {  # name: (content, flags, message)
     "one.csv": ("text,headline\na,b\n", "", "too few different rows"),
     "bad.parquet": ("no parquet", "", "bad.parquet cannot be read: Parquet magic bytes"),
     "vocabulary.jsonl": (
-        lines([{"input_ids": [5, 9999], "labels": [5]}, *TOKENS]),
+        jsonl([{"input_ids": [5, 9999], "labels": [5]}, *TOKENS]),
         "",
         "token 9999",
     ),
     "long.jsonl": (
-        lines([{"input_ids": [5] * 99, "labels": [5]}]),
+        jsonl([{"input_ids": [5] * 99, "labels": [5]}]),
         "--source-length 9",
         "allows 9",
     ),
     "all.jsonl": (
-        lines([{"headline": 1}] * 6),
+        jsonl([{"headline": 1}] * 6),
         "--bad-rows skip --source-column headline",
         "no usable rows among 6",
     ),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_one_message(name, tmp_path, monkeypatch):
-    content, flags, message = MISTAKES[name]
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_file_causes_one_message(name, tmp_path, monkeypatch):
+    content, flags, message = BAD_FILES[name]
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     if content is not None:
@@ -180,13 +180,13 @@ def test_mistakes_are_one_message(name, tmp_path, monkeypatch):
     assert "\n" not in str(error.value) and name in str(error.value)
 
 
-def test_bad_row_ends_a_run_with_one_error(tmp_path, capfd):
+def test_bad_row_stops_a_run_with_one_error(tmp_path, capfd):
     path = tmp_path / "chats.jsonl"
-    path.write_text(lines([*CHATS, {"prompt": "q"}]))
+    path.write_text(jsonl([*CHATS, {"prompt": "q"}]))
     flags = ["--model-name", "tiny", "--dataset", str(path), "--output-dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit) as end:
         llama_fsdp.fsdp_main(llama_fsdp.parse_args(flags))
     assert end.value.code == 1
-    said = capfd.readouterr().err
-    assert "Traceback" not in said and said.count("error: ") == 1
-    assert f"{path}, row 31: the assistant's turn is None, not text. Correct it, or" in said
+    stderr = capfd.readouterr().err
+    assert "Traceback" not in stderr and stderr.count("error: ") == 1
+    assert f"{path}, row 31: the assistant's turn is None, not text. Correct it, or" in stderr

@@ -1,7 +1,7 @@
-"""README.md and docs/*.md, taken together: their commands, flags, links and estimates.
+"""Test the commands, flags, links and estimates in README.md and docs/*.md.
 
-Commands for a CPU are run, here or in the test that is named, as they stand but shorter. Those for
-GPUs and the hub are parsed.
+CPU commands run with less data, here or in the test named beside them. Commands for GPUs and the
+hub are only parsed.
 """
 
 import importlib.util
@@ -32,28 +32,28 @@ PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
 }
 EXTRAS = ("peft", "bitsandbytes", "tensorboard", "wandb", "trackio", "rouge_score")
-FOLDERS = ("runtime", "benchmarks", "tools")  # their files go by name alone
+FOLDERS = ("runtime", "benchmarks", "tools")  # the docs omit these folders in file names
 
 
 def commands() -> list[str]:
-    """Return the lines of all blocks of bash, each with its comment."""
+    """Return the commands in all bash blocks, with their comments."""
     blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     return list(filter(None, "".join(blocks).replace("\\\n", " ").splitlines()))
 
 
 def inline_commands() -> list[str]:
-    """Return the commands in backquotes that start a program of PARSERS."""
-    found = [" ".join(code.split()) for code in re.findall(r"`(python [\w/]+\.py [^`]+)`", TEXT)]
-    return [line for line in found if line.split()[1] in PARSERS]
+    """Return the inline commands that run a program in PARSERS."""
+    lines = [" ".join(code.split()) for code in re.findall(r"`(python [\w/]+\.py [^`]+)`", TEXT)]
+    return [line for line in lines if line.split()[1] in PARSERS]
 
 
-def needs_more(line: str) -> bool:
-    """Tell whether a command is marked as one for GPUs or the hub."""
+def needs_gpu_or_hub(line: str) -> bool:
+    """Return whether a comment marks the command as needing GPUs or the hub."""
     return bool(re.search(r"# (GPUs|hub)", line))
 
 
 def run_demo(directory: Path, *flags: object) -> str:
-    """Return what `make demo` prints, with more flags; it runs in `directory`/output/demo."""
+    """Run `make demo` with extra flags in `directory`/output/demo and return its output."""
     command = ["make", "--no-print-directory", "-n", "-B", "demo"]
     recipe = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()[-1]
     words = shlex.split(recipe.replace("output/demo", f"{directory}/output/demo"))
@@ -61,42 +61,42 @@ def run_demo(directory: Path, *flags: object) -> str:
     return subprocess.check_output(words, cwd=ROOT, text=True, timeout=900)
 
 
-def ask_the_demo(directory: Path) -> str:
-    """Return the answer of the demo's model to the question that is asked in the text first."""
+def ask_demo_model(directory: Path) -> str:
+    """Run the first generate.py command on the demo's model and return the model's answer."""
     start = "python tools/generate.py output/demo/final "
     line = next(line for line in commands() if line.startswith(start))
     command = shlex.split(line.replace("output/", f"{directory}/output/"), comments=True)
     return subprocess.check_output([sys.executable, *command[1:]], cwd=ROOT, text=True)
 
 
-def without_numbers(line: str) -> str:
-    """Return a line of the screen with N for each number."""
+def mask_numbers(line: str) -> str:
+    """Return the line with each number replaced by N."""
     return re.sub(r"\d[\d.,:]*(e-\d+)?", "N", line)
 
 
-def test_demo_trains_evaluates_and_draws(tmp_path):
-    """The lines that it prints are those of the README."""
+def test_demo_trains_evaluates_and_plots(tmp_path):
+    """Its output has the same lines as the README."""
     pytest.importorskip("matplotlib")
-    first = run_demo(tmp_path, "--rows", 256, "--epochs", 1)
-    printed = run_demo(tmp_path)
+    short_output = run_demo(tmp_path, "--rows", 256, "--epochs", 1)
+    full_output = run_demo(tmp_path)
     readme = PAGES[ROOT / "README.md"]
-    said = list(map(without_numbers, first.splitlines()))
-    (shown,) = re.findall(r"```text\n(2 x cpu.*?)```", readme, re.DOTALL)
-    shown = [line for line in shown.splitlines() if line[0] not in " ."]
-    assert len(shown) >= 8
-    places = [said.index(without_numbers(line)) for line in shown]
-    assert places[:3] == sorted(places[:3]) and places[-1] == max(places)
-    assert "T5_training.py" not in printed
+    lines = list(map(mask_numbers, short_output.splitlines()))
+    (readme_lines,) = re.findall(r"```text\n(2 x cpu.*?)```", readme, re.DOTALL)
+    readme_lines = [line for line in readme_lines.splitlines() if line[0] not in " ."]
+    assert len(readme_lines) >= 8
+    positions = [lines.index(mask_numbers(line)) for line in readme_lines]
+    assert positions[:3] == sorted(positions[:3]) and positions[-1] == max(positions)
+    assert "T5_training.py" not in full_output
     output = tmp_path / "output/demo"
-    assert all(printed.count(word) == 3 for word in ("given:", "before:", "after:"))
-    assert printed.endswith("losses.png\n") and (output / "losses.png").is_file()
+    assert all(full_output.count(word) == 3 for word in ("given:", "before:", "after:"))
+    assert full_output.endswith("losses.png\n") and (output / "losses.png").is_file()
     for directory in (output / "before", output):
         assert len((directory / "predictions.jsonl").read_text().splitlines()) == demo.HELD_OUT
     rows, held_out = demo.make_rows(12_000)
     assert not {row["date"] for row in rows} & {row["date"] for row in held_out}
     val = [line["loss"] for line in metrics(output, "val")]
     assert val[-1] <= 0.9 * val[0]
-    ask_the_demo(tmp_path)
+    ask_demo_model(tmp_path)
 
 
 @pytest.mark.slow
@@ -106,27 +106,27 @@ def test_demo_learns_unseen_dates(tmp_path):
         r"dates: (\d+)% correct before training, (\d+)% after", run_demo(tmp_path)
     ).groups()
     assert int(before) == 0 and int(after) >= 80
-    assert ask_the_demo(tmp_path) == "1987-03-03\n"
+    assert ask_demo_model(tmp_path) == "1987-03-03\n"
 
 
 @pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
 def test_cpu_command_runs_from_another_directory(script, tmp_path):
     start = f"python {script} --model-name tiny"
     line = next(line for line in inline_commands() if line.startswith(start))
-    short = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
-    flags = [*shlex.split(line)[2:], *short, "--output-dir", "here"]
+    limits = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
+    flags = [*shlex.split(line)[2:], *limits, "--output-dir", "here"]
     launch(0, script, *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
 
 
 def test_every_command_is_marked_or_run_by_a_test():
-    run = (
-        "make demo",  # test_demo_trains_evaluates_and_draws
+    tested = (
+        "make demo",  # test_demo_trains_evaluates_and_plots
         "make test",
-        "python tools/generate.py output/demo/final",  # test_demo_trains_evaluates_and_draws
+        "python tools/generate.py output/demo/final",  # test_demo_trains_evaluates_and_plots
         ". .venv/bin/activate", "pip install -r",  # make test
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
-        "python tools/memory_estimator.py",  # test_memory_table_equals_the_estimator
+        "python tools/memory_estimator.py",  # test_memory_table_matches_estimator
         "python tools/copy_script.py",  # test_copies
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
         "python benchmarks/side_by_side.py", "python benchmarks/compare_strategies.py",
@@ -134,12 +134,12 @@ def test_every_command_is_marked_or_run_by_a_test():
     )  # fmt: skip
     assert commands()
     for line in commands():
-        assert needs_more(line) or line.startswith(run), line
+        assert needs_gpu_or_hub(line) or line.startswith(tested), line
 
 
 def program_and_flags(line: str) -> tuple[str, list[str], int, int]:
-    """Return which program a command starts, its flags, and the number of nodes and of processes
-    on each. Raises SystemExit if torchrun would refuse it."""
+    """Return a command's program, its flags, the number of nodes and the processes per node. Raise
+    SystemExit if torchrun would reject the command."""
     from torch.distributed.run import get_args_parser
 
     words = shlex.split(line, comments=True)
@@ -150,16 +150,16 @@ def program_and_flags(line: str) -> tuple[str, list[str], int, int]:
         program, flags = args.training_script, args.training_script_args
         return program, flags, int(args.nnodes.split(":")[-1]), int(args.nproc_per_node)
     if words[0] == "sbatch":
-        at = words.index("launch.slurm")
-        nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words[:at] else 1
-        program, *flags = words[at + 1 :] or ["T5_training.py"]
+        index = words.index("launch.slurm")
+        nodes = int(words[words.index("--nodes") + 1]) if "--nodes" in words[:index] else 1
+        program, *flags = words[index + 1 :] or ["T5_training.py"]
         return program, flags, nodes, 8
     assert words[0] == "python", line
     return words[1], words[2:], 1, 1
 
 
-def make_what_is_named(flags: list[str]) -> None:
-    """Make the files and prepared data that flags name, in the working directory."""
+def create_inputs(flags: list[str]) -> None:
+    """Create the files and prepared data that the flags name, in the working directory."""
     for word in (*flags, "data/wikihowAll.csv"):
         path = Path(word)
         if path.name == "prepared":
@@ -169,20 +169,20 @@ def make_what_is_named(flags: list[str]) -> None:
             path.touch()
 
 
-def started() -> list[str]:
-    """Return the commands that start a program of PARSERS, each once."""
+def launch_commands() -> list[str]:
+    """Return the distinct commands that start a program in PARSERS."""
     pattern = "|".join(map(re.escape, (*PARSERS, "launch.slurm")))
-    found = {line for line in commands() if re.search(rf"(^| )({pattern})( |$)", line)}
-    found = {line for line in found if "copy_script" not in line}
-    return sorted(found | set(inline_commands()))
+    lines = {line for line in commands() if re.search(rf"(^| )({pattern})( |$)", line)}
+    lines = {line for line in lines if "copy_script" not in line}
+    return sorted(lines | set(inline_commands()))
 
 
-@pytest.mark.parametrize("line", started())
+@pytest.mark.parametrize("line", launch_commands())
 def test_commands_parse(line, monkeypatch, tmp_path, capsys):
-    """As on a machine with the GPUs, packages and files that they need."""
+    """Pretend that the GPUs, packages and files that the command needs exist."""
     program, flags, nodes, processes = program_and_flags(line)
     monkeypatch.chdir(tmp_path)
-    make_what_is_named(flags)
+    create_inputs(flags)
     monkeypatch.setenv("WORLD_SIZE", str(nodes * processes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     if "# GPUs" in line:
@@ -190,8 +190,8 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(ranks, "accelerator", lambda: "cuda")
         monkeypatch.setattr(ranks, "has_bf16", lambda: True)
         monkeypatch.setattr(attention, "check_arguments", lambda args: [])
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda *x: x[0] in EXTRAS or found(*x))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *x: x[0] in EXTRAS or find_spec(*x))
     try:
         PARSERS[program](flags)
     except SystemExit:
@@ -199,17 +199,17 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
-    found: dict[str, int] = {}
+    """Return the anchors that GitHub generates for the headings of a page."""
+    counts: dict[str, int] = {}
     plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for heading in re.findall(r"^#+ (.*)$", plain, re.MULTILINE):
         words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
         anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        number = found.get(anchor, 0)
-        found[anchor] = number + 1
+        number = counts.get(anchor, 0)
+        counts[anchor] = number + 1
         if number:
-            found[f"{anchor}-{number}"] = 1
-    return set(found)
+            counts[f"{anchor}-{number}"] = 1
+    return set(counts)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -219,23 +219,23 @@ def test_links_resolve(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", plain):
         if re.match(r"[a-z]+:", target):
             continue
-        place, _, anchor = target.partition("#")
-        path = (page.parent / place).resolve() if place else page
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
         assert path.exists(), f"{page.name}: {target}"
         assert ROOT in (path, *path.parents), f"{page.name}: {target}"
         if anchor:
             assert anchor in anchors(path.read_text()), f"{page.name}: {target}"
 
 
-def test_files_in_the_pages_exist():
+def test_files_named_in_docs_exist():
     pattern = r"(?:(?:runtime|rows|benchmarks|tests|tools|docs)/)?[\w/]+\.(?:py|slurm)"
-    own = {"my_script.py"}  # the reader's
-    for name in set(re.findall(rf"`({pattern})`", TEXT)) - own:
-        places = [ROOT / name, *(ROOT / folder / name for folder in FOLDERS)]
-        assert any(place.is_file() for place in places), name
+    placeholders = {"my_script.py"}
+    for name in set(re.findall(rf"`({pattern})`", TEXT)) - placeholders:
+        paths = [ROOT / name, *(ROOT / folder / name for folder in FOLDERS)]
+        assert any(path.is_file() for path in paths), name
 
 
-def test_memory_table_equals_the_estimator():
+def test_memory_table_matches_estimator():
     rows = set(
         re.findall(r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$", TEXT, re.MULTILINE)
     )
@@ -243,20 +243,20 @@ def test_memory_table_equals_the_estimator():
     for name, cells in rows:
         args = memory_estimator.parse_args(["--model-name", name])
         model = memory_estimator.read_model(args)
-        found = {(s, o): memory_estimator.estimate(model, args, s, o, True, "adamw")
-                 for s, o in memory_estimator.MODES}  # fmt: skip
-        kinds = (
+        estimates = {(s, o): memory_estimator.estimate(model, args, s, o, True, "adamw")
+                     for s, o in memory_estimator.MODES}  # fmt: skip
+        columns = (
             ("ddp", False),
             ("shard_grad_op", False),
             ("full_shard", False),
             ("full_shard", True),
         )
-        expected = [f"{found[kind]['peak_bytes'] / 1e9:,.1f}" for kind in kinds]
-        expected.append(str(found["full_shard", False]["smallest_nodes"]))
+        expected = [f"{estimates[column]['peak_bytes'] / 1e9:,.1f}" for column in columns]
+        expected.append(str(estimates["full_shard", False]["smallest_nodes"]))
         assert [cell.strip() for cell in cells.split("|")] == expected
 
 
-def test_gpu_table_equals_the_estimator():
+def test_gpu_table_matches_estimator():
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
     pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
@@ -267,8 +267,8 @@ def test_gpu_table_equals_the_estimator():
             "--gpu-memory-gb", memory, *flags.split(),
         ])  # fmt: skip
         model = memory_estimator.read_model(args)
-        found = memory_estimator.estimate(model, args, "full_shard", False, True, "adamw")
-        assert found["fits"] and f"{found['peak_bytes'] / 1e9:,.1f}" == figure, (name, gpus)
+        estimate = memory_estimator.estimate(model, args, "full_shard", False, True, "adamw")
+        assert estimate["fits"] and f"{estimate['peak_bytes'] / 1e9:,.1f}" == figure, (name, gpus)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -1,4 +1,4 @@
-"""launch.slurm on a private Slurm of two nodes: what is requeued, and what is not."""
+"""Run launch.slurm on a private Slurm cluster of two nodes and check which jobs it requeues."""
 
 import os
 import re
@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, logged, losses, metrics, status
+from conftest import ROOT, live_metrics, losses, metrics, status
 from slurm_cluster import slurm, slurm_cluster, wait_until
 
 LAUNCH = ROOT / "launch.slurm"
-PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # of torchrun and shellcheck
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # has torchrun and shellcheck
 
-# A script that does nothing until it is told to stop. Its starts have saved so many steps each.
-IDLE = """
+# Waits for a stop signal. Its arguments are the steps saved by each start.
+IDLE_SCRIPT = """
 import os, pathlib, signal, sys, time
 status = pathlib.Path(sys.argv[1].removeprefix("--output-dir="), "status")
 restart = int(os.environ.get("SLURM_RESTART_COUNT", 0))
@@ -32,18 +32,18 @@ write(f"running")
 time.sleep(300)
 """
 
-FAILS = """
+FAILING_SCRIPT = """
 import os, sys, time
 if os.environ["GROUP_RANK"] == "1":
     sys.exit("no luck")
 time.sleep(300)
 """
 
-# One write a rank: with PYTHONUNBUFFERED, print makes two, and those of the ranks mix.
-SHOWS = """
+# With PYTHONUNBUFFERED, print writes the newline separately, so the ranks' lines would mix.
+PRINTING_SCRIPT = """
 from os import environ as e
-what = "{WORLD_SIZE} ranks, GPUs {CUDA_VISIBLE_DEVICES}, {OMP_NUM_THREADS} threads"
-print(end=what.format(**e) + "\\n")
+line = "{WORLD_SIZE} ranks, GPUs {CUDA_VISIBLE_DEVICES}, {OMP_NUM_THREADS} threads"
+print(end=line.format(**e) + "\\n")
 """
 
 
@@ -55,7 +55,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 class Job:
-    """launch.slurm, submitted with options of sbatch; `output` is the run's directory."""
+    """launch.slurm, submitted with sbatch options; `output` is the run's directory."""
 
     def __init__(self, output: Path, options: list[str], *words: object, **env: str) -> None:
         self.log = output.with_suffix(".log")
@@ -71,17 +71,17 @@ class Job:
         return f"{self['JobState']}\n{self.log.read_text() if self.log.exists() else ''}"
 
     def wait(self, *states: str) -> None:
-        """Wait until the job has ended or is in one of `states`; fail if it is in none of them."""
+        """Wait until the job ends or reaches one of `states`; fail if it ends in another state."""
         awaited = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", *states}
-        found = ""
+        state = ""
 
-        def settled() -> bool:
-            nonlocal found
-            found = self["JobState"]  # once, as the next moment it may be another
-            return found in awaited
+        def is_settled() -> bool:
+            nonlocal state
+            state = self["JobState"]  # read once, because it may change at any time
+            return state in awaited
 
-        wait_until(settled, 240, self.report)
-        assert found in states, self.report()
+        wait_until(is_settled, 240, self.report)
+        assert state in states, self.report()
 
     def wait_for(self, path: Path, text: str) -> None:
         """Wait until the file contains the text."""
@@ -90,7 +90,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def flags() -> list[str]:
-    """Return flags for one epoch, short enough for two cores."""
+    """Return flags for one epoch that is short enough for two cores."""
     return ["--model-name", "tiny", "--dataset", "docstrings", "--source-length", "64",
             "--target-length", "16", "--num-train-samples", "280", "--num-val-samples", "40",
             "--batch-size", "2", "--max-steps", "35", "--log-every", "1", "--rouge-samples",
@@ -101,26 +101,26 @@ TWO_BY_TWO = ["--nodes", "2", "--ntasks-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
-def finished(cluster: None, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run of two nodes with two ranks each."""
+def finished_run(cluster: None, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the output directory of a finished run on two nodes with two ranks each."""
     output = tmp_path_factory.mktemp("run") / "output"
     Job(output, TWO_BY_TWO, *flags, "--output-dir", output).wait("COMPLETED")
     return output
 
 
-def test_two_nodes_train_t5_by_default(finished):
-    assert status(finished) == "finished"
-    (start,) = metrics(finished, "start")
+def test_two_nodes_train_t5_by_default(finished_run):
+    assert status(finished_run) == "finished"
+    (start,) = metrics(finished_run, "start")
     assert start["script"] == "T5_training" and start["world_size"] == 4
-    assert list(losses(finished)) == list(range(1, 36))
+    assert list(losses(finished_run)) == list(range(1, 36))
 
 
-def test_job_stopped_by_its_time_limit_is_requeued(finished, flags, tmp_path):
+def test_job_stopped_by_its_time_limit_is_requeued(finished_run, flags, tmp_path):
     output = tmp_path / "output"
     command = ["tests/workers/slowed.py", "T5_training", *flags, f"--output-dir={output}"]
     job = Job(output, TWO_BY_TWO, *command)
-    wait_until(lambda: logged(output, "train"), 120, job.report)
-    # Five minutes are left, when the signal is due; Slurm looks twice a minute.
+    wait_until(lambda: live_metrics(output, "train"), 120, job.report)
+    # Slurm signals a job with five minutes left; it checks twice a minute.
     slurm("scontrol", "update", f"JobId={job.number}", "TimeLimit=5")
     job.wait("PENDING")
     assert status(output) == "stopped"
@@ -129,7 +129,7 @@ def test_job_stopped_by_its_time_limit_is_requeued(finished, flags, tmp_path):
     assert status(output) == "finished" and job["Restarts"] == "1"
     first, second = metrics(output, "start")
     assert first["step"] == 0 < second["step"] < 35
-    assert losses(output) == losses(finished)
+    assert losses(output) == losses(finished_run)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_job_stopped_before_its_first_step_is_requeued(phase, cluster, flags, tm
 
 
 def test_requeues_are_limited(cluster, tmp_path):
-    (tmp_path / "idle.py").write_text(IDLE)
+    (tmp_path / "idle.py").write_text(IDLE_SCRIPT)
     output, status = tmp_path, tmp_path / "status"
     job = Job(output, [], tmp_path / "idle.py", f"--output-dir={output}", MAX_REQUEUES="1")
     job.wait_for(status, "running")
@@ -155,13 +155,13 @@ def test_requeues_are_limited(cluster, tmp_path):
     job.wait_for(status, "running")
     slurm("scancel", "--signal=USR1", job.number)
     job.wait("FAILED")
-    assert job["ExitCode"] == "1:0"  # of torchrun, which waited; 138 if SIGUSR1 had killed it
+    assert job["ExitCode"] == "1:0"  # torchrun waited; it would be 138 if SIGUSR1 had killed it
     assert job["Restarts"] == "1" and "stopped after 1 requeues" in job.report()
 
 
 @pytest.mark.slow
-def test_two_starts_without_progress_end_the_job(cluster, tmp_path):
-    (tmp_path / "idle.py").write_text(IDLE)
+def test_two_starts_without_progress_fail_the_job(cluster, tmp_path):
+    (tmp_path / "idle.py").write_text(IDLE_SCRIPT)
     status = tmp_path / "status"
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}", 0, 5, 5, 5)
     for restart in range(4):
@@ -175,7 +175,7 @@ def test_two_starts_without_progress_end_the_job(cluster, tmp_path):
 
 
 def test_cancelled_job_is_not_requeued(cluster, tmp_path):
-    (tmp_path / "idle.py").write_text(IDLE)
+    (tmp_path / "idle.py").write_text(IDLE_SCRIPT)
     job = Job(tmp_path, [], tmp_path / "idle.py", f"--output-dir={tmp_path}")
     job.wait_for(tmp_path / "status", "running")
     slurm("scancel", job.number)
@@ -193,22 +193,22 @@ def test_failed_job_is_not_requeued(cluster, flags, tmp_path):
     assert job["Restarts"] == "0" and "is out of range. It must be above 0." in job.report()
 
 
-def test_failing_node_ends_the_others(cluster, tmp_path):
-    (tmp_path / "fails.py").write_text(FAILS)
+def test_failing_node_stops_the_others(cluster, tmp_path):
+    (tmp_path / "fails.py").write_text(FAILING_SCRIPT)
     job = Job(tmp_path / "output", ["--nodes", "2"], tmp_path / "fails.py")
     job.wait("FAILED")
     assert job["Restarts"] == "0" and job["RunTime"] < "00:01:00", job.report()
 
 
-def test_each_gpu_gets_a_process(cluster, tmp_path):
-    (tmp_path / "shows.py").write_text(SHOWS)
+def test_job_starts_one_process_per_gpu(cluster, tmp_path):
+    (tmp_path / "shows.py").write_text(PRINTING_SCRIPT)
     job = Job(tmp_path / "output", ["--partition", "gpus"], tmp_path / "shows.py")
     job.wait("COMPLETED")
     assert job.log.read_text().splitlines() == ["2 ranks, GPUs 0,1, 2 threads"] * 2
 
 
-def test_sbatch_reads_every_option():
-    """sbatch ignores options below the first command, and "# SBATCH" with a space."""
+def test_sbatch_options_precede_all_commands():
+    """sbatch ignores options after the first command, and "# SBATCH" with a space."""
     lines = LAUNCH.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     options = [number for number, line in enumerate(lines) if line.startswith(("#SB", "# SB"))]
@@ -218,7 +218,7 @@ def test_sbatch_reads_every_option():
         assert re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", lines[number])
 
 
-def test_shellcheck_finds_nothing():
+def test_launch_script_passes_shellcheck():
     program = shutil.which("shellcheck", path=PATH)
     if not program:
         pytest.skip("needs shellcheck")

@@ -1,11 +1,11 @@
-"""T5_training.py against plain single-process PyTorch, and generation under FSDP."""
+"""Compare T5_training.py with plain single-process PyTorch, and test generation under FSDP."""
 
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import launch
-from ten_steps import CORE_VARIANTS, check_nothing_waits
+from ten_steps import CORE_VARIANTS, check_no_host_sync
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 import T5_training
@@ -14,7 +14,7 @@ from runtime import batches, optimization
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs: Path) -> dict:
-    """Return the results of two ranks, see t5_worker.py."""
+    """Return the results of t5_worker.py on two ranks."""
     directory = tmp_path_factory.mktemp("results")
     path, shallow = directory / "results.pt", directory / "shallow"
     config = T5Config.from_pretrained(t5_directory, num_layers=1, num_decoder_layers=1)
@@ -26,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path, pairs:
 
 @pytest.fixture(scope="module")
 def reference(results: dict, t5_directory: Path) -> dict:
-    """Return the same ten global batches, each as one batch of a plain training loop."""
+    """Train on the same ten global batches in a plain loop, each as one batch."""
     tokenizer = ByT5Tokenizer()
     model = T5ForConditionalGeneration.from_pretrained(t5_directory, dtype=torch.float32)
     model.train()
@@ -36,7 +36,7 @@ def reference(results: dict, t5_directory: Path) -> dict:
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     rates = [0.5, *(1 - step / 9 for step in range(9))]  # one step of warm-up, then linear
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [*rates, 0.0].__getitem__)
-    found = {"losses": [], "norms": []}
+    plain = {"losses": [], "norms": []}
     for rows in results["full_shard"]["rows"]:
         sources = [tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
         targets = [tokenizer.decode(row["labels"], skip_special_tokens=True) for row in rows]
@@ -45,33 +45,33 @@ def reference(results: dict, t5_directory: Path) -> dict:
         labels[labels == tokenizer.pad_token_id] = -100
         loss = model(**batch, labels=labels, use_cache=False).loss
         loss.backward()
-        found.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
-        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        found["losses"].append(loss.item())
+        plain.setdefault("gradient", {n: p.grad.clone() for n, p in model.named_parameters()})
+        plain["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        plain["losses"].append(loss.item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return found
+    return plain
 
 
 @pytest.mark.parametrize("variant", CORE_VARIANTS)
 def test_ten_steps_equal_plain_pytorch(variant, results, reference):
-    """Losses to 1e-5 and the first gradient to 1e-5 of its norm."""
+    """Losses are within 1e-5 and the first gradient within 1e-5 of its norm."""
     result = results[variant]
     assert len(result["losses"]) == 10
     assert result["losses"] == pytest.approx(reference["losses"], abs=1e-5)
     assert result["norms"] == pytest.approx(reference["norms"], rel=1e-4)
     assert result["gradient"].keys() == reference["gradient"].keys()
-    whole = torch.cat([grad.flatten() for grad in reference["gradient"].values()])
-    ours = torch.cat([result["gradient"][name].flatten() for name in reference["gradient"]])
-    assert (ours - whole).norm() <= 1e-5 * whole.norm()
+    reference_gradient = torch.cat([grad.flatten() for grad in reference["gradient"].values()])
+    gradient = torch.cat([result["gradient"][name].flatten() for name in reference["gradient"]])
+    assert (gradient - reference_gradient).norm() <= 1e-5 * reference_gradient.norm()
 
 
 def test_step_never_waits_for_the_device(results):
-    check_nothing_waits(results, ["full_shard", "fsdp2", "ddp", "accumulate"])
+    check_no_host_sync(results, ["full_shard", "fsdp2", "ddp", "accumulate"])
 
 
-def test_compiled_blocks_train_alike(results):
+def test_compiled_blocks_train_like_eager_blocks(results):
     eager, compiled = results["--no-compile"], results["--compile"]
     assert compiled["graphs"] >= 4 and not compiled["graph_breaks"] and not eager["graphs"]
     assert len({length for _, length in compiled["shapes"]}) > 2
@@ -82,7 +82,7 @@ def test_compiled_blocks_train_alike(results):
         torch.testing.assert_close(compiled["gradient"][name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_every_sample_occurs_once_an_epoch(results):
+def test_every_sample_occurs_once_per_epoch(results):
     by_epoch: dict[int, list[list[int]]] = {}
     for epoch, samples in results["full_shard"]["samples"]:
         by_epoch.setdefault(epoch, []).append(samples)
@@ -113,8 +113,8 @@ def test_generation_reproduces_overfitted_examples(precision, strategy, results)
     assert sum(reference == generated for _, reference, generated in triples) >= 6
 
 
-def test_length_groups_lose_no_sample_at_any_world_size(monkeypatch):
-    """Also after a resume. The longest step comes first, so that too little memory shows at
+def test_length_groups_keep_every_sample_at_any_world_size(monkeypatch):
+    """Also after a resume. The longest step comes first, so that out-of-memory errors occur at
     once."""
     lengths = torch.randint(8, 512, (1003,)).tolist()
 
@@ -129,16 +129,16 @@ def test_length_groups_lose_no_sample_at_any_world_size(monkeypatch):
     sums = [sum(lengths[i] for i in step) for step in steps[:-1]]
     assert sums[0] == max(sums) and len(steps[-1]) == 1003 % 16
     assert sums != sorted(sums) and sums != sorted(sums, reverse=True)
-    dealt = list(zip(*(sampler(4, rank) for rank in range(4)), strict=True))
-    assert [sorted(sum(ranks, [])) for ranks in dealt] == [sorted(step) for step in steps]
-    longest = [max(lengths[i] for ranks in step for i in ranks) for step in dealt]
-    padded = [n * len(step) for n, step in zip(longest, steps, strict=True)]
-    assert sum(padded) < 1.05 * sum(lengths)  # 1.9 in random order
+    rank_steps = list(zip(*(sampler(4, rank) for rank in range(4)), strict=True))
+    assert [sorted(sum(ranks, [])) for ranks in rank_steps] == [sorted(step) for step in steps]
+    longest = [max(lengths[i] for ranks in step for i in ranks) for step in rank_steps]
+    padded_lengths = [n * len(step) for n, step in zip(longest, steps, strict=True)]
+    assert sum(padded_lengths) < 1.05 * sum(lengths)  # 1.9 in random order
     whole.consumed = 3 * 16
     assert list(whole.steps()) == steps[3:]
     whole.epoch, whole.consumed = 1, 0
-    same = {frozenset(step) for step in steps} & {frozenset(step) for step in whole.steps()}
-    assert len(same) <= 1  # the epochs mix
+    common = {frozenset(step) for step in steps} & {frozenset(step) for step in whole.steps()}
+    assert len(common) <= 1  # the epochs group samples differently
 
 
 def test_schedules_follow_their_formulas():

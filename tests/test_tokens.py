@@ -1,4 +1,4 @@
-"""Prepared tokens: trained on like the raw rows, and refused where they cannot be right."""
+"""Test prepared tokens: they train like raw rows, and invalid ones are refused."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ import summarization_dataset
 import T5_training
 from runtime import tokens
 
-SCRIPTS = {  # and flags for short texts
+SCRIPTS = {  # each script and its flags for short texts
     "T5": (T5_training, ["--source-length", "64", "--target-length", "16"]),
     "GPT-2": (gpt2_fsdp, ["--block-size", "32"]),
     "Llama": (llama_fsdp, ["--max-seq-length", "128"]),
@@ -23,7 +23,7 @@ SCRIPTS = {  # and flags for short texts
 
 
 def run(script: ModuleType, output: Path, *flags: object) -> None:
-    """Run a script for two steps in this process."""
+    """Run the script for two steps in this process."""
     common = [
         "--model-name",
         "tiny",
@@ -43,15 +43,15 @@ def run(script: ModuleType, output: Path, *flags: object) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_prepared_rows_train_like_raw_rows(name, tmp_path, capfd):
     script, lengths = SCRIPTS[name]
-    some = ["--dataset", "docstrings", "--num-train-samples", "16", "--num-val-samples", "4"]
-    run(script, tmp_path / "raw", *lengths, *some)
-    run(script, tmp_path / "made", *lengths, *some, "--prepare-only")
+    data = ["--dataset", "docstrings", "--num-train-samples", "16", "--num-val-samples", "4"]
+    run(script, tmp_path / "raw", *lengths, *data)
+    run(script, tmp_path / "made", *lengths, *data, "--prepare-only")
     prepared = tmp_path / "made" / tokens.PREPARED
     assert json.loads((prepared / tokens.FILE).read_text())["version"] == 1
     run(script, tmp_path / "made", *lengths, "--dataset", prepared)
     for event in ("train", "val"):
-        found = losses(tmp_path / "made", event)
-        assert found == losses(tmp_path / "raw", event) and len(found) == 2
+        values = losses(tmp_path / "made", event)
+        assert values == losses(tmp_path / "raw", event) and len(values) == 2
     with pytest.raises(SystemExit):
         run(script, tmp_path / "other", lengths[0], "48", *lengths[2:], "--dataset", prepared)
     flag = f"{lengths[0]} {lengths[1]}, not 48"
@@ -71,8 +71,8 @@ def test_foreign_tokens_are_read(name, suffix, tmp_path):
     args = script.parse_args(["--model-name", "tiny", *lengths, "--dataset", str(path)])
     train, val = script.data.load(args, ByT5Tokenizer())
     sets = [getattr(part, "dataset", part) for part in (train, val[str(path)])]
-    found = [tuple(ids.tolist()) for part in sets for ids in part["input_ids"]]
-    assert sorted(found) == sorted(tuple(row["input_ids"]) for row in rows)
+    token_ids = [tuple(ids.tolist()) for part in sets for ids in part["input_ids"]]
+    assert sorted(token_ids) == sorted(tuple(row["input_ids"]) for row in rows)
     assert 1 <= len(sets[1]) <= 6
 
 

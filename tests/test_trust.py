@@ -1,4 +1,4 @@
-"""What comes from strangers is never run: weights, data, code of the hub, and checkpoints."""
+"""Check that code in weights, data, hub repositories and checkpoints is never executed."""
 
 import io
 import json
@@ -20,53 +20,53 @@ from runtime import checkpoints, readers, weights
 
 
 class Hostile:
-    """Whoever unpickles it creates a file."""
+    """Creates a directory when it is unpickled."""
 
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
 
     def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.mark),)
+        return os.mkdir, (str(self.marker),)
 
 
 @pytest.fixture
-def mark(tmp_path: Path) -> Path:
-    """Return the directory that hostile code would make."""
+def marker(tmp_path: Path) -> Path:
+    """Return the path of the directory that hostile code would create."""
     return tmp_path / "was-here"
 
 
 @pytest.fixture
-def code(mark: Path) -> str:
-    """Return hostile Python."""
-    return f"import os\nos.mkdir({str(mark)!r})\n"
+def code(marker: Path) -> str:
+    """Return Python code that creates `marker`."""
+    return f"import os\nos.mkdir({str(marker)!r})\n"
 
 
-def test_pickled_weights_are_refused(alone, llama_directory, mark, tmp_path):
+def test_pickled_weights_are_refused(process_group, llama_directory, marker, tmp_path):
     directory = tmp_path / "model"
     directory.mkdir()
     shutil.copy(llama_directory / "config.json", directory)
-    torch.save({"lm_head.weight": Hostile(mark)}, directory / "pytorch_model.bin")
+    torch.save({"lm_head.weight": Hostile(marker)}, directory / "pytorch_model.bin")
     config = LlamaConfig.from_pretrained(directory)
     with pytest.raises(OSError, match="model.safetensors cannot be read"):
         weights.new_model(LlamaForCausalLM, config, directory)
-    assert not mark.exists()
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", ["data.pt", "data.pkl", "data"])
-def test_pickles_and_scripts_as_data_are_refused(name, mark, code, tmp_path):
-    place = tmp_path / name
-    if place.suffix:
-        torch.save(Hostile(mark), place)
+def test_pickles_and_scripts_are_refused_as_data(name, marker, code, tmp_path):
+    path = tmp_path / name
+    if path.suffix:
+        torch.save(Hostile(marker), path)
     else:
-        place.mkdir()
-        (place / "data.py").write_text(code)
-        torch.save(Hostile(mark), place / "train.pkl")
+        path.mkdir()
+        (path / "data.py").write_text(code)
+        torch.save(Hostile(marker), path / "train.pkl")
     with pytest.raises(ValueError, match="cannot be read"):
-        readers.read(str(place), None)
-    assert not mark.exists()
+        readers.read(str(path), None)
+    assert not marker.exists()
 
 
-def test_code_of_a_model_is_refused(alone, llama_directory, mark, code, tmp_path):
+def test_custom_model_code_is_refused(process_group, llama_directory, marker, code, tmp_path):
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     config = json.loads((directory / "config.json").read_text())
@@ -74,22 +74,22 @@ def test_code_of_a_model_is_refused(alone, llama_directory, mark, code, tmp_path
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="custom code"):
         weights.open_model(str(directory), LlamaForCausalLM)
-    assert not mark.exists()
+    assert not marker.exists()
 
 
-def test_code_of_a_tokenizer_is_refused(llama_directory, mark, code, tmp_path):
+def test_custom_tokenizer_code_is_refused(llama_directory, marker, code, tmp_path):
     directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
     (directory / "theirs.py").write_text(code)
     settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="custom code"):
         weights.load_tokenizer(directory, 1000)
-    assert not mark.exists()
+    assert not marker.exists()
 
 
 @pytest.fixture
 def flags(texts: tuple[Path, Path]) -> list[str]:
-    """Return a `tiny` of dropout, saved at every second step."""
+    """Return flags for a run of `tiny`, which has dropout, that saves every second step."""
     return ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32",
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--model-name", "tiny", "--batch-size", "4"]  # fmt: skip
@@ -100,8 +100,8 @@ def run(flags: list[str], output: Path, *more: str) -> None:
     gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(output), *more]))
 
 
-def put(path: Path, name: str, write: Callable[[Path], None]) -> None:
-    """Change a file of a checkpoint, and make its checksums right again."""
+def rewrite(path: Path, name: str, write: Callable[[Path], None]) -> None:
+    """Let `write` change a file of a checkpoint, then update the checksums to match."""
     write(path / name)
     saved = json.loads((path / "train_state.json").read_text())
     saved["files"][name] = checkpoints.file_sum(path / name)
@@ -110,53 +110,53 @@ def put(path: Path, name: str, write: Callable[[Path], None]) -> None:
     (path / "train_state.json").write_text(text)
 
 
-def hostile_metadata(path: Path, mark: Path) -> None:
-    """Replace the metadata by a pickle that runs code."""
-    put(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(Hostile(mark))))
+def hostile_metadata(path: Path, marker: Path) -> None:
+    """Replace the metadata with a pickle that runs code."""
+    rewrite(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(Hostile(marker))))
 
 
-def hostile_class(path: Path, mark: Path) -> None:
-    """Hide the code in metadata that are otherwise valid."""
+def hostile_class(path: Path, marker: Path) -> None:
+    """Add an object that runs code to valid metadata."""
     metadata = dcp.FileSystemReader(path).read_metadata()
-    metadata.planner_data["more"] = Hostile(mark)
-    put(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(metadata)))
+    metadata.planner_data["more"] = Hostile(marker)
+    rewrite(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(metadata)))
 
 
-def hostile_entry(path: Path, mark: Path) -> None:
-    """Replace a weight by an entry that is not a tensor, which DCP would unpickle."""
+def hostile_tensor(path: Path, marker: Path) -> None:
+    """Replace a weight with an entry that is not a tensor, so that DCP would unpickle it."""
     metadata = dcp.FileSystemReader(path).read_metadata()
     name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
     metadata.state_dict_metadata[name] = BytesStorageMetadata()
-    index, place = next((k, v) for k, v in metadata.storage_data.items() if k.fqn == name)
-    file = path / place.relative_path
+    index, location = next((k, v) for k, v in metadata.storage_data.items() if k.fqn == name)
+    file = path / location.relative_path
     code = io.BytesIO()
-    torch.save(Hostile(mark), code)
-    place = replace(place, offset=file.stat().st_size, length=len(code.getvalue()))
+    torch.save(Hostile(marker), code)
+    location = replace(location, offset=file.stat().st_size, length=len(code.getvalue()))
     del metadata.storage_data[index]
-    metadata.storage_data[MetadataIndex(name)] = place
-    put(path, file.name, lambda file: file.write_bytes(file.read_bytes() + code.getvalue()))
-    put(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(metadata)))
+    metadata.storage_data[MetadataIndex(name)] = location
+    rewrite(path, file.name, lambda file: file.write_bytes(file.read_bytes() + code.getvalue()))
+    rewrite(path, ".metadata", lambda file: file.write_bytes(pickle.dumps(metadata)))
 
 
-def hostile_full(path: Path, mark: Path) -> None:
-    """Replace the single file by a pickle that runs code."""
-    put(path, "full.pt", lambda file: torch.save({"model": Hostile(mark)}, file))
+def hostile_full_file(path: Path, marker: Path) -> None:
+    """Replace the file of a full checkpoint with a pickle that runs code."""
+    rewrite(path, "full.pt", lambda file: torch.save({"model": Hostile(marker)}, file))
 
 
 @pytest.mark.parametrize("attack, message", [
     (hostile_metadata, "mkdir, which could run code"),
     (hostile_class, "mkdir, which could run code"),
-    (hostile_entry, "which is not a tensor"),
-    (hostile_full, "is not a file of tensors"),
+    (hostile_tensor, "which is not a tensor"),
+    (hostile_full_file, "is not a file of tensors"),
 ])  # fmt: skip
-def test_hostile_checkpoint_runs_no_code(attack, message, flags, mark, tmp_path, capfd):
-    """Although its checksums match."""
+def test_hostile_checkpoint_runs_no_code(attack, message, flags, marker, tmp_path, capfd):
+    """The checksums match, so they do not protect the run."""
     output = tmp_path / "run"
     kind = "full" if "full" in attack.__name__ else "sharded"
     run(flags, output, "--max-steps", "2", "--checkpoint-type", kind)
-    attack(output / "checkpoints/step-00000002", mark)
+    attack(output / "checkpoints/step-00000002", marker)
     for more in (["--max-steps", "4"], ["--export-only"]):
         with pytest.raises(SystemExit):
             run(flags, output, *more)
         assert message in capfd.readouterr().err, more
-        assert not mark.exists(), more
+        assert not marker.exists(), more
