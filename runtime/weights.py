@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -301,10 +301,16 @@ class Loader:
         if hasattr(module, "quantize") and meta is module.weight:
             tensor = module.quantize(tensor.float())
         if isinstance(meta, DTensor):
-            mesh, placements = meta.device_mesh, meta.placements
-            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
-        # Rank 0's tensor may be a view of the mapped file.
-        return tensor.to(meta.dtype, copy=dist.get_rank() == 0).to(device)
+            mesh = meta.device_mesh
+            for dim, placement in enumerate(meta.placements):
+                if placement.is_shard():  # distribute_tensor would copy the rows before the cast
+                    rows = -(-len(tensor) // mesh.size(dim))
+                    first = mesh.get_local_rank(dim) * rows
+                    tensor = tensor[first : first + rows]
+        received = torch.empty_like(meta, device=device)
+        local = received.to_local() if isinstance(meta, DTensor) else received
+        local.copy_(tensor)  # casts
+        return received
 
     def broadcast(self, name: str) -> Tensor:
         """Return rank 0's tensor `name`, whole and on the device."""
