@@ -152,7 +152,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         names = MAKE_TEST.get(item.path.stem)
         is_quick = names is not None and (not names or item.originalname in names)
-        if not is_quick or item.originalname == "test_ten_steps_on_four_ranks":
+        if not is_quick:
             item.add_marker(pytest.mark.ci)
 
 
