@@ -291,7 +291,7 @@ def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dat
         "because their answers start after it")  # fmt: skip
     if 2 * dropped > limit:
         enough = np.sort(first_targets)[-(-9 * limit // 10) - 1]
-        raise ValueError(f"{name}: the answers of {dropped:,} of {limit:,} documents start after "
+        raise ValueError(f"{name}: in {dropped:,} of {limit:,} documents, the answers start after "
                          f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of "
                          "ten.")  # fmt: skip
     return rows.select_columns(["input_ids", "labels"]).select(kept)
@@ -324,7 +324,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
     packs = {spec: Packs(readers.join([rows]), args) for spec, rows in val_sets.items()}
     if args.evaluate_only:
         return None, packs
-    say(f"an example, its targets in « »: {mark_targets(train_sets[0][0], tokenizer)}")
+    say(f"an example, with targets in « »: {mark_targets(train_sets[0][0], tokenizer)}")
     return Packs(readers.join(train_sets), args), packs
 
 

@@ -93,7 +93,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[st
     if args.evaluate_only:
         return None, val_sets
     text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
-    say(readers.shorten(f"an example, its targets in « »: «{summary}» from {text}"))
+    say(readers.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
     return readers.join(train_sets), val_sets
 
 

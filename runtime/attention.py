@@ -176,7 +176,7 @@ def set_attention(
     if name == "auto":
         name = automatic(args, config, model_class)
     if name == "sdpa" and not model_class._supports_sdpa:
-        raise ValueError(f"--attention sdpa: {model_class.__name__} has none. Pass eager.")
+        raise ValueError(f"--attention sdpa: {model_class.__name__} lacks it. Pass eager.")
     if name not in ("flash", "varlen"):
         config._attn_implementation = name
         return name

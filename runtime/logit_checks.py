@@ -72,8 +72,8 @@ def _check_documents(logits: Tensor, dtype: torch.dtype) -> None:
     first, other = (row.chunk(2) for row in logits)
     noise = rounding_limit(dtype, 1e-4)
     problem = (
-        "Documents in a sequence see each other: the logits of equal documents differ by {:.2%}, "
-        "because the model ignores position_ids and cu_seq_lens. Pass --no-packing."
+        "Documents in a sequence attend to each other: the logits of equal documents differ by "
+        "{:.2%}, because the model ignores position_ids and cu_seq_lens. Pass --no-packing."
     )
     check_equal(*first, noise, problem)
     # Rounding is equal at equal positions in one pass, so even a small difference is a leak.

@@ -36,8 +36,8 @@ class Linear4bit(nn.Linear):
         """
         if weight.device.type == "cpu" and weight.shape[1] % BLOCK:
             raise ValueError(
-                f"--load-in-4bit: bitsandbytes computes a width of {weight.shape[1]} wrongly on a "
-                f"CPU. Use a GPU, or widths that are multiples of {BLOCK}."
+                f"--load-in-4bit: bitsandbytes gives wrong results for width {weight.shape[1]} on "
+                f"a CPU. Use a GPU, or widths that are multiples of {BLOCK}."
             )
         packed, self.quant_state = quantize_4bit(
             weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"

@@ -102,7 +102,7 @@ def join_deadline(limit: float = 600.0) -> Iterator[None]:
 def _exit_unjoined(limit: float) -> NoReturn:
     try:
         exit_with(
-            f"The ranks have not reached each other in {limit:.0f} s. Set GLOO_SOCKET_IFNAME and "
+            f"The ranks did not connect within {limit:.0f} s. Set GLOO_SOCKET_IFNAME and "
             "NCCL_SOCKET_IFNAME to the network interface between the nodes (see ip -br address)."
         )
     finally:

@@ -193,7 +193,7 @@ class Run:
         args, state, total = self.args, self.state, self.state.total_steps
         # Without its checkpoints a finished run would start over, and replace its exports.
         if state.step > total or (self._is_finished and state.step in (0, total)):
-            advice = "Raise --max-steps or --epochs to resume, which needs its checkpoints."
+            advice = "To train longer, raise --max-steps or --epochs. This needs its checkpoints."
             ranks.say(f"{self.directory} is finished at {total} steps. {advice}")
             return False
         if self.checkpoint is not None:
@@ -319,7 +319,7 @@ def prepare_directory(directory: Path) -> bool:
     ValueError if there are exports but no run."""
     status = directory / "status"
     if not status.exists() and any((directory / name).exists() for name in ("final", "best")):
-        raise ValueError(f"--output-dir {directory} has a final/ or best/ of another program.")
+        raise ValueError(f"{directory} has final/ or best/ but no run. Pass another --output-dir.")
     for path in [*directory.glob("tmp-final-*"), *directory.glob("tmp-best-*")]:
         shutil.rmtree(path, ignore_errors=True)
     return status.exists() and status.read_text(errors="replace").startswith("finished")

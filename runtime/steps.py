@@ -125,14 +125,12 @@ class Step:
             raise RuntimeError("Call step.guard(optimizer, loss, grad_norm) before the optimizer.")
         steps, state, args = self.steps, self.steps.state, self.steps.args
         if state.scheduler.last_epoch == self._scheduled:
-            raise RuntimeError(
-                "The learning rate stays as it is. Call scheduler.step() in each step."
-            )
+            raise RuntimeError("The schedule did not advance. Call scheduler.step() in each step.")
         if any(
             p.grad is not None for group in state.optimizer.param_groups for p in group["params"]
         ):
             raise RuntimeError(
-                "Gradients are left. Call optimizer.zero_grad() at the end of a step."
+                "Gradients were not cleared. Call optimizer.zero_grad() in each step."
             )
         state.step += 1
         state.consumed += len(self.samples)

@@ -372,7 +372,7 @@ def test_conflicting_flags_are_refused(flags, message, capfd):
 
 @pytest.mark.parametrize("flags, message", [
     (["--lora-targets", "q_proj", "fc1"], "--lora-targets fc1: no such projection. Pass some"),
-    (["--load-in-4bit"], "computes a width of 32 wrongly on a CPU"),
+    (["--load-in-4bit"], "gives wrong results for width 32 on a CPU"),
 ])  # fmt: skip
 def test_bad_targets_and_widths_are_refused(flags, message, llama_directory, tmp_path, capfd):
     common = ["--model-name", str(llama_directory), "--lora-rank", "4", "--max-seq-length", "64"]

@@ -429,7 +429,7 @@ def test_prompts_longer_than_the_sequence_are_dropped(count, tmp_path, capfd):
     path = write(tmp_path / "chats.jsonl", [{"prompt": x, "completion": "x"} for x in prompts])
     args = arguments(max_seq_length=150)
     if count > 50:
-        with pytest.raises(ValueError, match="the answers of 51 of 100 documents start after"):
+        with pytest.raises(ValueError, match="in 51 of 100 documents, the answers start after"):
             chat_dataset.draw_documents(load_documents(path, max_seq_length=150), 0, "x", args)
         return
     rows = chat_dataset.draw_documents(load_documents(path, max_seq_length=150), 0, "x", args)

@@ -42,7 +42,7 @@ LLAMAS = {  # architecture, its folder in Transformers, additions to TINY
     "scaled": ("Llama", "", {"logit_scale": 0.5}),  # Llama ignores it
 }
 WRONG_LOGITS = "The logits behind the loss differ from the model's own by"
-LEAK = "Documents in a sequence see each other"
+LEAK = "Documents in a sequence attend to each other"
 ERRORS = {"GptOss": LEAK, "scaled": WRONG_LOGITS}
 ATTENTIONS = {  # on one rank
     "sdpa": ["--strategy", "ddp"],
@@ -155,7 +155,7 @@ def test_checks_work_with_each_attention(name, attention, chats, device):
             expected = f"do not support {unsupported[name]}.*attention eager"
     has_sdpa = getattr(transformers, f"{architecture}ForCausalLM")._supports_sdpa
     if attention == "sdpa" and not has_sdpa:
-        expected = f"--attention sdpa: {architecture}ForCausalLM has none. Pass eager."
+        expected = f"--attention sdpa: {architecture}ForCausalLM lacks it. Pass eager."
     if expected is None:
         check(script, chats, device, *flags)
         return
@@ -537,7 +537,7 @@ def attention_or_error(name: str, attention: str, *flags: str, **config: object)
 
 def test_unsupported_attention_is_refused():
     assert attention_or_error("GptOss", "auto") == attention_or_error("GptOss", "eager") == "eager"
-    assert attention_or_error("GptOss", "sdpa").endswith("GptOssForCausalLM has none. Pass eager.")
+    assert attention_or_error("GptOss", "sdpa").endswith("GptOssForCausalLM lacks it. Pass eager.")
     for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
         assert attention_or_error(name, "auto") == other
         error = attention_or_error(name, "varlen", "--precision", "bf16")

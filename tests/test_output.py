@@ -50,9 +50,9 @@ def test_finished_run_without_checkpoints_stays_finished(finished, flags, capfd)
     before = modification_times(finished)
     assert start(finished, flags) == 0
     output = capfd.readouterr().out
-    assert "is finished at 4 steps. Raise --max-steps or --epochs to resume" in output
+    assert "is finished at 4 steps. To train longer, raise --max-steps" in output
     assert start(finished, flags, "--max-steps", "6") == 0
-    assert "which needs its checkpoints" in capfd.readouterr().out
+    assert "needs its checkpoints" in capfd.readouterr().out
     assert modification_times(finished) == before and status(finished) == "finished"
 
 

@@ -101,7 +101,7 @@ def test_two_nodes_measure_both_links_and_report_unshared_disk(tmp_path):
         for row in ("all-gather in node, unit", "reduce-scatter across, 64 kB"):
             assert f"\n{row} " in printed
         is_shared = outputs[0] == outputs[1]
-        message = HEALTHY if is_shared else f"on {HOST} is not the first node's directory."
+        message = HEALTHY if is_shared else f"on {HOST} differs from the first node's directory."
         assert printed.rstrip().endswith(message)
         assert {node.returncode for node in nodes} == {int(not is_shared)}
 

@@ -170,7 +170,7 @@ def test_finished_run_continues_with_more_steps(run_copy, flags, capfd):
     assert "is finished" in capfd.readouterr().out
     assert (run_copy / "metrics.jsonl").read_text() == before
     run_one_process([*flags, "--max-steps", "5"], run_copy)
-    assert "is finished at 5 steps. Raise --max-steps or --epochs" in capfd.readouterr().out
+    assert "is finished at 5 steps. To train longer," in capfd.readouterr().out
     run_one_process([*flags, "--max-steps", "10", "--lr", "2e-3"], run_copy)
     assert list(losses(run_copy)) == list(range(1, 11))
     rates = [line["lr"] for line in metrics(run_copy, "train")[-2:]]
@@ -242,7 +242,7 @@ def test_foreign_files_are_kept_and_runs_refused(run_copy, flags, tmp_path, capf
     run_one_process(flags, run_copy)
     assert (run_copy / "tmp-mine").is_dir()
     (tmp_path / "foreign/final").mkdir(parents=True)
-    assert "of another program" in error_message(flags, tmp_path / "foreign", capfd)
+    assert "but no run" in error_message(flags, tmp_path / "foreign", capfd)
     monkeypatch.setattr(T5_training, "SCRIPT", "my_script")
     assert "script is my_script, was T5_training" in error_message(flags, run_copy, capfd)
 

@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4388, 31155),
-    "gpt2_fsdp.py": (4213, 29188),
-    "llama_fsdp.py": (5195, 36914),
-    "runtime/": (4269, 29405),
+    "T5_training.py": (4377, 31139),
+    "gpt2_fsdp.py": (4202, 29172),
+    "llama_fsdp.py": (5184, 36898),
+    "runtime/": (4258, 29389),
 }
 
 

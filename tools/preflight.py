@@ -190,7 +190,7 @@ def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list
     faults, notes = [], []
     in_job = int(os.environ.get("SLURM_NNODES", len(nodes)))
     if len(nodes) != in_job:
-        faults.append(f"only {len(nodes)} of the Slurm job's {in_job} nodes take part.")
+        faults.append(f"only {len(nodes)} of the Slurm job's {in_job} nodes joined.")
     expected = args.gpus_per_node or int(os.environ.get("SLURM_GPUS_ON_NODE", 0))
     for number, place in nodes.items():
         name = f"node {number} ({place.host})"
@@ -331,7 +331,7 @@ def check_disk(args: Namespace, places: list[Place]) -> list[str]:
     ranks.on_every_rank(write)
     sees_first = ranks.on_every_rank((directory / "node-0").exists)
     unshared = {p.host for p, sees in zip(places, sees_first, strict=True) if not sees}
-    return [f"{flag} {host} is not the first node's directory." for host in sorted(unshared)]
+    return [f"{flag} {host} differs from the first node's directory." for host in sorted(unshared)]
 
 
 def disk_probes(args: Namespace, places: list[Place]) -> list[Probe]:
