@@ -29,8 +29,6 @@ class Lock:
         self.lease.release()
 
     def _acquire(self) -> None:
-        if self.directory.is_file():
-            raise ValueError(f"--output-dir {self.directory} is a file. Pass a directory.")
         self.directory.mkdir(parents=True, exist_ok=True)
         seconds, owner = 1.0, self.lease.owner
         who = f"process {owner.pid} on {owner.hostname}" if owner else "another run"

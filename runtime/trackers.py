@@ -23,9 +23,8 @@ class Trackers:
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
         """Send an event's numbers as event/name, and those of `losses` as event/losses/name."""
-        numbers = {f"{event}/{name}": number for name, number in values.items()}
-        losses = numbers.pop(f"{event}/losses", {})
-        numbers |= {f"{event}/losses/{name}": loss for name, loss in losses.items()}
+        losses = {f"losses/{name}": loss for name, loss in values.get("losses", {}).items()}
+        numbers = {f"{event}/{k}": x for k, x in (values | losses).items() if k != "losses"}
         for name, tracker in list(self.open.items()):
             with self._tolerant(name):
                 if name == "tensorboard":
@@ -59,7 +58,6 @@ def _start(name: str, args: Namespace, directory: Path, script: str, step: int) 
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
-    run = path.read_text()
-    os.environ |= {"WANDB_RUN_ID": run, "WANDB_DIR": str(directory)}
-    init = importlib.import_module(name).init
-    return init(project=script, name=run, resume="allow", config=vars(args))
+    os.environ |= {"WANDB_RUN_ID": path.read_text(), "WANDB_DIR": str(directory)}
+    options = {"project": script, "name": path.read_text(), "config": vars(args)}
+    return importlib.import_module(name).init(resume="allow", **options)

@@ -351,7 +351,7 @@ def test_end_is_held_out_without_validation_data(texts, tmp_path):
     (b"a", ["--model-name", "tiny"], None),
     (b"", ["--wrap", "size"], "argument --wrap: invalid unit_size value: 'size'"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
-    (b"", ["--output-dir", __file__], "is a file. Pass a directory."),
+    (b"", ["--output-dir", __file__], "File exists"),
 ])  # fmt: skip
 def test_bad_input_is_one_message(
     content, flags, message, texts, tmp_path, gpt2_directory, capfd, monkeypatch
