@@ -286,9 +286,9 @@ def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dat
     first_targets = columns["first_target"]
     kept = np.flatnonzero(first_targets <= args.max_seq_length)
     dropped = limit - len(kept)
-    say(f"{name}: {limit:,} of {total:,} documents, with {count_targets(rows):,} target tokens; "
-        f"{np.count_nonzero(columns['cut']):,} are cut to --max-seq-length, {dropped:,} left out, "
-        "because their answers start after it")  # fmt: skip
+    say(f"{name}: {limit:,} of {total:,} documents, {count_targets(rows):,} target tokens\n"
+        f"  {np.count_nonzero(columns['cut']):,} cut to --max-seq-length; {dropped:,} left out, "
+        "because their answers start later")  # fmt: skip
     if 2 * dropped > limit:
         enough = np.sort(first_targets)[-(-9 * limit // 10) - 1]
         raise ValueError(f"{name}: in {dropped:,} of {limit:,} documents, the answers start after "

@@ -257,8 +257,7 @@ def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Token
     if "input_ids" not in rows.column_names:
         rows = encode(spec, rows, args, tokenizer)
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    say(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} as long as "
-        "--source-length or cut to it")  # fmt: skip
+    say(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
     return rows
 
 

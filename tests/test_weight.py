@@ -9,7 +9,7 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4371, 31115),
+    "T5_training.py": (4370, 31115),
     "gpt2_fsdp.py": (4196, 29148),
     "llama_fsdp.py": (5178, 36874),
     "runtime/": (4252, 29365),
