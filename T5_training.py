@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import CPUOffload, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
@@ -147,7 +147,7 @@ def wrap_model(
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
             fully_shard(module, **options)
         policies.plan_gathers(model)
-        register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
+        torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")  # as forward
         model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
@@ -158,6 +158,7 @@ def wrap_model(
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),
             device_mesh=policies.device_mesh(args, device),
             device_id=device,
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             use_orig_params=True,
             param_init_fn=init,
         )

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import CPUOffload, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -208,7 +208,6 @@ def wrap_model(
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
             fully_shard(module, **options)
         policies.plan_gathers(model)
-        register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
         model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
@@ -219,6 +218,7 @@ def wrap_model(
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),
             device_mesh=policies.device_mesh(args, device),
             device_id=device,
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             use_orig_params=True,
             param_init_fn=init,
         )

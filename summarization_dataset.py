@@ -138,7 +138,7 @@ def read_title_lists(args: Namespace) -> dict[str, str]:
 
 
 def title_key(title: str) -> str:
-    """Return the letters and digits of a title, because the authors' lists contain file names."""
+    """Return a title's letters and digits, to match it with file names in WikiHow's split lists."""
     return "".join(filter(str.isalnum, title))
 
 

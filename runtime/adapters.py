@@ -78,7 +78,7 @@ def add(
 
 
 def _projections(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
-    """Return the linear layers of the blocks, by name."""
+    """Return the linear layers inside a model's blocks, by name; `blocks` are classes."""
     inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
     # Llama 4's router is a Linear too, but its forward returns a tuple.
     linear = (nn.Linear.forward, Conv1D.forward)
@@ -86,7 +86,7 @@ def _projections(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:
-    """Return whether a projection may be in 4 bits. T5 reads the dtype of some weights."""
+    """Return whether layer `name` may be in 4 bits. T5 reads the dtype of those that stay fp32."""
     return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
 
 
@@ -146,8 +146,8 @@ class Lora:
 def _merge(
     model: nn.Module, adapters: dict[str, Tensor], args: Namespace, before_each: Callable[[], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each tensor of the base: on rank 0 from the files, with the adapters'
-    products added in fp32, on other ranks on meta."""
+    """Yield the name and value of each tensor of the merged model. On rank 0, add the adapters'
+    products in fp32 and cast to --export-dtype; on other ranks the values are on meta."""
     (config,) = model.peft_config.values()
     directory = ranks.on_rank_zero(weights.find_directory, args.model_name, weights.SETTINGS)
     kind = weights.library_class(type(model))

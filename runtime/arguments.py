@@ -41,7 +41,7 @@ LIMITS = {  # of the flags of all scripts; a flag may be missing or None
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Show the default of each flag, and the description verbatim."""
+    """A help formatter that shows each flag's default, and the description verbatim."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         # argparse has no public hook for this, and its default shows "(default: None)".
@@ -94,7 +94,7 @@ def add_model(parser: argparse.ArgumentParser) -> Callable:
 def add_common(
     parser: argparse.ArgumentParser, strategies: Iterable[str], precisions: Iterable[str]
 ) -> None:
-    """Declare the flags of every script; `strategies` and `precisions` are the choices."""
+    """Declare the flags that all scripts share, with the choices of --strategy and --precision."""
     add = parser.add_argument_group("run").add_argument
     add("--output-dir", default="output", metavar="DIR", help="for checkpoints, metrics, exports")
     add("--evaluate-only", **OFF, help="validate --model-name, or the adapters in --output-dir")
@@ -144,7 +144,7 @@ def add_common(
 
 
 def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMITS) -> list[str]:
-    """Return a message for each value below its lower limit or not below its upper limit."""
+    """Return an error message for each flag below its lower limit or not below its upper limit."""
     problems = []
     for name, (low, high) in limits.items():
         value = getattr(args, name, None)
@@ -159,7 +159,7 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMIT
 
 
 def check_arguments(args: Namespace) -> list[str]:
-    """Return a message for each mistake in the flags of every script."""
+    """Return an error message for each invalid value of the flags that all scripts share."""
     problems = out_of_range(args)
     for name in args.track:
         if importlib.util.find_spec(name) is None:
@@ -194,7 +194,7 @@ def validate(args: Namespace, *modules: ModuleType) -> Namespace:
 
 
 def _resolve_micro_batches(args: Namespace, processes: int) -> tuple[Namespace, list[str]]:
-    """Divide --global-batch-size into the fewest micro-batches of at most --batch-size."""
+    """Return the flags with --global-batch-size cut into the fewest micro-batches, and errors."""
     total, limit = args.global_batch_size, args.batch_size
     if total <= 0 or limit < 1 or getattr(args, "export_only", False):
         return args, []

@@ -77,7 +77,7 @@ def flash_attn() -> Callable[..., Tensor]:
 def per_document(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Compute attention for one document at a time, in place of a kernel on CPUs."""
+    """Return the causal attention of packed documents, one at a time: the kernel for CPUs."""
     outputs = []
     lengths = ends.diff().tolist()
     options = {"is_causal": True, "scale": scale, "enable_gqa": True}
@@ -102,7 +102,7 @@ def check_arguments(args: Namespace) -> list[str]:
 
 
 def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str:
-    """Return the first attention that runs here and supports the model."""
+    """Return the first of flash, varlen, sdpa, eager that runs here and supports the model."""
     if not model_class._supports_sdpa:
         return "eager"
     window = getattr(config, "sliding_window", None) or args.max_seq_length
@@ -130,7 +130,7 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
         scaling: float, cu_seq_lens: Tensor | None = None, longest_document: int = 0,
         sliding_window: int | None = None, is_causal: bool | None = None, **options: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """Take [batch, heads, length, head size], return [batch, length, heads, head size]."""
+        """Return attention [batch, length, heads, size] of [batch, heads, length, size] inputs."""
         name = type(module).__name__
         if cu_seq_lens is None:
             raise ValueError(

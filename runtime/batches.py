@@ -67,9 +67,9 @@ class GlobalBatchSampler:
             yield order[start : start + self.global_batch].tolist()
 
     def _group_by_length(self, order: Tensor, generator: torch.Generator) -> Tensor:
-        """Sort each half by length, then shuffle the global batches; a short last one stays last.
+        """Return `order` with each half sorted by length, then its global batches shuffled.
 
-        The halves are random, because otherwise all epochs would have the same batches.
+        The halves differ in each epoch, so the batches do too. A short last one stays last.
         """
         count = len(order) // self.global_batch
         order, remainder = order.tensor_split([count * self.global_batch])

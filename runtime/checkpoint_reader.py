@@ -34,7 +34,7 @@ ALLOWED = {  # names by module
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Read shards whose entries are tensors; keep their metadata for further loads."""
+    """A DCP reader that accepts only tensors, and keeps the metadata for further loads."""
 
     _metadata: Metadata | None = None
 
@@ -55,7 +55,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Load only the classes of PyTorch's checkpoint metadata, and dtypes."""
+    """An unpickler that allows only the classes of DCP's checkpoint metadata, and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class if it is in ALLOWED; otherwise raise UnpicklingError."""

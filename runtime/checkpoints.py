@@ -137,7 +137,7 @@ class Saver:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Write the shards and, at the end, train_state.json with their checksums."""
+    """A DCP writer of shards and, at the end, of train_state.json with their checksums."""
 
     def __init__(self, path: Path, state: TrainState, full: bool) -> None:
         super().__init__(path, overwrite=True)
@@ -269,7 +269,7 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
 
 
 def _all_tensors(state: TrainState) -> dict[str, Any]:
-    """Return all tensors of a checkpoint of `state`."""
+    """Return nested dicts of the tensors to save: model, optimizer, others and random states."""
     options = _options(state.model)
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer, options=options)
     # DCP would pickle the settings. A resume uses those of the new optimizer.
@@ -285,7 +285,7 @@ def _all_tensors(state: TrainState) -> dict[str, Any]:
 
 
 def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved part of a model's state dict: only adapters if there are any, ties once."""
+    """Return the entries of a state dict to save: only adapters if there are any, ties once."""
     inner = unwrapped(model)
     names = {plain_name(name) for name, _ in inner.named_parameters(remove_duplicate=False)}
     tied = names - {plain_name(name) for name, _ in inner.named_parameters()}
@@ -305,7 +305,7 @@ def _generators() -> list[Any]:
 
 
 def _other_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors and numbers of `state.others` by name; plain tensors are this rank's."""
+    """Return tensors and numbers in `state.others` by name; those of one rank end with OWN."""
     tensors = {}
     for name, other in state.others.items():
         for path, value in pytree.tree_flatten_with_path(other.state_dict())[0]:
@@ -318,7 +318,7 @@ def _other_tensors(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def _read_others(fill: Callable, state: TrainState, world_size: int) -> None:
-    """Restore `state.others`, saved by so many ranks; values of other types stay as they are."""
+    """Load tensors and numbers of `state.others` with `fill`; `world_size` is that of the save."""
     tensors = _other_tensors(state)
     has_own = any(name.endswith(OWN) for name in tensors)
     if has_own and world_size != dist.get_world_size():
@@ -345,7 +345,7 @@ def _read_weights(fill: Callable, model: nn.Module) -> None:
 
 
 def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the moments; learning rate and other settings stay those of this run."""
+    """Load the optimizer's moments with `fill` (see `open_checkpoint`), but keep its settings."""
     options = _options(model)
     # A forward pass leaves gradients on offloaded parameters. With one, `get_optimizer_state_dict`
     # would return an optimizer without state, and nothing would be loaded.

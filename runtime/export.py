@@ -71,7 +71,7 @@ def whole_tensors(
 
 
 def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the whole tensor, gathered on the device even if it is an offloaded DTensor."""
+    """Return the whole tensor, floats cast to `dtype`; a DTensor is gathered on the device."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to(tensor.device_mesh.device_type)
     if tensor.is_floating_point():

@@ -60,7 +60,7 @@ def rows_of(dataset: Any) -> Any:
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return the length of a data set and the CRC of its rows, or of up to SAMPLES samples."""
+    """Return a data set's length and CRC as text: of up to SAMPLES samples and a Dataset's rows."""
     samples = [dataset[i] for i in range(0, len(dataset), len(dataset) // SAMPLES + 1)]
     # The repr of an array omits numbers.
     text = json.dumps(samples, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
@@ -76,7 +76,7 @@ def checksum(value: Any) -> str:
 
 
 def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's values; raise ValueError if a rank with values has others. All ranks."""
+    """Return rank 0's `values`; raise ValueError if a value on another rank differs. All ranks."""
     everyone = ranks.on_every_rank(lambda: values)
     for rank, others in enumerate(everyone):
         for key in others:

@@ -19,7 +19,7 @@ DEFAULTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of LoRA and 4-bit weights."""
+    """Declare the flags of LoRA and 4-bit weights in `parser`, with their defaults."""
     add = parser.add_argument_group("adapters, under --fsdp 2").add_argument
     add("--lora-rank", type=int, default=0, help="train adapters of this rank (0: all weights)")
     add("--lora-alpha", type=float, help="scales their output by alpha / rank")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_arguments(args: Namespace) -> dict[str, Any]:
-    """Return the default of --fsdp, which is 2 with adapters."""
+    """Return {"fsdp": 2} if adapters are trained and --fsdp is not passed, otherwise {}."""
     return {"fsdp": 2} if args.lora_rank and args.fsdp is None else {}
 
 

@@ -102,7 +102,7 @@ def check_equal(one: Tensor, other: Tensor, limit: float, problem: str) -> None:
 
 
 def check_causality(ids: Tensor, logits: Tensor, dtype: torch.dtype) -> None:
-    """Raise ValueError if logits [2, length, vocabulary] differ where all ids up to there agree."""
+    """Raise ValueError if logits [2, length, vocabulary] differ in the common prefix of `ids`."""
     length = int((ids[0] == ids[1]).cumprod(0).sum())
     check_equal(
         *logits[:, :length], rounding_limit(dtype, 1e-4),

@@ -46,5 +46,5 @@ class Linear4bit(nn.Linear):
         return packed
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what nn.Linear would, with the dequantized weight."""
+        """Return the output of a linear layer with the dequantized weight."""
         return matmul_4bit(inputs, self.weight, quant_state=self.quant_state, bias=self.bias)

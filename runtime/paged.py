@@ -14,7 +14,7 @@ NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and PyTor
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare --optimizer."""
+    """Declare --optimizer in `parser`: PyTorch's AdamW, or bitsandbytes' with paged moments."""
     add = parser.add_argument_group("optimizer").add_argument
     text = "paged: bitsandbytes' AdamW, moves moments to the CPU if needed; needs --fsdp 1"
     add("--optimizer", choices=["adamw", PAGED], default="adamw", help=text)

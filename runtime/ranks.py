@@ -63,15 +63,15 @@ def set_seed(seed: int) -> None:
 
 
 def use_all_cores() -> None:
-    """Give each process its share of the node's cores; torchrun gives it one thread."""
+    """Set PyTorch's threads to this process's share of the node's cores; torchrun sets one."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 
 
 @contextlib.contextmanager
 def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Yield store, rank and world size, from torchrun or for one process, as arguments for
-    `init_process_group`. Call it inside. At the end, create the group of `cpu_group`."""
+    """Yield keyword arguments for `init_process_group`: store, rank and world size, from torchrun
+    or for one process. Call it in this context, which then creates the group for CPU tensors."""
     global _store, _cpu_group
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:

@@ -161,7 +161,7 @@ def from_generator(generate: Callable, features: dict | None, path: Path) -> Dat
 
 
 def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, Dataset]:
-    """Return a split or slice, such as train[:1000], as train; without one, all splits."""
+    """Return one split or slice, such as train[:1000], as {"train": rows}; if None, all `parts`."""
     if split is None and "train" in parts:
         return parts
     sizes = {key: len(rows) for key, rows in parts.items()}
@@ -175,7 +175,7 @@ def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, D
 
 
 def column_names(name: str, rows: Dataset) -> list[str]:
-    """Return the columns of rows, for JSON lines the keys of the first object."""
+    """Return the column names of a data set; for JSON lines, the keys of the first object."""
     for line in rows[:1000].get(LINE, []):
         with contextlib.suppress(ValueError):
             return list(parse({LINE: line}))

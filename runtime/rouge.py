@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare --rouge-samples and --num-beams."""
+    """Declare --rouge-samples and --num-beams, for generated summaries, in `parser`."""
     add = parser.add_argument_group("summaries").add_argument
     add("--rouge-samples", type=int, help="texts to summarize (default: 32, in evaluation all)")
     add("--num-beams", type=int, help="1: greedy (default: from generation_config.json)")

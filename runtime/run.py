@@ -212,7 +212,7 @@ class Run:
         return self.state.step == 0 or self.state.validation_due
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
-        """Yield the remaining steps. Raise Stopped on all ranks if one was asked to stop."""
+        """Yield a Step per optimizer step left. All raise Stopped if a rank was asked to stop."""
         self._check_begun()
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
 

@@ -194,7 +194,7 @@ class Steps:
 
 
 def trace(args: Namespace, step: int) -> contextlib.AbstractContextManager:
-    """Return a profiler of rank 0's CPU and GPU if `step` is that of --profile."""
+    """Return a profiler on rank 0 in the step of --profile, otherwise a context without effect."""
     if step != args.profile or dist.get_rank() != 0:
         return contextlib.nullcontext()
     path = f"{args.output_dir}/trace-step-{step}.json.gz"

@@ -66,7 +66,7 @@ class StopRequest:
             self.is_asked = True
 
     def set_nothing_to_lose(self, value: bool) -> None:
-        """Set whether a request ends this process at once. If True, so does an earlier request."""
+        """Set whether a request to stop ends the process at once; if True, earlier ones do too."""
         with self._lock:
             self.nothing_to_lose = value
             if self.is_asked and value:

@@ -17,7 +17,7 @@ FLAGS = "source_length target_length source_prefix block_size max_seq_length tra
 
 
 def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what determines the tokens of a row: version, tokenizer, chat template and flags."""
+    """Return the values that determine a row's tokens: version, tokenizer, template and flags."""
     origin = {"version": 1, "tokenizer": readers.tokenizer_fingerprint(tokenizer)}
     if hasattr(args, "chat_template"):
         origin["--chat-template"] = readers.digest(tokenizer.chat_template)

@@ -72,7 +72,7 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of the same tensor for each name of a parameter or buffer."""
+    """Return a dict from each parameter or buffer name to the first name of its (tied) tensor."""
     first: dict[Tensor, str] = {}
     return {name: first.setdefault(tensor, name) for name, tensor in tensors_of(model)}
 

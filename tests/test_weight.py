@@ -9,9 +9,9 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4370, 31115),
-    "gpt2_fsdp.py": (4196, 29148),
-    "llama_fsdp.py": (5178, 36874),
+    "T5_training.py": (4371, 31126),
+    "gpt2_fsdp.py": (4196, 29146),
+    "llama_fsdp.py": (5178, 36872),
     "runtime/": (4252, 29365),
 }
 

@@ -298,7 +298,7 @@ class Weight(NamedTuple):
 
 @dataclass
 class Unit:
-    """The size of an FSDP unit with padding."""
+    """The memory of one FSDP unit and the elements it trains, including padding."""
 
     gathered: int  # bytes of its unsharded parameters, in the compute dtype or 4 bits
     held: int  # bytes of rank 0's shard
@@ -773,7 +773,7 @@ def smallest_nodes(model: Model, args: Namespace, *choice: Any) -> int | None:
 
 
 def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
-    """Return all estimates for a `choice` of `memory`, as one row of the tables."""
+    """Return a table row: memory, traffic and smallest node count. For `choice`, see `memory`."""
     strategy, offload, checkpointing, optimizer = choice
     return {
         "strategy": strategy,

@@ -72,7 +72,7 @@ class Place:
 
 @dataclass
 class Probe:
-    """A call to measure. All ranks have the same probes in the same order."""
+    """A function call whose speed is measured. All ranks list the same probes in the same order."""
 
     name: str
     unit: str
@@ -171,7 +171,7 @@ def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
 
 
 def exchange_info(store: dist.Store, rank: int, world_size: int) -> list[Place]:
-    """Exchange the places of all ranks through the store, and return them by rank."""
+    """Share this rank's host, node and device count in the store; return all ranks' in order."""
     place = Place(
         host=socket.gethostname().split(".")[0],
         node=int(os.environ.get("GROUP_RANK", 0)),
@@ -185,7 +185,7 @@ def exchange_info(store: dist.Store, rank: int, world_size: int) -> list[Place]:
 
 
 def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list[str]]:
-    """Return two lists of messages about numbers of nodes and devices: faults and notes."""
+    """Return two lists of messages: missing nodes or devices (faults), unused devices (notes)."""
     nodes = {place.node: place for place in places}
     faults, notes = [], []
     in_job = int(os.environ.get("SLURM_NNODES", len(nodes)))
@@ -388,9 +388,9 @@ def spread(samples: list[float]) -> float:
 
 
 def find_outliers(seconds: Seconds) -> dict[Members, float]:
-    """Return the members that take longer than the others, with the ratio to the others' median.
+    """Return the groups of ranks that are slower than the others, with the ratio of their times.
 
-    Members are compared with the median of the others, so that the slower of two is detected.
+    Each group's median is compared with the others' median, so the slower of two is detected.
     """
     tolerance = CPU_TOLERANCE if ranks.accelerator() is None else TOLERANCE
     medians = {members: statistics.median(samples) for members, samples in seconds.items()}
