@@ -267,7 +267,7 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the loss is a sum over the model's own logits; all ranks."""
+    """Raise ValueError unless `summed_loss` sums token losses of the model's logits. All ranks."""
     rows = data.probe_batch(args)
     batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
