@@ -77,7 +77,7 @@ def fsdp_main(args: Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Parse and validate the flags; exit with a message on error."""
+    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
     parser = arguments.Parser(__doc__)
     arguments.add_model(parser)
     data.add_arguments(parser)
@@ -113,7 +113,7 @@ def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
     """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
-    given a `checkpoint`, only allocates them. Raise ValueError if it does not fit the flags."""
+    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit `args`."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -126,14 +126,14 @@ def load_model(
 
 
 def unit_classes(model: nn.Module) -> policies.Classes:
-    """Return the classes that become FSDP units; the root has the rest, such as tied weights."""
+    """Return the module classes that become FSDP units. Tied weights must stay in the root unit."""
     return BLOCKS
 
 
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
-    """Return the model wrapped in FSDP1, FSDP2 or DDP, in fp32 on `device`; all ranks."""
+    """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     policy = policies.wrap_policy(unit_classes(model))
@@ -181,7 +181,7 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the loss is a sum and decoder inputs equal the model's; all ranks."""
+    """Raise ValueError if the loss is a mean or decoder inputs are wrong. Call on all ranks."""
     rows = data.probe_batch()
     collate = data.collator(model)
     batch, singles = collate(rows), [collate([row]) for row in rows]
@@ -201,7 +201,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the sum of `token_loss` over a batch."""
+    """Run the model on a batch and return the sum of `token_loss` over its targets."""
     logits = model(**model_inputs(batch), use_cache=False).logits
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
@@ -209,7 +209,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 def train(
     args: Namespace, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run
 ) -> bool:
-    """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
+    """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = run.device
     lengths = data.source_lengths(args, train_set)  # None: do not group by length
     sampler = batches.train_sampler(args, train_set, lengths)  # same order on any number of ranks
@@ -260,7 +260,7 @@ def train(
 
 @torch.no_grad()
 def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
-    """Return the mean loss per target token of all validation sets and of each; all ranks.
+    """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
 
     Every example counts once: a rank that has no examples left gets batches without targets.
     """
@@ -279,7 +279,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
 def run_without_training(
     args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
-    """Do what --export-only, --prepare-only or --evaluate-only asks for; all ranks."""
+    """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
     device = run.device
     if args.export_only:
         run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
@@ -302,7 +302,7 @@ def run_without_training(
 def summarize(
     args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, loaders: Loaders
 ) -> list[tuple[str, str, str]]:
-    """Return source, reference and summary of --rouge-samples validation examples; all ranks."""
+    """Return (source, reference, summary) of --rouge-samples examples. Call on all ranks."""
     loader = batches.first_samples(next(iter(loaders.values())), args.rouge_samples)
     dtype = policies.PRECISIONS[args.precision].param_dtype
     triples = []

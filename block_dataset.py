@@ -25,7 +25,7 @@ WIKITEXT = "Salesforce/wikitext"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the group "data" to `parser`, whose formatter shows the defaults."""
+    """Add the data flags to `parser`, whose formatter shows the defaults in --help."""
     add = parser.add_argument_group("data").add_argument
     add("--dataset", **arguments.DATA, help="docstrings (built in), text, "
         "JSONL or Parquet files, directories of *.txt or hub ids; NAME:train[:1000] takes a "
@@ -93,7 +93,7 @@ def load_blocks(spec: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, D
 
 
 def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> Dataset:
-    """Return the blocks of rows of text; rows of `input_ids` are blocks already."""
+    """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
     size = args.block_size
     columns = readers.column_names(name, rows)
     column = "text" if columns == ["text"] else args.text_column
@@ -120,7 +120,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
 
 
 def hold_out(spec: str, rows: Dataset) -> dict[str, Dataset]:
-    """Return the blocks to train on, and the last 5% of them to validate on."""
+    """Split blocks into `train` and `validation`, the last 5%. Raise ValueError if too few."""
     first = len(rows) - max(1, len(rows) // 20)
     if first < 1:
         raise ValueError(f"--dataset {spec} gives {len(rows)} blocks, so none can be held out for "

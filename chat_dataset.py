@@ -29,8 +29,8 @@ DATE = date(2024, 7, 26)
 
 
 def probe_batch(args: Namespace) -> list[list[dict]]:
-    """Return two sequences that start alike, for logit_checks.check_logits. Packed, both end with
-    the document that the first also starts with; it is longer than some attention blocks."""
+    """Return two sequences that start alike, for logit_checks.check_logits. With --packing both end
+    with the document that the first starts with; it is longer than some attention blocks."""
     # Use a multiple of 4: two documents fill a row, which is padded to a multiple of 8.
     length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))
     long = [10 + i % 97 for i in range(length + 1)]
@@ -40,7 +40,7 @@ def probe_batch(args: Namespace) -> list[list[dict]]:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the group "data" to `parser`, whose formatter shows the defaults."""
+    """Add the data flags to `parser`, whose formatter shows the defaults in --help."""
     add = parser.add_argument_group("data").add_argument
     add("--dataset", **arguments.DATA, help="docstrings (built in), "
         "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
@@ -74,8 +74,8 @@ def fix_date(template: str) -> str:
 def render(
     chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, args: Namespace
 ) -> list[tuple[str, list[tuple[int, int]], bool]]:
-    """Return the documents of a chat: the text, the assistant's spans (start and end character),
-    and whether the text ends with an answer.
+    """Render a chat and return its documents as tuples: the text, the start and end characters of
+    the assistant's turns, and whether the text ends with an answer.
 
     Each answer is a target in one text, rendered without the turns after it. Usually that is the
     whole chat, but some templates drop reasoning before the last question or move the system
@@ -139,8 +139,8 @@ def encode(
     encodings = zip(encoded["input_ids"], offsets, strict=True)
 
     def count_tokens(text: str, ids: list[int], ends: list[int] | None, position: int) -> int:
-        """Return the number of tokens that end at or before character `position`. Without offsets,
-        return how many first tokens it shares with the encoding of the text up to there."""
+        """Return the number of tokens that end at or before character `position`. Without `ends`,
+        return the number of leading tokens that `ids` and the encoding of the prefix share."""
         if ends is not None:
             return bisect_right(ends, position)
         part = tokenizer(text[:position], **options)["input_ids"]
@@ -179,7 +179,7 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
 
 
 def check_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, list]:
-    """Return the ids and labels of a row of tokens; ValueError if they cannot be trained on."""
+    """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
     ids = tokens.check_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
     if len(labels) != len(ids) or not {*labels} <= {-100, *ids} or {*labels} == {-100}:
@@ -190,10 +190,10 @@ def check_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, li
 def row_encoder(
     name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace
 ) -> abc.Callable[[list[dict]], list[list[dict]]]:
-    """Return the function that turns rows of data set `name` into documents, see FEATURES.
+    """Return a function from a list of rows of data set `name` to a list of documents per row.
 
-    They have at most --max-seq-length + 1 tokens. `cut` is the number of tokens cut off, `key` a
-    56-bit hash of everything before the first answer, `first_target` its position.
+    A document has FEATURES and at most --max-seq-length + 1 tokens. `cut` counts those cut off,
+    `key` a 56-bit hash of everything before the first answer, `first_target` the answer's position.
     """
     length = args.max_seq_length + 1
     columns = readers.column_names(name, rows)
@@ -259,9 +259,9 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> dict[str
 
 
 def hold_out(name: str, rows: Dataset) -> dict[str, Dataset]:
-    """Return the documents to train on, and those of 5% of the keys (at least one) to validate on.
+    """Split documents into `train` and `validation`, which gets 5% of the prompts, at least one.
 
-    Documents with the same key stay together. Raise ValueError if there is only one key.
+    Documents with equal prompts (column `key`) stay together. Raise ValueError if all are equal.
     """
     keys = rows.with_format("numpy")["key"][:]
     distinct = np.unique(keys)  # sorted hashes: the lowest are a random choice
@@ -346,7 +346,7 @@ def mark_targets(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:
 
 
 def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
-    """Return the indices of `lengths`, grouped so that each group sums to at most `capacity`; a
+    """Return groups of indices of `lengths`. The lengths in a group sum to at most `capacity`; a
     longer one gets its own group. Each group takes the longest that fits, until none does.
 
     Equal lengths are drawn at random, so the number of groups is the same in every epoch.
@@ -385,7 +385,7 @@ class Packs(torch.utils.data.Dataset):
         self.mean_length = sum(n * n for n in self.lengths) / sum(self.lengths)
 
     def plan(self) -> list[list[int]]:
-        """Return the indices of the documents in each sequence of the epoch."""
+        """Return, for each sequence of the current epoch, the indices of its documents."""
         if self.epoch not in self.plans:
             capacity = self.args.max_seq_length if self.args.packing else 0
             generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.epoch)
@@ -393,7 +393,7 @@ class Packs(torch.utils.data.Dataset):
         return self.plans[self.epoch]
 
     def set_epoch(self, epoch: int) -> None:
-        """Use the packing of this epoch from now on."""
+        """Set the epoch whose packed sequences len() and [i] refer to."""
         self.epoch = epoch
 
     def __len__(self) -> int:

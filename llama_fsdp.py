@@ -104,7 +104,7 @@ def fsdp_main(args: Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Parse and validate the flags; exit with a message on error."""
+    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
     parser = arguments.Parser(__doc__)
     add = arguments.add_model(parser)
     add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
@@ -149,7 +149,7 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class LossModel(MODEL):
-    """Hugging Face's model; its forward returns the loss if it gets targets."""
+    """The Hugging Face model, whose forward returns the summed loss when called with `targets`."""
 
     def __init__(self, config: transformers.PretrainedConfig) -> None:
         super().__init__(config)
@@ -164,10 +164,10 @@ class LossModel(MODEL):
         target_positions: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Call Hugging Face's forward or, given `targets`, return the sum of `token_loss`.
+        """Return the sum of `token_loss` or, without `targets`, Hugging Face's own output.
 
         `input_ids` and `targets` are int64 [batch, length]. A target is the token after its input,
-        or -100 where there is no loss.
+        or -100 where there is no loss. Int64 `target_positions` index the flattened batch.
         """
         if targets is None:
             return super().forward(input_ids, **options)
@@ -188,7 +188,7 @@ def load_model(
     args: Namespace, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
     """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
-    given a `checkpoint`, only allocates them. Raise ValueError if it does not fit the flags."""
+    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit `args`."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -210,7 +210,7 @@ def load_model(
 
 
 def unit_classes(model: nn.Module) -> policies.Classes:
-    """Return the classes that become FSDP units; the root has the rest, such as tied weights."""
+    """Return the module classes that become FSDP units. Tied weights must stay in the root unit."""
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         return BLOCKS
     return (*BLOCKS, nn.Embedding, LossHead)
@@ -219,7 +219,7 @@ def unit_classes(model: nn.Module) -> policies.Classes:
 def wrap_model(
     args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
-    """Return the model wrapped in FSDP1, FSDP2 or DDP, in fp32 on `device`; all ranks."""
+    """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse_gelu(model)
     policy = policies.wrap_policy(unit_classes(model))
@@ -267,7 +267,7 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless `summed_loss` sums token losses of the model's logits. All ranks."""
+    """Raise ValueError if the loss is a mean or not of the model's logits. Call on all ranks."""
     rows = data.probe_batch(args)
     batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
@@ -278,14 +278,14 @@ def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the sum of `token_loss` over a batch."""
+    """Run the model on a batch and return the sum of `token_loss` over its targets."""
     return model(**model_inputs(batch), targets=batch["labels"])
 
 
 def train(
     args: Namespace, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run
 ) -> bool:
-    """Train from the checkpoint to the last step; return False if no steps are left. All ranks."""
+    """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = run.device
     sampler = batches.train_sampler(args, train_set)  # same order on any number of ranks
     loader = DataLoader(
@@ -337,7 +337,7 @@ def train(
 
 @torch.no_grad()
 def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
-    """Return the mean loss per target token of all validation sets and of each; all ranks.
+    """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
 
     Every example counts once: a rank that has no examples left gets batches without targets.
     """
@@ -356,7 +356,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
 def run_without_training(
     args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
-    """Do what --export-only, --prepare-only or --evaluate-only asks for; all ranks."""
+    """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
     device = run.device
     if args.export_only:
         run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)

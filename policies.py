@@ -61,7 +61,7 @@ Classes = tuple[type[nn.Module], ...]  # the classes of a model's blocks
 
 
 def resolve_arguments(args: Namespace) -> dict[str, Any]:
-    """Resolve --precision auto (bf16 if the GPU supports it natively, else fp32) and --fsdp."""
+    """Return `fsdp` and `precision` by name; auto is bf16 if native to the GPU, else fp32."""
     precision = args.precision
     if precision == "auto":
         precision = "bf16" if ranks.has_bf16() else "fp32"
@@ -105,7 +105,7 @@ def check_arguments(args: Namespace) -> list[str]:
 def check_blocks(model: nn.Module, blocks: Classes) -> None:
     """Raise ValueError unless `blocks` are the classes of all the model's layers.
 
-    Layers are the members of a ModuleList of two or more, except torch.nn's own modules. A layer
+    Layers are the items of a ModuleList with two or more, except torch.nn's own modules. A layer
     outside of every block would silently become part of the root unit.
     """
     units = [module for module in model.modules() if isinstance(module, blocks)]
@@ -121,13 +121,13 @@ def check_blocks(model: nn.Module, blocks: Classes) -> None:
 
 
 def wrap_policy(blocks: Classes) -> functools.partial:
-    """Return a policy that makes each module of these classes an FSDP unit and leaves all others,
-    such as those with tied weights, in the root unit."""
+    """Return an auto-wrap policy that makes each instance of the classes `blocks` an FSDP unit and
+    leaves all other modules, such as those with tied weights, in the root unit."""
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(blocks))
 
 
 def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
-    """Return the ranks as FSDP sees them: 1-D, or (replicas, shards) with hybrid_shard."""
+    """Return FSDP's mesh of all ranks: 1-D, or (replicas, shards) with hybrid_shard."""
     world_size = dist.get_world_size()
     if args.strategy != "hybrid_shard":
         return init_device_mesh(device.type, (world_size,))
@@ -143,13 +143,13 @@ def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
 
 
 def fsdp2_units(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Return the modules that become FSDP2 units, inner ones first and the root last."""
+    """Return the modules that `policy` makes FSDP2 units, inner ones first, then `model` itself."""
     others = list(model.modules())[:0:-1]
     return [*(x for x in others if policy(x, recurse=False, nonwrapped_numel=0)), model]
 
 
 def fsdp2_options(args: Namespace, device: torch.device) -> dict[str, Any]:
-    """Return the keywords of `fully_shard`: the mesh, resharding, precision and offload."""
+    """Return the keyword arguments of `fully_shard`: mesh, resharding, precision and offload."""
     precision = PRECISIONS[args.precision]
     return {
         "mesh": device_mesh(args, device),
@@ -161,8 +161,8 @@ def fsdp2_options(args: Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def plan_gathers(model: nn.Module) -> None:
-    """Make FSDP2 gather each unit before the previous one computes, keep the head gathered for the
-    backward pass, and not gather embeddings for it. Call this after sharding the root."""
+    """Make FSDP2 all-gather each unit before the previous one computes, keep the head gathered for
+    the backward pass, and not gather embeddings in it. Call this after sharding `model` itself."""
     units = [x for x in model.modules() if isinstance(x, FSDPModule) and x is not model]
     for unit, next_unit in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([next_unit])
@@ -174,12 +174,12 @@ def plan_gathers(model: nn.Module) -> None:
 
 
 def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:
-    """Recompute each block in the backward pass. Call this after FSDP, the outer wrapper."""
+    """Recompute each module of the classes `blocks` in the backward pass. Call after FSDP wraps."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, blocks))
 
 
 def fuse_gelu(model: nn.Module) -> None:
-    """Replace `gelu_new` with a fused kernel: 1/8 of the launches, 1/4 of the memory."""
+    """Replace `gelu_new` modules in place by nn.GELU: 1/8 of the launches, 1/4 of the memory."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
@@ -187,7 +187,7 @@ def fuse_gelu(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, blocks: Classes) -> None:
-    """Compile each block separately. Call this before FSDP, the outer wrapper."""
+    """Compile each module of the classes `blocks` separately. Call this before FSDP wraps them."""
     # torch.compile gives up after 8 variants. T5 needs more: encoder or decoder, first or later
     # block, training or validation, static or dynamic length.
     torch.compiler.config.recompile_limit = 64
@@ -198,7 +198,7 @@ def compile_blocks(model: nn.Module, blocks: Classes) -> None:
 
 # The functions below contain all differences between FSDP1, FSDP2 and DistributedDataParallel.
 def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return the autocast context for DDP; FSDP casts by its MixedPrecision policy instead."""
+    """Return an autocast context for DDP. It is disabled for FSDP, which casts by itself."""
     dtype = PRECISIONS[args.precision].param_dtype
     enabled = args.strategy == "ddp" and dtype != torch.float32
     return torch.autocast(device.type, dtype, enabled=enabled)
@@ -207,7 +207,7 @@ def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContex
 def gradient_scaler(
     args: Namespace, device: torch.device, optimizer: Optimizer
 ) -> torch.amp.GradScaler:
-    """Return the loss scaler of fp16, which does nothing in other precisions."""
+    """Return a gradient scaler for fp16. With other precisions it does nothing."""
     enabled = args.precision == "fp16"
     if not enabled or args.strategy == "ddp" or args.fsdp == 2:
         return torch.amp.GradScaler(device.type, enabled=enabled)
@@ -218,7 +218,7 @@ def gradient_scaler(
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradients to a global norm and return the norm before clipping; all ranks."""
+    """Clip gradients to a global norm; return the norm before clipping. Call on all ranks."""
     if isinstance(model, FSDP):
         return model.clip_grad_norm_(max_norm)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -235,7 +235,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 
 def micro_batches(args: Namespace, model: nn.Module, step: Step) -> Iterator[Batch]:
-    """Yield a step's micro-batches; with --accumulate-no-sync only the last one communicates."""
+    """Yield a step's micro-batches; with --accumulate-no-sync only the last syncs gradients."""
     for batch, is_last in step.micro_batches():
         syncs = is_last or not args.accumulate_no_sync or dist.get_world_size() == 1
         if isinstance(model, FSDPModule):
@@ -250,8 +250,8 @@ def micro_batches(args: Namespace, model: nn.Module, step: Step) -> Iterator[Bat
 
 @contextlib.contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and reshard FSDP2's units at the end. Without a backward pass they stay
-    gathered, and the state dict would not match the optimizer's parameters. All ranks."""
+    """Run a with block in evaluation mode, then reshard FSDP2's units. Without a backward pass they
+    stay gathered, and state dicts would not match the optimizer's parameters. Use on all ranks."""
     training = model.training
     model.eval()
     yield

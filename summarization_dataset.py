@@ -49,7 +49,7 @@ COLUMNS = {  # text, summary, and the key of rows that stay together
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the group "data" to `parser`."""
+    """Add the data flags to `parser`, whose formatter shows the defaults in --help."""
     add = parser.add_argument_group("data").add_argument
     add("--dataset", **arguments.DATA, help="wikihow, docstrings (built in), "
         "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
@@ -115,7 +115,7 @@ def load_rows(
 
 
 def open_wikihow(args: Namespace) -> Dataset:
-    """Return the rows of WikiHow's CSV file; raise ValueError with its source if it is missing."""
+    """Return the rows of WikiHow's CSV file; raise ValueError with its URL if it is missing."""
     path = Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
     if not path.is_file():
         raise ValueError(
@@ -127,7 +127,7 @@ def open_wikihow(args: Namespace) -> Dataset:
 
 
 def read_title_lists(args: Namespace) -> dict[str, str]:
-    """Return the split of each title in the lists of WikiHow's authors; {} without lists."""
+    """Return a dict of `title_key` to split from WikiHow's title lists; {} without lists."""
     titles = {}
     for split, name in TITLE_LISTS.items():
         path = Path(args.data_dir).expanduser() / name
@@ -143,12 +143,12 @@ def title_key(title: str) -> str:
 
 
 def stable_hash(key: str) -> int:
-    """Return a hash that, unlike hash(), is the same in every process."""
+    """Return a 48-bit hash of `key` that, unlike hash(), is the same in every process."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
 
 
 def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return the rows of data set `name` with the columns of KEY, and of PAIR or TOKENS."""
+    """Return the usable rows of data set `name` with KEY and cleaned texts (PAIR) or TOKENS."""
     columns = readers.column_names(name, rows)
     needed = COLUMNS.get(name, [args.source_column, args.target_column])
     if "input_ids" in columns and not {*needed} <= {*columns}:
@@ -186,7 +186,7 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
 def clean_wikihow(
     text: str, summary: str, key: str, titles: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Return a list with the cleaned row, or [] if WikiHow's authors would drop it."""
+    """Return [the cleaned row as PAIR and KEY], or [] if WikiHow's authors would drop it."""
     if not text or not summary or len(summary) >= 0.75 * len(text):
         return []
     if titles and key not in titles:
@@ -203,7 +203,7 @@ def on_one_line(text: str) -> str:
 
 
 def check_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return rows of `input_ids` and `labels` with the columns of TOKENS and KEY."""
+    """Return rows of `input_ids` and `labels`, validated, with the columns of TOKENS and KEY."""
     tokens.check_origin(name, args, tokenizer)
     lengths = args.source_length, args.target_length
 
@@ -220,9 +220,9 @@ def check_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer
 
 
 def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, Dataset]:
-    """Return rows by split: by the title lists, or by key, so that equal keys stay together.
+    """Return rows by split: from their column `split` or, if it is empty, `percent` of their keys.
 
-    Without lists every split gets at least one key. Raise ValueError if there are too few rows.
+    Rows with equal keys stay together. Raise ValueError if `train` or `validation` is empty.
     """
     splits = list(percent)
     keys = rows.with_format("numpy")["key"][:]
@@ -244,7 +244,7 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
 
 
 def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return the requested number of random rows, the same ones every time, as tokens."""
+    """Return random rows as TOKENS, the same in every run. A flag for `split` sets their number."""
     limit = args.num_train_samples if split == "train" else args.num_val_samples
     default = BUILT_IN.get(spec.partition(":")[0], (0, 0))[split != "train"]
     total = len(rows)
@@ -262,7 +262,7 @@ def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Token
 
 
 def encode(spec: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return cleaned rows as tokens, with the columns of TOKENS."""
+    """Tokenize rows of PAIR and return them with the columns of TOKENS."""
     prefix = args.source_prefix
     lengths = args.source_length, args.target_length
     options = {"truncation": True, "return_attention_mask": False}
@@ -287,7 +287,7 @@ def encode(spec: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> D
 
 
 def collator(model: nn.Module) -> Callable:
-    """Return `collate` with the decoder start token and the padding token of a model.
+    """Return `collate` with the arguments for a model's decoder start token and padding token set.
 
     Raise ValueError if the model lacks one of them.
     """

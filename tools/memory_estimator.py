@@ -133,7 +133,7 @@ BUILT_IN = {  # hub id, config class, names and values of its sizes, by short na
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Parse and validate the flags; exit with a message on error."""
+    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
     parser = arguments.Parser(__doc__)
     add = parser.add_argument_group("model").add_argument
     add("--model-name", default="meta-llama/Llama-2-7b-hf", help="hub id, directory, config.json, "
@@ -253,7 +253,7 @@ def model_class(script: ModuleType) -> type[nn.Module]:
 
 
 class FusedAttention(torch.autograd.Function):
-    """Save the tensors that a fused attention kernel saves for the backward pass: no scores."""
+    """Attention for meta tensors, which saves the tensors that a fused kernel saves: no scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
@@ -270,8 +270,8 @@ def fused_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None,
     position_bias: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Replace a fused kernel in Transformers' attention interface. Each sequence's padding masks
-    T5's bias, so every layer keeps [batch, heads, length, length]."""
+    """Return an empty attention output and None, and set `module.kernel_flops`. T5's bias is masked
+    by each sequence's padding, so every layer saves a bias [batch, heads, length, length]."""
     if position_bias is not None:
         shape = (query.size(0), 1, 1, key.size(2))
         padding = torch.empty(shape, dtype=torch.bool, device=query.device)
@@ -281,7 +281,7 @@ def fused_attention(
 
 
 def eager_attention(module: nn.Module, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Compute attention with the eager function of the module's own architecture."""
+    """Return the output and weights of the eager attention of the module's own architecture."""
     return sys.modules[type(module).__module__].eager_attention_forward(module, *inputs, **options)
 
 
@@ -330,7 +330,7 @@ class Model:
 
 
 def read_model(args: Namespace) -> Model:
-    """Return the sizes of the model --model-name, built on meta; set a --seq-length of 0. Raise
+    """Return the sizes of --model-name, built on meta; replace a --seq-length of 0 in `args`. Raise
     ValueError if the model does not exist or does not fit the script or the sequence length.
 
     T5_training.py holds the logits of all target tokens: as computed, in fp32, and their fp32
@@ -390,7 +390,7 @@ def read_model(args: Namespace) -> Model:
 def weights_by_unit(
     args: Namespace, model: nn.Module, wrapped: list[nn.Module]
 ) -> list[list[Weight]]:
-    """Return the parameters of the root unit, then those of each module in `wrapped`."""
+    """Return a list of Weights for the root unit, then one for each module in `wrapped`."""
     in_4bit = set()
     if args.load_in_4bit:
         for name, parameter in model.named_parameters():
@@ -406,15 +406,15 @@ def weights_by_unit(
 
 
 def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: torch.dtype) -> None:
-    """Add adapters of --lora-rank to a model on meta. Weights stay in `dtype`. `Weight.in_4bit`
-    marks those that --load-in-4bit quantizes."""
+    """Add adapters of --lora-rank to a model on meta. Its weights stay in `dtype`; for those that
+    --load-in-4bit quantizes, `weights_by_unit` sets `Weight.in_4bit`."""
     without_4bit = Namespace(**vars(args) | {"load_in_4bit": False})
     adapters.add(without_4bit, model, {}, script.BLOCKS, dtype)
 
 
 def storages(weights: set[int], *tensors: Any) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of tensors by address, except those in `weights`. Keep them referenced,
-    so that no address is reused."""
+    """Return the storages of tensors by address, except addresses in `weights`. Keep the result
+    as long as you compare addresses, so that none is reused."""
     all_storages = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
     return {storage._cdata: storage for storage in all_storages if storage._cdata not in weights}
 
@@ -425,7 +425,7 @@ def storage_bytes(*parts: dict[int, torch.UntypedStorage]) -> int:
 
 
 def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, Any]:
-    """Return the bytes that autograd keeps after a forward pass on meta, and its FLOPs.
+    """Return Model's fields for the bytes that autograd keeps after a forward pass, and its FLOPs.
 
     Each tensor counts once, and weights do not count. With activation checkpointing the blocks'
     inputs stay, and one block's tensors at a time.
@@ -765,7 +765,7 @@ def traffic(
 
 
 def smallest_nodes(model: Model, args: Namespace, *choice: Any) -> int | None:
-    """Return the smallest of NODE_COUNTS on which a `choice` of `memory` fits, or None."""
+    """Return the smallest of NODE_COUNTS on which a `choice` (see `memory`) fits, or None."""
     for nodes in NODE_COUNTS:
         if memory(model, Namespace(**vars(args) | {"nodes": nodes}), *choice)["fits"]:
             return nodes
@@ -794,7 +794,7 @@ def takes_offload(args: Namespace) -> bool:
 
 
 def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
-    """Return each `choice` of `estimate` that the scripts accept with these flags."""
+    """Return every `choice` (see `memory`) that the scripts accept with these flags."""
     accepted = []
     for strategy, offload in MODES:
         if strategy == "ddp" and args.lora_rank:
@@ -809,7 +809,7 @@ def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
 
 
 def verdict(model: Model, args: Namespace) -> str | None:
-    """Return a line that says how full_shard fits and a line with its command, or None.
+    """Return two lines, how full_shard fits and its torchrun command, or None if it never fits.
 
     Use the first of these that fits: the flags as given; activation checkpointing, which costs a
     third more compute; CPU offload, which is slower but needs no more machines; more nodes; more
@@ -841,7 +841,7 @@ def verdict(model: Model, args: Namespace) -> str | None:
 
 
 def command(model: Model, args: Namespace, row: dict[str, Any]) -> str:
-    """Return the command that trains like a row of full_shard, without the data's flags."""
+    """Return the torchrun command for a table row of full_shard, without the flags of the data."""
     words = ["torchrun", "--nnodes", args.nodes, "--nproc_per_node", args.gpus_per_node]
     if args.nodes > 1:
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", 1]
@@ -864,7 +864,7 @@ def command(model: Model, args: Namespace, row: dict[str, Any]) -> str:
 
 
 def cell(key: str, value: Any) -> str:
-    """Return the value of `key` in a row as text for a table, with bytes in GB."""
+    """Return `value` as text for a table cell, in GB if its name `key` contains `bytes`."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if "bytes" in key:
@@ -875,7 +875,7 @@ def cell(key: str, value: Any) -> str:
 
 
 def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> None:
-    """Print rows as a table; `columns` are keys of the rows by heading."""
+    """Print rows of `estimate` as a table; `columns` maps each heading to a key of the rows."""
     print(f"\n{title:30}" + "".join(f"{heading:>10}" for heading in columns))
     for row in rows:
         name = f"  {row['strategy']}"
@@ -900,7 +900,7 @@ def print_estimates(model: Model, args: Namespace, rows: list[dict[str, Any]]) -
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the verdict and the estimates; exit with code 1 if full_shard never fits."""
+    """Print how full_shard fits and a table of estimates; exit with code 1 if it never fits."""
     args = parse_args(argv)
     try:
         model = read_model(args)

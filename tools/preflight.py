@@ -89,7 +89,7 @@ class Probe:
 
 
 def preflight(args: Namespace) -> int:
-    """Check the machines and print a report; return the exit code. All ranks."""
+    """Check the machines and print a report; return the exit code. Call on all ranks."""
     try:
         faults = check_machines(args)
     except (OSError, ValueError, RuntimeError) as error:
@@ -102,7 +102,7 @@ def preflight(args: Namespace) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Parse and validate the flags; exit with a message on error."""
+    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
     parser = arguments.Parser(__doc__)
     add = parser.add_argument
     add("--model-name", default="llama-2-7b", help="built-in size, hub id, directory or "
@@ -122,8 +122,8 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 def check_machines(args: Namespace) -> list[str]:
     """Check devices, disk and speed, and print a report; return a message for each fault.
 
-    All ranks. Raise ValueError if a device is missing, the model is unknown or the disk cannot be
-    used, and RuntimeError with the ranks that stop responding.
+    Call on all ranks. Raise ValueError if a device is missing, the model is unknown or the disk
+    cannot be used, and RuntimeError with the ranks that stop responding.
     """
     device, places, notes = join(args)
     precision = "bf16" if ranks.has_bf16() else "fp32"
@@ -150,7 +150,7 @@ def check_machines(args: Namespace) -> list[str]:
 
 
 def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
-    """Join the process group; return this rank's device, the places of all ranks, and notes.
+    """Join the process group; return this rank's device, all ranks' Places and notes to print.
 
     Raise ValueError if a device is missing.
     """
@@ -171,7 +171,7 @@ def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
 
 
 def exchange_info(store: dist.Store, rank: int, world_size: int) -> list[Place]:
-    """Share this rank's host, node and device count in the store; return all ranks' in order."""
+    """Put this rank's Place into the store; return the Places of all ranks, in order of rank."""
     place = Place(
         host=socket.gethostname().split(".")[0],
         node=int(os.environ.get("GROUP_RANK", 0)),
@@ -207,7 +207,7 @@ def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list
 def read_model(
     args: Namespace, places: list[Place], precision: str
 ) -> tuple[memory_estimator.Model, Namespace, int]:
-    """Return the estimator's model and machine, and the bytes of the median FSDP unit."""
+    """Return memory_estimator's Model and flags for this job, and its median FSDP unit's bytes."""
     processes = places[0].processes
     flags = ["--model-name", args.model_name, "--precision", precision]
     flags += ["--nodes", str(len(places) // processes), "--gpus-per-node", str(processes)]
@@ -218,7 +218,7 @@ def read_model(
 
 
 def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
-    """Return this rank's groups within its node and across nodes, except groups of one rank."""
+    """Create process groups; return this rank's, `in node` and `across`, if above one rank."""
     groups = {}
     for where, key in (("in node", "node"), ("across", "local_rank")):
         members = defaultdict(list)
@@ -253,7 +253,7 @@ def seconds_without_core() -> float:
 
 
 def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
-    """Return probes of matrix products and of copies in device memory and to and from the host."""
+    """Return Probes of matrix products and of copies in device memory and to and from the host."""
     on_gpu = device.type != "cpu"
     width, size = (8192, 1 << 28) if on_gpu else (1024, 1 << 26)
     matrix = torch.randn(width, width, device=device, dtype=dtype)
@@ -277,7 +277,7 @@ def local_probes(device: torch.device, dtype: torch.dtype) -> list[Probe]:
 def collectives(
     size: int, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, Callable[[], object]]:
-    """Return calls of FSDP's three collectives on `size` bytes of fp32, by name."""
+    """Return, by name, functions that run FSDP's three collectives on `size` bytes of fp32."""
     count = dist.get_world_size(group)
     shard = torch.zeros(size // 4 // count, device=device)
     whole: Tensor = shard.new_zeros(count * shard.numel())
@@ -291,7 +291,7 @@ def collectives(
 def collective_probes(
     where: str, group: dist.ProcessGroup, unit: int, device: torch.device
 ) -> list[Probe]:
-    """Return probes of each collective: its latency with 64 kB and bandwidth with `unit` bytes."""
+    """Return two Probes per collective: latency with 64 kB and bandwidth with `unit` bytes."""
     count = dist.get_world_size(group)
     members = tuple(dist.get_process_group_ranks(group))
     probes = []
@@ -308,7 +308,7 @@ def collective_probes(
 
 
 def scratch_directory(args: Namespace) -> Path:
-    """Return the directory of the test files. After a kill, the next run deletes it."""
+    """Return the directory of the test files. If a run is killed, the next run deletes it."""
     return Path(args.output_dir) / "tmp-preflight"
 
 
@@ -335,7 +335,7 @@ def check_disk(args: Namespace, places: list[Place]) -> list[str]:
 
 
 def disk_probes(args: Namespace, places: list[Place]) -> list[Probe]:
-    """Return probes of the disk: the first rank of each node writes a file and reads it back."""
+    """Return Probes of the disk: the first rank of each node writes a file and reads it back."""
     place = places[dist.get_rank()]
     path = scratch_directory(args) / f"node-{place.node}"
     data = bytearray(os.urandom(FILE_BYTES))  # random, because a file system may compress data
@@ -359,7 +359,7 @@ def disk_probes(args: Namespace, places: list[Place]) -> list[Probe]:
 
 
 def measure(probes: list[Probe], timeout: timedelta) -> dict[str, Seconds]:
-    """Return by probe the seconds per call in each round; for a group, of its slowest rank."""
+    """Run the probes; return by probe and ranks each round's seconds per call of the slowest."""
     calls = [probe.call if probe.members else lambda: None for probe in probes]
     counts = []
     for call in calls:
@@ -382,13 +382,13 @@ def measure(probes: list[Probe], timeout: timedelta) -> dict[str, Seconds]:
 
 
 def spread(samples: list[float]) -> float:
-    """Return the median distance of samples from their median, relative to it."""
+    """Return the median absolute deviation of the samples, divided by their median."""
     median = statistics.median(samples)
     return statistics.median(abs(sample - median) for sample in samples) / median
 
 
 def find_outliers(seconds: Seconds) -> dict[Members, float]:
-    """Return the groups of ranks that are slower than the others, with the ratio of their times.
+    """Return the groups of ranks slower than the others, with their time divided by the others'.
 
     Each group's median is compared with the others' median, so the slower of two is detected.
     """
@@ -406,7 +406,7 @@ def find_outliers(seconds: Seconds) -> dict[Members, float]:
 
 
 def find_slow(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, dict[Members, float]]:
-    """Return the outliers by probe, without those that are normal in another probe of its kind."""
+    """Return by probe the ranks that are slow in all probes of its kind, with their ratios."""
     outliers = {p.name: find_outliers(results[p.name]) for p in probes}
     slow = {}
     for probe in probes:
@@ -422,8 +422,8 @@ def find_slow(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, dic
 def measure_twice(
     probes: list[Probe], timeout: timedelta
 ) -> tuple[dict[str, Seconds], dict[str, dict[Members, float]]]:
-    """Return the seconds by probe, and the members that are slow in two measurements. The second
-    measurement repeats only the probes with outliers."""
+    """Return the seconds by probe, and by probe the ranks that are slow in two measurements, with
+    their time divided by the others'. The second repeats only probes with slow ranks."""
     results = measure(probes, timeout)
     suspects = find_slow(probes, results)
     suspect_probes = [probe for probe in probes if suspects[probe.name]]
@@ -435,7 +435,7 @@ def measure_twice(
 
 
 def name_members(members: Members, places: list[Place]) -> str:
-    """Return a name for members: a rank or a node with its host, or a local rank of each node."""
+    """Return a name for a tuple of ranks: a rank or node and its host, or a rank of each node."""
     place = places[members[0]]
     if len(members) == 1:
         return f"rank {members[0]} on {place.host}"
@@ -457,7 +457,7 @@ def describe_slow(slow: dict[str, dict[Members, float]], places: list[Place]) ->
 
 
 def slowest_speeds(probes: list[Probe], results: dict[str, Seconds]) -> dict[str, float]:
-    """Return by probe the figure of the slowest members, in the probe's unit."""
+    """Return by probe the value of its slowest rank or group, in the probe's unit."""
     slowest = {name: max(map(statistics.median, times.values())) for name, times in results.items()}
     return {probe.name: probe.value(slowest[probe.name]) for probe in probes}
 
@@ -465,9 +465,9 @@ def slowest_speeds(probes: list[Probe], results: dict[str, Seconds]) -> dict[str
 def bound(
     model: memory_estimator.Model, machine: Namespace, speeds: dict[str, float]
 ) -> dict[str, Any]:
-    """Return the estimator's traffic and minimum seconds of a step at the slowest ranks' speeds.
+    """Return memory_estimator's traffic and seconds of a step at `speeds`, and the speeds it used.
 
-    full_shard gathers twice per reduce-scatter. All ranks of a node send to other nodes at once.
+    full_shard all-gathers twice per reduce-scatter. All ranks of a node send to others at once.
     """
     measured = {"peak_tflops": speeds[MATMUL]}
     for flag, where, senders in (
@@ -484,7 +484,7 @@ def bound(
 
 
 def print_table(probes: list[Probe], results: dict[str, Seconds], places: list[Place]) -> None:
-    """Print a table: median, slowest value and slowest members of each probe."""
+    """Print a table: median, slowest value, spread and slowest rank or group of each probe."""
     print(f"{'':30}{'unit':>8}{'median':>8}{'slowest':>8}{'spread':>7}  slowest is")
     for probe in probes:
         seconds = results[probe.name]
