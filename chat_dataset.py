@@ -139,8 +139,8 @@ def encode(
     encodings = zip(encoded["input_ids"], offsets, strict=True)
 
     def count_tokens(text: str, ids: list[int], ends: list[int] | None, position: int) -> int:
-        """Return the number of tokens that end at or before character `position`. Without `ends`,
-        return the number of leading tokens that `ids` and the encoding of the prefix share."""
+        """Return how many tokens of `text` end at or before character `position`: by `ends`, the
+        tokens' ends, or, if None, how many of `ids` also begin the encoding of text[:position]."""
         if ends is not None:
             return bisect_right(ends, position)
         part = tokenizer(text[:position], **options)["input_ids"]

@@ -241,7 +241,7 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError if the loss is a mean or not of the model's logits. Call on all ranks."""
+    """Raise ValueError unless the loss is a sum and uses the model's causal logits. All ranks."""
     rows = data.probe_batch(args)
     batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype

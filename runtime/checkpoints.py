@@ -383,7 +383,7 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights, which any world size and strategy may have saved."""
+    """Load into `model` the weights of a checkpoint of any world size and strategy. All ranks."""
     _read_weights(open_checkpoint(path), model)
 
 

@@ -43,7 +43,7 @@ def of_model(args: Namespace, script: str, model: nn.Module, tokenizer: Tokenize
 
 
 def of_data(args: Namespace, loader: DataLoader, val_loaders: dict) -> dict[str, Any]:
-    """Return the identity of data, batch and seed; raise ValueError if ranks differ. All ranks."""
+    """Return data digests, batch and seed by name; raise ValueError if ranks differ. All ranks."""
     sets = {"training data": loader.dataset}
     sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
     if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the node has one copy of the files

@@ -218,7 +218,7 @@ def read_model(
 
 
 def new_groups(places: list[Place]) -> dict[str, dist.ProcessGroup]:
-    """Create process groups; return this rank's, `in node` and `across`, if above one rank."""
+    """Return this rank's new process groups by name: `in node`, `across` nodes; none for 1 rank."""
     groups = {}
     for where, key in (("in node", "node"), ("across", "local_rank")):
         members = defaultdict(list)
