@@ -44,9 +44,7 @@ Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones under each nam
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside FSDP1 or DDP; FSDP2 does not wrap it."""
-    if isinstance(model, FSDP | DDP):
-        return model.module
-    return model
+    return model.module if isinstance(model, FSDP | DDP) else model
 
 
 def plain_name(name: str) -> str:
@@ -301,15 +299,12 @@ class Loader:
         if hasattr(module, "quantize") and meta is module.weight:
             tensor = module.quantize(tensor.float())
         if isinstance(meta, DTensor):
-            mesh = meta.device_mesh
             for dim, placement in enumerate(meta.placements):
                 if placement.is_shard():  # distribute_tensor would copy the rows before the cast
-                    rows = -(-len(tensor) // mesh.size(dim))
-                    first = mesh.get_local_rank(dim) * rows
-                    tensor = tensor[first : first + rows]
+                    rows = -(-len(tensor) // meta.device_mesh.size(dim))
+                    tensor = tensor[meta.device_mesh.get_local_rank(dim) * rows :][:rows]
         received = torch.empty_like(meta, device=device)
-        local = received.to_local() if isinstance(meta, DTensor) else received
-        local.copy_(tensor)  # casts
+        (received.to_local() if isinstance(meta, DTensor) else received).copy_(tensor)  # casts
         return received
 
     def broadcast(self, name: str) -> Tensor:

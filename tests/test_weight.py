@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4371, 31126),
-    "gpt2_fsdp.py": (4196, 29146),
-    "llama_fsdp.py": (5178, 36872),
-    "runtime/": (4252, 29365),
+    "T5_training.py": (4366, 31111),
+    "gpt2_fsdp.py": (4191, 29131),
+    "llama_fsdp.py": (5173, 36857),
+    "runtime/": (4247, 29350),
 }
 
 
