@@ -203,7 +203,7 @@ def on_one_line(text: str) -> str:
 
 
 def check_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return rows of `input_ids` and `labels`, validated, with the columns of TOKENS and KEY."""
+    """Check rows that are already tokenized, and return them with the columns of TOKENS and KEY."""
     tokens.check_origin(name, args, tokenizer)
     lengths = args.source_length, args.target_length
 

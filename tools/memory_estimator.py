@@ -270,8 +270,8 @@ def fused_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None,
     position_bias: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Return an empty attention output and None, and set `module.kernel_flops`. T5's bias is masked
-    by each sequence's padding, so every layer saves a bias [batch, heads, length, length]."""
+    """Return FusedAttention's output and None; set `module.kernel_flops` to its forward FLOPs. T5's
+    bias is masked by padding, so every layer saves a bias [batch, heads, length, length]."""
     if position_bias is not None:
         shape = (query.size(0), 1, 1, key.size(2))
         padding = torch.empty(shape, dtype=torch.bool, device=query.device)

@@ -465,10 +465,10 @@ def slowest_speeds(probes: list[Probe], results: dict[str, Seconds]) -> dict[str
 def bound(
     model: memory_estimator.Model, machine: Namespace, speeds: dict[str, float]
 ) -> dict[str, Any]:
-    """Return memory_estimator's traffic and seconds of a step at `speeds`, and the speeds it used.
+    """Return a dict: memory_estimator's bytes and minimum seconds of a step at `speeds` (by probe),
+    its tokens per process, and the measured flags: peak_tflops, and *_gbps if there are links.
 
-    full_shard all-gathers twice per reduce-scatter. All ranks of a node send to others at once.
-    """
+    full_shard all-gathers twice per reduce-scatter. All ranks of a node send to others at once."""
     measured = {"peak_tflops": speeds[MATMUL]}
     for flag, where, senders in (
         ("intranode_gbps", "in node", 1),
