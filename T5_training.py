@@ -147,7 +147,6 @@ def wrap_model(
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
             fully_shard(module, **options)
         policies.plan_gathers(model)
-        torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")  # as forward
         model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(

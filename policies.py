@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
+    register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -171,6 +172,7 @@ def plan_gathers(model: nn.Module) -> None:
             unit.set_reshard_after_forward(False)
         elif isinstance(unit, nn.Embedding):
             unit.set_unshard_in_backward(False)
+    register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
 
 
 def checkpoint_activations(model: nn.Module, blocks: Classes) -> None:

@@ -9,9 +9,9 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4366, 31111),
-    "gpt2_fsdp.py": (4191, 29131),
-    "llama_fsdp.py": (5173, 36857),
+    "T5_training.py": (4367, 31106),
+    "gpt2_fsdp.py": (4193, 29139),
+    "llama_fsdp.py": (5175, 36865),
     "runtime/": (4247, 29350),
 }
 
