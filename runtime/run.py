@@ -318,7 +318,7 @@ def prepare_directory(directory: Path) -> bool:
     """Delete unfinished exports; return whether the directory's run is finished; rank 0 only. Raise
     ValueError if there are exports but no run."""
     status = directory / "status"
-    names = {path.name for path in directory.iterdir()}
+    names = {path.name for path in directory.glob("*")}
     if names & {"final", "best"} and not names & {"status", "checkpoints"}:
         raise ValueError(f"{directory} has final/ or best/ but no run. Pass another --output-dir.")
     for path in [*directory.glob("tmp-final-*"), *directory.glob("tmp-best-*")]:

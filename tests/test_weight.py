@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4368, 31111),
-    "gpt2_fsdp.py": (4194, 29144),
-    "llama_fsdp.py": (5176, 36870),
-    "runtime/": (4248, 29355),
+    "T5_training.py": (4368, 31112),
+    "gpt2_fsdp.py": (4194, 29145),
+    "llama_fsdp.py": (5176, 36871),
+    "runtime/": (4248, 29356),
 }
 
 
