@@ -39,7 +39,6 @@ from .weights import plain_name, unwrapped
 
 STATE = "train_state.json"
 SAVED = (torch.Tensor, int, float)  # types that a checkpoint contains
-OWN = " (this rank's)"  # suffix of the names of tensors that differ between ranks
 
 # torch.save would checksum every tensor, a tenth of a save's time. `file_sum` sums whole files.
 torch.serialization.set_crc32_options(False)
@@ -81,26 +80,14 @@ class Saver:
             return False
         self.saved_step = state.step
         self._path = self.directory / f"step-{state.step:08d}"
-        writer = _Writer(self._path, state, self.args.checkpoint_type == "full")
+        writer = _Writer(self._path, state, self.args.checkpoint_type == "full", self._stager)
         tensors = _all_tensors(state)
         if self.group is None:
             save = partial(dcp.save, storage_writer=writer, process_group=ranks.cpu_group())
             self._attempt(save, tensors)
             return self.failures == 0
-        tensors = self._host_copies(tensors)
         self.under_way = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
         return True
-
-    def _host_copies(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Return `tensors` with host copies of those that training would change.
-
-        FSDP1's shards are copies already: a second one would double a save's memory and time.
-        """
-        leaves, structure = pytree.tree_flatten(tensors)
-        kinds = DTensor if isinstance(self.state.model, FSDP) else ()
-        copies = iter(self._stager.stage([x for x in leaves if not isinstance(x, kinds)]))
-        leaves = [x if isinstance(x, kinds) else next(copies) for x in leaves]
-        return pytree.tree_unflatten(leaves, structure)
 
     def wait(self) -> None:
         """Wait for a save in the background, and report its error."""
@@ -139,19 +126,25 @@ class Saver:
 class _Writer(dcp.FileSystemWriter):
     """A DCP writer of shards and, at the end, of train_state.json with their checksums."""
 
-    def __init__(self, path: Path, state: TrainState, full: bool) -> None:
+    def __init__(self, path: Path, state: TrainState, full: bool, stager: DefaultStager) -> None:
         super().__init__(path, overwrite=True)
         self.description = {name: getattr(state, name) for name in COUNTERS} | {
+            "identity": state.identity,
             "schedule": state.scheduler.last_epoch,
             "scaler": state.scaler.state_dict(),
             "ranks": [dist.get_world_size(), state.device.type],
         }
         self.device = state.device
         self.full = full
+        self.stager = stager
+        # FSDP1's shards are copies: a second one would double a save's memory and time.
+        self.copied = DTensor if isinstance(state.model, FSDP) else ()
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors unchanged, because `Saver` has made the copies."""
-        return state_dict
+        """Return host copies of tensors that training changes; DCP calls this in async saves."""
+        leaves, structure = pytree.tree_flatten(state_dict)
+        leaves = [x if isinstance(x, self.copied) else self.stager.stage([x])[0] for x in leaves]
+        return pytree.tree_unflatten(leaves, structure)
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         """Empty the directory, which may contain shards of a larger world size; rank 0 only."""
@@ -182,7 +175,7 @@ class _Writer(dcp.FileSystemWriter):
         last = FULL if self.full else ".metadata"
         files[last] = file_sum(self.path / last)
         description = self.description | {"files": files}
-        description["crc"] = json_sum(description)
+        description["crc"] = identity.checksum(json.dumps(description))
         temporary = self.path / f"{STATE}.tmp"
         temporary.write_text(json.dumps(description, indent=1))
         temporary.rename(self.path / STATE)
@@ -195,11 +188,6 @@ def file_sum(path: Path) -> list[int]:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return [path.stat().st_size, crc]
-
-
-def json_sum(description: dict[str, Any]) -> int:
-    """Return the CRC-32 of the contents of train_state.json."""
-    return zlib.crc32(json.dumps(description, sort_keys=True).encode())
 
 
 def step_of(path: Path) -> int:
@@ -250,7 +238,7 @@ def _verify(path: Path) -> None:
         raise ValueError(f"{path} has no {STATE}: its save was interrupted.")
     try:
         saved = json.loads((path / STATE).read_text())
-        if saved.pop("crc") != json_sum(saved) or saved["step"] != step_of(path):
+        if saved.pop("crc") != identity.checksum(json.dumps(saved)):
             raise ValueError
     except (ValueError, AttributeError, KeyError, TypeError):
         raise ValueError(f"{path / STATE} is damaged.") from None
@@ -305,27 +293,21 @@ def _generators() -> list[Any]:
 
 
 def _other_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return tensors and numbers in `state.others` by name; those of one rank end with OWN."""
+    """Return tensors and numbers in `state.others` by name, plain tensors also by rank."""
     tensors = {}
     for name, other in state.others.items():
         for path, value in pytree.tree_flatten_with_path(other.state_dict())[0]:
             key = name + pytree.keystr(path)
             if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                key += f" {dist.get_rank()}{OWN}"
+                key += f" of rank {dist.get_rank()}"
             if isinstance(value, SAVED):
                 tensors[key] = torch.as_tensor(value)
     return tensors
 
 
-def _read_others(fill: Callable, state: TrainState, world_size: int) -> None:
-    """Load tensors and numbers of `state.others` with `fill`; `world_size` is that of the save."""
+def _read_others(fill: Callable, state: TrainState) -> None:
+    """Load tensors and numbers of `state.others` with `fill`."""
     tensors = _other_tensors(state)
-    has_own = any(name.endswith(OWN) for name in tensors)
-    if has_own and world_size != dist.get_world_size():
-        raise ValueError(
-            f"{', '.join(state.others)} has tensors of each rank, saved by {world_size} processes. "
-            "Resume with as many."
-        )
     fill({"others": tensors})
     loaded = iter(tensors.values())
     for other in state.others.values():
@@ -337,10 +319,11 @@ def _read_others(fill: Callable, state: TrainState, world_size: int) -> None:
         other.load_state_dict(pytree.tree_unflatten(values, structure))
 
 
-def _read_weights(fill: Callable, model: nn.Module) -> None:
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load into `model` the weights of a checkpoint of any world size and strategy. All ranks."""
     options = _options(model)
     weights = _saved_part(model, dcp_state.get_model_state_dict(model, options=options))
-    fill({"model": weights})
+    open_checkpoint(path)({"model": weights})
     dcp_state.set_model_state_dict(model, weights, options=options)
 
 
@@ -382,11 +365,6 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Load into `model` the weights of a checkpoint of any world size and strategy. All ranks."""
-    _read_weights(open_checkpoint(path), model)
-
-
 def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     """Restore `state`, random states included; at another world size those are reseeded.
 
@@ -395,10 +373,10 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     """
     saved = json.loads((path / STATE).read_text())
     identity.compare(path, saved["identity"], state.identity)
+    load_weights(path, state.model)
     fill = open_checkpoint(path)
-    _read_weights(fill, state.model)
     _read_optimizer(fill, state.model, state.optimizer)
-    _read_others(fill, state, saved["ranks"][0])
+    _read_others(fill, state)
     while state.scheduler.last_epoch < saved["schedule"]:  # any schedule, with this run's flags
         state.scheduler.step()
     if saved["scaler"] and state.scaler.is_enabled():

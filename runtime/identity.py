@@ -15,9 +15,8 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from . import ranks, readers
 from .weights import unwrapped, whole_shape
 
-OF_FILES = {  # keys of a config that describe its files
-    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
+# Keys of a config that describe its files.
+OF_FILES = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 PLACES = {"output_dir", "model_name", "dataset", "val_dataset", "data_dir"}  # may differ by node
 SAMPLES = 256  # most samples that are read of a data set that is not a `datasets.Dataset`
 
@@ -31,13 +30,10 @@ def of_flags(args: Namespace) -> dict[str, str]:
 def of_model(args: Namespace, script: str, model: nn.Module, tokenizer: Tokenizer) -> dict:
     """Return the identity of a model before wrapping: names, shapes, config, chat template."""
     shapes = [(name, list(whole_shape(value))) for name, value in model.named_parameters()]
-    config = model.config.to_diff_dict()
-    settings = sorted((key, repr(value)) for key, value in config.items() if key not in OF_FILES)
-    identity = {
-        "script": script,
-        "model": f"{model.config.model_type}, {checksum([shapes, settings])}",
-        "chat template": checksum(getattr(tokenizer, "chat_template", None)),
-    }
+    settings = sorted(x for x in model.config.to_diff_dict().items() if x[0] not in OF_FILES)
+    template = checksum(getattr(tokenizer, "chat_template", None))
+    text = f"{model.config.model_type}, {checksum([shapes, settings])}"
+    identity = {"script": script, "model": text, "chat template": template}
     adapters = getattr(unwrapped(model), "adapters", None)
     return identity | (adapters.identity(args, model) if adapters else {})
 
@@ -46,27 +42,23 @@ def of_data(args: Namespace, loader: DataLoader, val_loaders: dict) -> dict[str,
     """Return data digests, batch and seed by name; raise ValueError if ranks differ. All ranks."""
     sets = {"training data": loader.dataset}
     sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
-    if int(os.environ.get("LOCAL_RANK", 0)) != 0:  # the node has one copy of the files
-        sets = {name: x for name, x in sets.items() if not isinstance(rows_of(x), Dataset)}
-    identity = compare_ranks({name: fingerprint(dataset) for name, dataset in sets.items()})
-    sampler = loader.batch_sampler
-    identity |= {"--seed": args.seed, "global batch": sampler.global_batch}
-    return identity | {"--group-by-length": sampler.lengths is not None}
+    digests = {name: fingerprint(dataset) for name, dataset in sets.items()}
+    identity = compare_ranks({name: digest for name, digest in digests.items() if digest})
+    identity |= {"--seed": args.seed, "global batch": loader.batch_sampler.global_batch}
+    return identity | {"--group-by-length": getattr(args, "group_by_length", False)}
 
 
-def rows_of(dataset: Any) -> Any:
-    """Return the rows from which a data set makes its samples."""
-    return getattr(dataset, "dataset", dataset)
-
-
-def fingerprint(dataset: Any) -> str:
-    """Return a data set's length and CRC as text: of up to SAMPLES samples and a Dataset's rows."""
+def fingerprint(dataset: Any) -> str | None:
+    """Return a data set's length and CRC as text: of up to SAMPLES samples and a Dataset's rows.
+    Return None if another process of this node reads the same rows."""
+    rows = getattr(dataset, "dataset", dataset)  # from which it makes its samples
+    is_table = isinstance(rows, Dataset)
+    if is_table and int(os.environ.get("LOCAL_RANK", 0)) != 0:
+        return None
     samples = [dataset[i] for i in range(0, len(dataset), len(dataset) // SAMPLES + 1)]
-    # The repr of an array omits numbers.
-    text = json.dumps(samples, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
+    text = json.dumps(samples, default=lambda x: getattr(x, "tolist", x.__repr__)())  # whole arrays
     crc = zlib.crc32(text.encode())
-    if isinstance(rows_of(dataset), Dataset):
-        crc = readers.content_sum(rows_of(dataset), crc)
+    crc = readers.content_sum(rows, crc) if is_table else crc
     return f"{len(dataset):,} samples, crc {crc:08x}"
 
 
@@ -79,9 +71,8 @@ def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
     """Return rank 0's `values`; raise ValueError if a value on another rank differs. All ranks."""
     everyone = ranks.on_every_rank(lambda: values)
     for rank, others in enumerate(everyone):
-        for key in others:
-            here, there = everyone[0].get(key), others[key]
-            if here != there:
+        for key, there in others.items():
+            if there != (here := everyone[0].get(key)):
                 text = f"{key} is {here} on rank 0, {there} on rank {rank}."
                 raise ValueError(f"{text} Give all nodes the same flags, model and data.")
     return everyone[0]
@@ -89,12 +80,11 @@ def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
 
 def compare(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise ValueError with all differences between the run that saved `path` and this one."""
-    differing = [name for name in here if here[name] != saved.get(name)]
-    if not differing:
+    was = {name: saved.get(name) for name in here if here[name] != saved.get(name)}
+    if not was:
         return
-    pairs = [f"{name} is {here[name]}, was {saved.get(name)}" for name in differing]
+    text = "; ".join(f"{name} is {here[name]}, was {was[name]}" for name in was)
     remedy = "Pass the flags, model, data and optimizer of that run, or another --output-dir."
-    if "global batch" in differing:
-        batch = saved["global batch"]
+    if batch := was.get("global batch"):
         remedy += f" --global-batch-size {batch} keeps the batch if the processes divide {batch}."
-    raise ValueError(f"{path} was saved by a different run: {'; '.join(pairs)}. {remedy}")
+    raise ValueError(f"{path} was saved by a different run: {text}. {remedy}")

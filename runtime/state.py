@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-COUNTERS = (  # fields of TrainState that a checkpoint stores as JSON
-    "step", "epoch", "consumed", "tokens", "best_loss", "best_step", "validation_due", "identity",
-)  # fmt: skip
+# Fields of TrainState that a checkpoint stores as JSON.
+COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "validation_due")
 
 
 @dataclass

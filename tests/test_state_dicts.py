@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from conftest import ROOT, launch
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
-from runtime.checkpoints import Saver
+from runtime.checkpoints import Saver, _Writer
 
 SIMULATOR = ROOT.parent / "shared/simdev"
 
@@ -59,14 +59,15 @@ def test_background_save_copies_what_training_changes():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     state = SimpleNamespace(model=model, optimizer=optimizer)
-    saver = Saver(Namespace(async_save=False), Path(), state)
+    stager = Saver(Namespace(async_save=False), Path(), state)._stager
+    writer = SimpleNamespace(stager=stager, copied=())
     for _ in range(2):
         model(torch.ones(3)).sum().backward()
         optimizer.step()
         moments = optimizer.state_dict()["state"]
         tensors = {"model": dict(model.named_parameters()), "optimizer": moments}
         before = [x.detach().clone() for x in pytree.tree_leaves(tensors)]
-        copies = saver._host_copies(tensors)
+        copies = _Writer.stage(writer, tensors)
         optimizer.step()
         assert not torch.equal(model.weight, before[0])
         assert all(map(torch.equal, pytree.tree_leaves(copies), before))

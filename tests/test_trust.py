@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpt2_fsdp
-from runtime import checkpoints, readers, weights
+from runtime import checkpoints, identity, readers, weights
 
 
 class Hostile:
@@ -106,8 +106,8 @@ def rewrite(path: Path, name: str, write: Callable[[Path], None]) -> None:
     saved = json.loads((path / "train_state.json").read_text())
     saved["files"][name] = checkpoints.file_sum(path / name)
     del saved["crc"]
-    text = json.dumps(saved | {"crc": checkpoints.json_sum(saved)})
-    (path / "train_state.json").write_text(text)
+    saved["crc"] = identity.checksum(json.dumps(saved))
+    (path / "train_state.json").write_text(json.dumps(saved))
 
 
 def hostile_metadata(path: Path, marker: Path) -> None:
