@@ -238,7 +238,8 @@ def _verify(path: Path) -> None:
         raise ValueError(f"{path} has no {STATE}: its save was interrupted.")
     try:
         saved = json.loads((path / STATE).read_text())
-        if saved.pop("crc") != identity.checksum(json.dumps(saved)):
+        sums_differ = saved.pop("crc") != identity.checksum(json.dumps(saved))
+        if sums_differ or saved["step"] != step_of(path):
             raise ValueError
     except (ValueError, AttributeError, KeyError, TypeError):
         raise ValueError(f"{path / STATE} is damaged.") from None

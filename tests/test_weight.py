@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4335, 30927),
-    "gpt2_fsdp.py": (4161, 28960),
-    "llama_fsdp.py": (5143, 36686),
-    "runtime/": (4215, 29171),
+    "T5_training.py": (4336, 30946),
+    "gpt2_fsdp.py": (4162, 28979),
+    "llama_fsdp.py": (5144, 36705),
+    "runtime/": (4216, 29190),
 }
 
 
