@@ -157,8 +157,7 @@ class _Writer(dcp.FileSystemWriter):
         if self.device.type != "cpu":  # or the thread of every rank would use GPU 0
             torch.accelerator.set_device_index(self.device.index)
         results = super().write_data(plan, planner)
-        files = self.path.glob(f"__{dist.get_rank()}_*.distcp")
-        sums = {file.name: file_sum(file) for file in files}
+        sums = {x.name: file_sum(x) for x in self.path.glob(f"__{dist.get_rank()}_*.distcp")}
         return results.then(lambda done: [*done.value(), sums])
 
     def finish(self, metadata: Any, results: Any) -> None:
@@ -377,7 +376,8 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
     load_weights(path, state.model)
     fill = open_checkpoint(path)
     _read_optimizer(fill, state.model, state.optimizer)
-    _read_others(fill, state)
+    if state.others:
+        _read_others(fill, state)
     while state.scheduler.last_epoch < saved["schedule"]:  # any schedule, with this run's flags
         state.scheduler.step()
     if saved["scaler"] and state.scaler.is_enabled():
