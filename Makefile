@@ -31,9 +31,12 @@ test: $(VENV)/ready
 test-ci: $(VENV)/ready
 	$(PYTEST) -m "ci and not slow"
 
-# The slow tests measure time and memory, so they run one at a time.
-test-all: test test-ci
-	$(VENV)/bin/pip install --quiet -r benchmarks/requirements.txt
+# Every test, with all optional packages. The slow tests measure time and memory, so they run one at
+# a time.
+test-all: $(VENV)/ready
+	$(VENV)/bin/pip install --quiet -r requirements-extras.txt -r benchmarks/requirements.txt
+	$(MAKE) test
+	$(MAKE) test-ci
 	$(VENV)/bin/python -m pytest -m slow
 
 clean:

@@ -47,6 +47,8 @@ def test_exports_during_training_do_not_change_results(more, flags, chats, wide_
     """Losses and weights are equal to the last bit, on two ranks."""
     script = "gpt2_fsdp"
     if "--lora-rank" in more:
+        pytest.importorskip("peft")
+        pytest.importorskip("bitsandbytes")
         script = "llama_fsdp"
         flags = ["--dataset", chats, "--max-seq-length", "64", "--model-name", wide_llama]
         flags += ["--log-every", "1", "--eval-every", "2", "--max-steps", "6", "--lr", "1e-2"]
