@@ -45,7 +45,7 @@ class Lock:
 
     def check(self) -> None:
         """End this process if another run has taken over the lock, for example while this one was
-        suspended. Call this before writing."""
+        suspended. Call this before saving."""
         if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked: only on rank 0
             time.sleep(1)  # a read may fail once on a network file system
             if not self.lease.is_lock_held_by_us:

@@ -86,6 +86,10 @@ class Metrics:
         self._progress = Progress("step", state.total_steps, "step", state.step)
         self._seconds = 0.0  # of the steps since the last call of `speed`
         self._tokens = state.tokens  # at that call
+        if dist.get_rank() == 0:
+            truncate(self.path, state.step)
+            # Kept open: a run that takes over replaces the file, so this run cannot write to it.
+            self._file = self.path.open("a", buffering=1)
 
     def close(self) -> None:
         """Clear the progress bar and close the trackers."""
@@ -94,7 +98,7 @@ class Metrics:
             self.trackers.close()
 
     def log_start(self, loader: DataLoader) -> None:
-        """Truncate metrics.jsonl to the restored step; log and print the run's settings."""
+        """Log and print the run's settings."""
         args, state = self.args, self.state
         model = unwrapped(state.model)
         if state.device.type != "cpu":
@@ -103,7 +107,6 @@ class Metrics:
             self.flops_per_token = flops_per_token(model, length)
         if dist.get_rank() != 0:
             return
-        truncate(self.path, state.step)
         if args.track:
             from .trackers import Trackers  # optional in a copy
 
@@ -146,8 +149,7 @@ class Metrics:
     def _write(self, event: str, values: dict[str, Any]) -> None:
         line = {"event": event, "step": self.state.step, "epoch": self.state.epoch, **values}
         try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps(line) + "\n")
         except OSError as error:  # a full disk should not end the run
             ranks.say(f"metrics.jsonl could not be written ({error.strerror}).")
 

@@ -235,13 +235,11 @@ class Run:
 
     def log_step(self, **values: Any) -> None:
         """Log the `values` of the last step, and the speed since the last call."""
-        self.lock.check()
         self.metrics.log("train", **values, **self.metrics.speed())
 
     def log_validation(self, results: dict[str, Any]) -> None:
         """Export best/ if the validation's `loss` is the lowest so far, then log `results`. Raise
         Stopped on all ranks if one was asked to stop before the export is complete."""
-        self.lock.check()
         state = self.state
         is_best = state.step > 0 and results["loss"] < state.best_loss
         if is_best and self._export_best():
