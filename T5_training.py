@@ -13,7 +13,7 @@ and in `train` the optimizer, the schedule and the step.
 """
 
 import sys
-from argparse import Namespace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -36,11 +36,12 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset as data
-from runtime import arguments, batches, optimization, ranks, rouge, screen, tokens, weights
+from runtime import batches, optimization, options, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
 from runtime.decoder_checks import check_decoder
 from runtime.generation import generation
 from runtime.model_checks import check_sum, fit_config
+from runtime.options import flag
 from runtime.run import Loaders, Run, launch
 
 # Change these to train another model. tools/memory_estimator.py reads them too.
@@ -48,13 +49,28 @@ MODEL = transformers.T5ForConditionalGeneration
 BLOCKS = (T5Block,)  # FSDP units, each compiled and recomputed separately
 TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}  # config fields
 TINY_TOKEN_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-DEFAULTS = {"model_name": "google-t5/t5-base"}  # flags that differ from the other scripts
-TINY_DEFAULTS = {"source_length": 256, "target_length": 64, "num_train_samples": 600, "epochs": 1}
 SCRIPT = Path(__file__).stem
 
 
+@dataclass
+class Options(data.Options, rouge.Options, options.Run, options.Optimization, policies.Options):
+    """model"""
+
+    model_name: str = flag("google-t5/t5-base", options.MODEL_NAME)
+
+
+@dataclass
+class TinyOptions(Options):
+    """Defaults of --model-name tiny."""
+
+    source_length: int = 256
+    target_length: int = 64
+    num_train_samples: int = 600
+    epochs: int = 1
+
+
 @record
-def fsdp_main(args: Namespace) -> int:
+def fsdp_main(args: Options) -> int:
     """Train from pretrained weights or a checkpoint, then export; return the exit code."""
     device = setup(args)
     try:
@@ -76,17 +92,7 @@ def fsdp_main(args: Namespace) -> int:
         cleanup()
 
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
-    parser = arguments.Parser(__doc__)
-    arguments.add_model(parser)
-    data.add_arguments(parser)
-    rouge.add_arguments(parser)
-    arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    return arguments.validate(parser.parse(argv, DEFAULTS, TINY_DEFAULTS), rouge, policies)
-
-
-def setup(args: Namespace) -> torch.device:
+def setup(args: Options) -> torch.device:
     """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
@@ -110,7 +116,7 @@ def cleanup() -> None:
 
 
 def load_model(
-    args: Namespace, device: torch.device, checkpoint: Path | None = None
+    args: Options, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
     """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
     given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit `args`."""
@@ -131,7 +137,7 @@ def unit_classes(model: nn.Module) -> policies.Classes:
 
 
 def wrap_model(
-    args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
+    args: Options, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
@@ -166,7 +172,7 @@ def wrap_model(
     return model
 
 
-def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+def load_data(args: Options, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     Your own data set needs len() and [i], which returns a sample that `data.collate` accepts.
@@ -179,7 +185,7 @@ def model_inputs(batch: Batch) -> Batch:
     return {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
 
 
-def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
+def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError if the loss is a mean or decoder inputs are wrong. Call on all ranks."""
     rows = data.probe_batch()
     collate = data.collator(model)
@@ -205,9 +211,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
-def train(
-    args: Namespace, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run
-) -> bool:
+def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run) -> bool:
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = run.device
     lengths = data.source_lengths(args, train_set)  # None: do not group by length
@@ -258,7 +262,7 @@ def train(
 
 
 @torch.no_grad()
-def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
+def validation(args: Options, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
     """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
 
     Every example counts once: a rank that has no examples left gets batches without targets.
@@ -276,7 +280,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
 
 
 def run_without_training(
-    args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
+    args: Options, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
     """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
     device = run.device
@@ -299,7 +303,7 @@ def run_without_training(
 
 @torch.no_grad()
 def summarize(
-    args: Namespace, device: torch.device, model: nn.Module, tokenizer: Tokenizer, loaders: Loaders
+    args: Options, device: torch.device, model: nn.Module, tokenizer: Tokenizer, loaders: Loaders
 ) -> list[tuple[str, str, str]]:
     """Return (source, reference, summary) of --rouge-samples examples. Call on all ranks."""
     loader = batches.first_samples(next(iter(loaders.values())), args.rouge_samples)
@@ -315,4 +319,4 @@ def summarize(
 
 
 if __name__ == "__main__":
-    launch(fsdp_main, parse_args())
+    launch(fsdp_main, options.parse(Options, tiny=TinyOptions))

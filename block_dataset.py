@@ -7,8 +7,9 @@ Copy this file along with gpt2_fsdp.py and the folder runtime/.
 import functools
 import random
 import zlib
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, readers, tokens
+from runtime import readers, tokens
+from runtime.options import BadRows, flag
 from runtime.ranks import say
 
 FEATURES = {"input_ids": List(Value("int32"))}
@@ -24,21 +26,23 @@ BUILT_IN = ("docstrings",)
 WIKITEXT = "Salesforce/wikitext"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the data flags to `parser`, whose formatter shows the defaults in --help."""
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.DATA, help="docstrings (built in), text, "
-        "JSONL or Parquet files, directories of *.txt or hub ids; NAME:train[:1000] takes a "
-        f"split or a part (default: {WIKITEXT})")  # fmt: skip
-    add("--val-dataset", **arguments.DATA, help="validate on these (default: each "
-        "--dataset's split validation, or the last 5%% of its blocks)")  # fmt: skip
-    add("--dataset-config", help="configuration of a hub data set (default: wikitext-2-raw-v1 of "
-        f"{WIKITEXT})")  # fmt: skip
-    add("--text-column", default="text", help="column of a hub data set, JSONL or Parquet file")
-    add("--block-size", **arguments.COUNT, default=1024, help="tokens in a sample")
-    add("--bad-rows", **arguments.BAD_ROWS)
-    for kind, flag in ("training", "--num-train-samples"), ("validation", "--num-val-samples"):
-        add(flag, **arguments.COUNT, default=0, help=f"blocks per {kind} set (0: all)")
+@dataclass
+class Options:
+    """data"""
+
+    dataset: list[str] = flag([], "docstrings (built in), text, JSONL or Parquet files, "
+        "directories of *.txt or hub ids; NAME:train[:1000] takes a split or a part (default: "
+        f"{WIKITEXT})", metavar="DATA")  # fmt: skip
+    val_dataset: list[str] = flag([], "validate on these (default: each --dataset's split "
+        "validation, or the last 5% of its blocks)", metavar="DATA")  # fmt: skip
+    dataset_config: str | None = flag(
+        None, f"configuration of a hub data set (default: wikitext-2-raw-v1 of {WIKITEXT})"
+    )
+    text_column: str = flag("text", "column of a hub data set, JSONL or Parquet file")
+    block_size: int = flag(1024, "tokens in a sample", low=2)
+    bad_rows: BadRows = flag("fail", "skip: drop unusable rows")
+    num_train_samples: int = flag(0, "blocks per training set (0: all)", low=0)
+    num_val_samples: int = flag(0, "blocks per validation set (0: all)", low=0)
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[list[dict]]:

@@ -9,9 +9,10 @@ import json
 import os.path
 import random
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from bisect import bisect_right
 from collections import abc, defaultdict
+from dataclasses import dataclass
 from datetime import date
 
 import numpy as np
@@ -19,7 +20,8 @@ import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, chats, readers, tokens
+from runtime import chats, readers, tokens
+from runtime.options import BadRows, flag
 from runtime.ranks import say
 
 FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
@@ -39,25 +41,26 @@ def probe_batch(args: Namespace) -> list[list[dict]]:
     return [[first, first], [second, first]] if args.packing else [[first], [short]]
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the data flags to `parser`, whose formatter shows the defaults in --help."""
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.DATA, help="docstrings (built in), "
-        "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
-        "takes a split or a part (default: docstrings)")  # fmt: skip
-    add("--val-dataset", **arguments.DATA, help="validate on these instead of a "
-        "part of each --dataset")  # fmt: skip
-    add("--dataset-config", help="configuration of a hub data set")
-    add("--text-column", default="content", help="column with plain documents")
-    add("--max-seq-length", **arguments.COUNT, default=2048, help="tokens in a sequence; "
-        "longer documents are truncated")  # fmt: skip
-    add("--chat-template", metavar="NAME|FILE", help="chatml, llama-2 or a Jinja file (default: "
-        "the tokenizer's, or llama-2 if it has none)")  # fmt: skip
-    add("--packing", **arguments.ON, help="pack several documents into a sequence")
-    add("--train-on-prompt", **arguments.OFF, help="train on all tokens of a chat")
-    add("--bad-rows", **arguments.BAD_ROWS)
-    for flag in "--num-train-samples", "--num-val-samples":
-        add(flag, **arguments.COUNT, default=0, help="documents per data set (0: all)")
+@dataclass
+class Options:
+    """data"""
+
+    dataset: list[str] = flag([], "docstrings (built in), CSV, JSON, JSONL or Parquet files, "
+        "save_to_disk directories or hub ids; NAME:train[:1000] takes a split or a part (default: "
+        "docstrings)", metavar="DATA")  # fmt: skip
+    val_dataset: list[str] = flag(
+        [], "validate on these instead of a part of each --dataset", metavar="DATA"
+    )
+    dataset_config: str | None = flag(None, "configuration of a hub data set")
+    text_column: str = flag("content", "column with plain documents")
+    max_seq_length: int = flag(2048, "tokens in a sequence; longer documents are truncated", low=8)
+    chat_template: str | None = flag(None, "chatml, llama-2 or a Jinja file (default: the "
+        "tokenizer's, or llama-2 if it has none)", metavar="NAME|FILE")  # fmt: skip
+    packing: bool = flag(True, "pack several documents into a sequence")
+    train_on_prompt: bool = flag(False, "train on all tokens of a chat")
+    bad_rows: BadRows = flag("fail", "skip: drop unusable rows")
+    num_train_samples: int = flag(0, "documents per data set (0: all)", low=0)
+    num_val_samples: int = flag(0, "documents per data set (0: all)", low=0)
 
 
 def fix_date(template: str) -> str:

@@ -16,8 +16,8 @@ Attention crosses document boundaries here. In llama_fsdp.py it does not.
 """
 
 import sys
-from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,11 +40,12 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import block_dataset as data
 import policies
-from runtime import arguments, batches, optimization, ranks, tokens, weights
+from runtime import batches, optimization, options, ranks, tokens, weights
 from runtime.batches import Batch
 from runtime.chunked_loss import LossHead
 from runtime.logit_checks import check_logits
 from runtime.model_checks import check_sum, fit_config
+from runtime.options import flag
 from runtime.run import Loaders, Run, launch
 
 # Change these to train another model. tools/memory_estimator.py reads them too.
@@ -52,13 +53,40 @@ MODEL = transformers.GPT2LMHeadModel
 BLOCKS = (GPT2Block,)  # FSDP units, each compiled and recomputed separately
 TINY = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024}  # config fields
 TINY_TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": None}
-DEFAULTS = {"model_name": "openai-community/gpt2"}  # flags that differ from the other scripts
-TINY_DEFAULTS = {"block_size": 256, "num_train_samples": 800, "num_val_samples": 100, "epochs": 1}
 SCRIPT = Path(__file__).stem
 
 
+def unit_size(text: str) -> int:
+    """Return NUMBER from the --wrap value size:NUMBER, or 0 from block; else raise ValueError."""
+    return 0 if text == "block" else int(text.removeprefix("size:"))
+
+
+@dataclass
+class Options(data.Options, options.Run, options.Optimization, policies.Options):
+    """model"""
+
+    model_name: str = flag("openai-community/gpt2", options.MODEL_NAME)
+    from_scratch: bool = flag(False, "use the model's config, not its weights")
+    wrap: int = flag(0, "FSDP units: blocks, or modules with at least NUMBER parameters (default: "
+        "block)", convert=unit_size, metavar="block|size:NUMBER")  # fmt: skip
+
+    def problems(self) -> list[str]:
+        """Return a message if --wrap cannot be used."""
+        return ["--wrap size:NUMBER needs --fsdp 1."] if self.wrap and self.fsdp == 2 else []
+
+
+@dataclass
+class TinyOptions(Options):
+    """Defaults of --model-name tiny."""
+
+    block_size: int = 256
+    num_train_samples: int = 800
+    num_val_samples: int = 100
+    epochs: int = 1
+
+
 @record
-def fsdp_main(args: Namespace) -> int:
+def fsdp_main(args: Options) -> int:
     """Train from pretrained weights or a checkpoint, then export; return the exit code."""
     device = setup(args)
     try:
@@ -78,24 +106,7 @@ def fsdp_main(args: Namespace) -> int:
         cleanup()
 
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
-    parser = arguments.Parser(__doc__)
-    add = arguments.add_model(parser)
-    add("--from-scratch", **arguments.OFF, help="use the model's config, not its weights")
-    add("--wrap", type=unit_size, default="block", metavar="block|size:NUMBER", help="FSDP "
-        "units: blocks, or modules with at least NUMBER parameters (default: block)")  # fmt: skip
-    data.add_arguments(parser)
-    arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    return arguments.validate(parser.parse(argv, DEFAULTS, TINY_DEFAULTS), policies)
-
-
-def unit_size(text: str) -> int:
-    """Return NUMBER from the --wrap value size:NUMBER, or 0 from block; else raise ValueError."""
-    return 0 if text == "block" else int(text.removeprefix("size:"))
-
-
-def setup(args: Namespace) -> torch.device:
+def setup(args: Options) -> torch.device:
     """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
@@ -154,7 +165,7 @@ LossModel.__name__ = MODEL.__name__  # the name in config.json
 
 
 def load_model(
-    args: Namespace, device: torch.device, checkpoint: Path | None = None
+    args: Options, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
     """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
     given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit `args`."""
@@ -190,7 +201,7 @@ def size_policy(model: nn.Module, smallest: int) -> Callable[..., bool]:
 
 
 def wrap_model(
-    args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
+    args: Options, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
@@ -227,7 +238,7 @@ def wrap_model(
     return model
 
 
-def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+def load_data(args: Options, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     Your own data set needs len() and [i], which returns a sample that `data.collate` accepts.
@@ -240,7 +251,7 @@ def model_inputs(batch: Batch) -> Batch:
     return {"input_ids": batch["input_ids"]}
 
 
-def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
+def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is a sum and uses the model's causal logits. All ranks."""
     rows = data.probe_batch(args)
     batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
@@ -255,9 +266,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**model_inputs(batch), targets=batch["labels"])
 
 
-def train(
-    args: Namespace, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run
-) -> bool:
+def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run) -> bool:
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = run.device
     sampler = batches.train_sampler(args, train_set)  # same order on any number of ranks
@@ -306,7 +315,7 @@ def train(
 
 
 @torch.no_grad()
-def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
+def validation(args: Options, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
     """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
 
     Every example counts once: a rank that has no examples left gets batches without targets.
@@ -324,7 +333,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
 
 
 def run_without_training(
-    args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
+    args: Options, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
     """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
     device = run.device
@@ -343,4 +352,4 @@ def run_without_training(
 
 
 if __name__ == "__main__":
-    launch(fsdp_main, parse_args())
+    launch(fsdp_main, options.parse(Options, tiny=TinyOptions))

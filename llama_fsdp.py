@@ -13,7 +13,7 @@ replace the import of LlamaDecoderLayer, and MODEL, BLOCKS and TINY. Next, chang
 """
 
 import sys
-from argparse import Namespace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import chat_dataset as data
 import policies
 from runtime import (
-    arguments,
     attention,
     batches,
     chats,
     lora,
     optimization,
+    options,
     paged,
     ranks,
     tokens,
@@ -51,6 +51,7 @@ from runtime.batches import Batch
 from runtime.chunked_loss import LossHead
 from runtime.logit_checks import check_logits
 from runtime.model_checks import check_sum, fit_config
+from runtime.options import flag
 from runtime.run import Loaders, Run, launch
 
 # Change these to train another model. tools/memory_estimator.py reads them too.
@@ -64,26 +65,47 @@ TINY = {  # config fields
     "num_key_value_heads": 2,
 }
 TINY_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": 1}
-TINY_DEFAULTS = {"max_seq_length": 512, "num_train_samples": 600, "num_val_samples": 60}
-DEFAULTS = {  # flags that differ from the other scripts: the Llama-2-70B recipe
-    "model_name": "meta-llama/Llama-2-7b-hf",
-    "lr": 5e-5,
-    "lr_schedule": "cosine",
-    "batch_size": 1,
-    "epochs": 1,
-    "seed": 100,
-    "log_every": 25,
-    "eval_every": 100,
-    "save_every": 250,
-    "timeout_minutes": 90.0,
-    "activation_checkpointing": True,
-    "export_dtype": "bf16",
-}
 SCRIPT = Path(__file__).stem
 
 
+@dataclass
+class Options(
+    attention.Options,
+    lora.Options,
+    paged.Options,
+    data.Options,
+    options.Run,
+    options.Optimization,
+    policies.Options,
+):
+    """model"""
+
+    model_name: str = flag("meta-llama/Llama-2-7b-hf", options.MODEL_NAME)
+    # Other defaults than the other scripts have: the Llama-2-70B recipe.
+    lr: float = 5e-5
+    lr_schedule: str = "cosine"
+    batch_size: int = 1
+    epochs: int = 1
+    seed: int = 100
+    log_every: int = 25
+    eval_every: int = 100
+    save_every: int = 250
+    timeout_minutes: float = 90.0
+    activation_checkpointing: bool = True
+    export_dtype: str = "bf16"
+
+
+@dataclass
+class TinyOptions(Options):
+    """Defaults of --model-name tiny."""
+
+    max_seq_length: int = 512
+    num_train_samples: int = 600
+    num_val_samples: int = 60
+
+
 @record
-def fsdp_main(args: Namespace) -> int:
+def fsdp_main(args: Options) -> int:
     """Train from pretrained weights or a checkpoint, then export; return the exit code."""
     device = setup(args)
     try:
@@ -103,20 +125,7 @@ def fsdp_main(args: Namespace) -> int:
         cleanup()
 
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
-    parser = arguments.Parser(__doc__)
-    add = arguments.add_model(parser)
-    add("--attention", choices=attention.CHOICES, default="auto", help=attention.HELP)
-    lora.add_arguments(parser)
-    paged.add_arguments(parser)
-    data.add_arguments(parser)
-    arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    args = parser.parse(argv, DEFAULTS, TINY_DEFAULTS)
-    return arguments.validate(args, lora, paged, policies, attention)
-
-
-def setup(args: Namespace) -> torch.device:
+def setup(args: Options) -> torch.device:
     """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
     device = ranks.local_device()
     timeout = timedelta(minutes=args.timeout_minutes)
@@ -185,7 +194,7 @@ LossModel.__name__ = MODEL.__name__  # the name in config.json
 
 
 def load_model(
-    args: Namespace, device: torch.device, checkpoint: Path | None = None
+    args: Options, device: torch.device, checkpoint: Path | None = None
 ) -> tuple[nn.Module, Tokenizer, weights.Init]:
     """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
     given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit `args`."""
@@ -217,7 +226,7 @@ def unit_classes(model: nn.Module) -> policies.Classes:
 
 
 def wrap_model(
-    args: Namespace, device: torch.device, model: nn.Module, init: weights.Init
+    args: Options, device: torch.device, model: nn.Module, init: weights.Init
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
@@ -252,7 +261,7 @@ def wrap_model(
     return model
 
 
-def load_data(args: Namespace, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+def load_data(args: Options, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
     """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     Your own data set needs len() and [i], which returns a sample that `data.collate` accepts.
@@ -266,7 +275,7 @@ def model_inputs(batch: Batch) -> Batch:
     return {name: batch[name] for name in names}
 
 
-def check_loss(args: Namespace, device: torch.device, model: nn.Module) -> None:
+def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is a sum and uses the model's causal logits. All ranks."""
     rows = data.probe_batch(args)
     batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
@@ -282,9 +291,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**model_inputs(batch), targets=batch["labels"])
 
 
-def train(
-    args: Namespace, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run
-) -> bool:
+def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run) -> bool:
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = run.device
     sampler = batches.train_sampler(args, train_set)  # same order on any number of ranks
@@ -336,7 +343,7 @@ def train(
 
 
 @torch.no_grad()
-def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
+def validation(args: Options, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
     """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
 
     Every example counts once: a rank that has no examples left gets batches without targets.
@@ -354,7 +361,7 @@ def validation(args: Namespace, model: nn.Module, loaders: Loaders, run: Run) ->
 
 
 def run_without_training(
-    args: Namespace, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
+    args: Options, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
 ) -> None:
     """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
     device = run.device
@@ -373,4 +380,4 @@ def run_without_training(
 
 
 if __name__ == "__main__":
-    launch(fsdp_main, parse_args())
+    launch(fsdp_main, options.parse(Options, tiny=TinyOptions))

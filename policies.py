@@ -7,8 +7,9 @@ import os
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from transformers.activations import NewGELUActivation
 
 from runtime import ranks
 from runtime.batches import Batch
+from runtime.options import flag
 from runtime.steps import Step
 
 # On one process FSDP1 always falls back to NO_SHARD, with three different warnings.
@@ -61,46 +63,60 @@ STRATEGIES = {
 Classes = tuple[type[nn.Module], ...]  # the classes of a model's blocks
 
 
-def resolve_arguments(args: Namespace) -> dict[str, Any]:
-    """Return `fsdp` and `precision` by name; auto is bf16 if native to the GPU, else fp32."""
-    precision = args.precision
-    if precision == "auto":
-        precision = "bf16" if ranks.has_bf16() else "fp32"
-    return {"precision": precision, "fsdp": args.fsdp or 1}
+@dataclass
+class Options:
+    """sharding"""
 
+    fsdp: Literal[1, 2] | None = flag(None, "1: FullyShardedDataParallel; 2: fully_shard (default: "
+        "1, with adapters 2)")  # fmt: skip
+    strategy: Literal[*STRATEGIES] = flag("full_shard", "what to shard")
+    shard_group_size: int = flag(0, "for hybrid_shard (0: ranks of a node)", low=0)
+    cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state on the CPU")
+    precision: Literal["auto", *PRECISIONS] = flag("auto", "compute dtype; auto: bf16 if the GPU "
+        "supports it, else fp32")  # fmt: skip
+    activation_checkpointing: bool = flag(False, "recompute each block in the backward pass")
+    compile: bool = flag(False, "torch.compile each block")
 
-def check_arguments(args: Namespace) -> list[str]:
-    """Return an error message for each combination of parallelism flags that cannot work."""
-    if args.prepare_only:
-        return []
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    strategy = args.strategy
-    fsdp1 = args.fsdp == 1 and strategy != "ddp"
-    fsdp2 = args.fsdp == 2
-    no_sync = args.accumulate_no_sync
-    accumulates = fsdp1 and args.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
-    is_unsharded = fsdp1 and (processes == 1 or strategy == "no_shard")
-    offloads = args.cpu_offload and torch.accelerator.device_count() > 0 and strategy != "ddp"
-    with_sync = "with accumulation needs --fsdp 2, or --accumulate-no-sync on two or more"
-    rules = {
-        "--wrap size:NUMBER needs --fsdp 1.": fsdp2 and getattr(args, "wrap", 0),
-        "--cpu-offload needs a GPU, and not --strategy ddp.": args.cpu_offload and not offloads,
-        # Offload on CUDA trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
-        "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards.": (
-            offloads and is_unsharded and not (args.export_only or args.evaluate_only)
-        ),
-        f"--cpu-offload {with_sync} processes.": offloads and accumulates,
-        # In the next forward pass FSDP1's gradient differs from the parameter in shape or dtype.
-        f"--compile {with_sync} processes, or --strategy ddp.": args.compile and accumulates,
-        f"--strategy {strategy} needs --fsdp 1.": fsdp2 and strategy in ("no_shard", "ddp"),
-        "--accumulate-no-sync cannot be used with no_shard.": no_sync and strategy == "no_shard",
-        # A group of 1 never synchronizes gradients.
-        "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes.": (
-            strategy == "hybrid_shard" and (group <= 1 or processes % group)
-        ),
-    }
-    return [message for message, is_wrong in rules.items() if is_wrong]
+    def derive(self) -> None:
+        """Set the defaults of --fsdp, and of --precision: bf16 if native to the GPU, else fp32."""
+        self.fsdp = self.fsdp or 1
+        if self.precision == "auto":
+            self.precision = "bf16" if ranks.has_bf16() else "fp32"
+
+    def problems(self) -> list[str]:
+        """Return a message for each combination of parallelism flags that cannot work."""
+        if self.prepare_only:
+            return []
+        processes = int(os.environ.get("WORLD_SIZE", 1))
+        group = self.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        strategy = self.strategy
+        fsdp1 = self.fsdp == 1 and strategy != "ddp"
+        fsdp2 = self.fsdp == 2
+        no_sync = self.accumulate_no_sync
+        syncs_each_batch = self.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
+        accumulates = fsdp1 and syncs_each_batch
+        is_unsharded = fsdp1 and (processes == 1 or strategy == "no_shard")
+        offloads = self.cpu_offload and torch.accelerator.device_count() > 0 and strategy != "ddp"
+        rules = {
+            "--cpu-offload needs a GPU, and not --strategy ddp.": self.cpu_offload and not offloads,
+            # Offload on CUDA trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
+            "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards.": (
+                offloads and is_unsharded and not (self.export_only or self.evaluate_only)
+            ),
+            "--cpu-offload with accumulation needs --fsdp 2, or --accumulate-no-sync on two or "
+            "more processes.": offloads and accumulates,
+            # In the next pass FSDP1's gradient differs from the parameter in shape or dtype.
+            "--compile with accumulation needs --fsdp 2, or --accumulate-no-sync on two or more "
+            "processes, or --strategy ddp.": self.compile and accumulates,
+            f"--strategy {strategy} needs --fsdp 1.": fsdp2 and strategy in ("no_shard", "ddp"),
+            "--accumulate-no-sync cannot be used with no_shard.": (
+                no_sync and strategy == "no_shard"
+            ),
+            # A group of 1 never synchronizes gradients.
+            "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the "
+            "processes.": strategy == "hybrid_shard" and (group <= 1 or processes % group),
+        }
+        return [message for message, is_wrong in rules.items() if is_wrong]
 
 
 def check_blocks(model: nn.Module, blocks: Classes) -> None:

@@ -13,11 +13,12 @@ import contextlib
 import hashlib
 import random
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from datasets import Dataset, List, Value
 from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import arguments, ranks, readers, tokens
+from runtime import ranks, readers, tokens
+from runtime.options import BadRows, flag
 from runtime.ranks import say
 from runtime.weights import unwrapped
 
@@ -48,27 +50,29 @@ COLUMNS = {  # text, summary, and the key of rows that stay together
 }
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Add the data flags to `parser`, whose formatter shows the defaults in --help."""
-    add = parser.add_argument_group("data").add_argument
-    add("--dataset", **arguments.DATA, help="wikihow, docstrings (built in), "
-        "CSV, JSON, JSONL or Parquet files, save_to_disk directories or hub ids; NAME:train[:1000] "
-        "takes a split or a part (default: wikihow)")  # fmt: skip
-    add("--val-dataset", **arguments.DATA, help="validate on these instead of a "
-        "part of each --dataset; for example wikihow:test")  # fmt: skip
-    add("--data-dir", help="directory of WikiHow's CSV files and title lists", default="data")
-    add("--wikihow-part", help="whole articles or paragraphs", choices=list(WIKIHOW), default="all")
-    add("--dataset-config", help="configuration of a hub data set")
-    add("--source-column", help="column with the texts", default="text")
-    add("--target-column", help="column with the summaries", default="headline")
-    add("--source-prefix", help="prepended to each text", default="summarize: ")
-    add("--source-length", **arguments.COUNT, default=512, help="tokens per text; the rest is cut")
-    add("--target-length", **arguments.COUNT, default=150, help="tokens per summary; rest is cut")
-    for flag, number in ("--num-train-samples", 1500), ("--num-val-samples", 300):
-        text = f"rows per data set (0: all; default: all, but {number} for wikihow and docstrings)"
-        add(flag, **arguments.COUNT, help=text)
-    add("--bad-rows", **arguments.BAD_ROWS)
-    add("--group-by-length", help="batch texts of similar length, to pad less", **arguments.ON)
+@dataclass
+class Options:
+    """data"""
+
+    dataset: list[str] = flag([], "wikihow, docstrings (built in), CSV, JSON, JSONL or Parquet "
+        "files, save_to_disk directories or hub ids; NAME:train[:1000] takes a split or a part "
+        "(default: wikihow)", metavar="DATA")  # fmt: skip
+    val_dataset: list[str] = flag([], "validate on these instead of a part of each --dataset; for "
+        "example wikihow:test", metavar="DATA")  # fmt: skip
+    data_dir: str = flag("data", "directory of WikiHow's CSV files and title lists", metavar="DIR")
+    wikihow_part: Literal[*WIKIHOW] = flag("all", "whole articles or paragraphs")
+    dataset_config: str | None = flag(None, "configuration of a hub data set")
+    source_column: str = flag("text", "column with the texts")
+    target_column: str = flag("headline", "column with the summaries")
+    source_prefix: str = flag("summarize: ", "prepended to each text")
+    source_length: int = flag(512, "tokens per text; the rest is cut", low=2)
+    target_length: int = flag(150, "tokens per summary; the rest is cut", low=2)
+    num_train_samples: int | None = flag(None, "rows per data set (0: all; default: all, but 1500 "
+        "for wikihow and docstrings)", low=0)  # fmt: skip
+    num_val_samples: int | None = flag(None, "rows per data set (0: all; default: all, but 300 "
+        "for wikihow and docstrings)", low=0)  # fmt: skip
+    bad_rows: BadRows = flag("fail", "skip: drop unusable rows")
+    group_by_length: bool = flag(True, "batch texts of similar length, to pad less")
 
 
 def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[str, Dataset]]:

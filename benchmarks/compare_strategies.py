@@ -31,6 +31,7 @@ from common import (
 from driven import Driven
 
 import gpt2_fsdp
+from benchmarks.driven import parse_flags
 from runtime import ranks
 from runtime.metrics import peak_memory
 
@@ -58,7 +59,7 @@ def parse_args() -> argparse.Namespace:
 def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None:
     """Train a few steps on random tokens; rank 0 prints time and memory as JSON."""
     common = ["--model-name", directory, "--dataset", "docstrings"]
-    args = gpt2_fsdp.parse_args([*common, *flags])
+    args = parse_flags(gpt2_fsdp, [*common, *flags])
     device = gpt2_fsdp.setup(args)
     if device.type == "cuda" and options.memory_limit_gb:
         total = torch.cuda.get_device_properties(device).total_memory

@@ -20,13 +20,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from runtime import batches, checkpoints, weights
+from runtime import batches, checkpoints, options, weights
 from runtime.batches import Batch
 from runtime.metrics import Metrics
 from runtime.run import Run
 from runtime.steps import Step, Steps
 
 Sets = tuple[Any, dict[str, Any]]  # the training set, and the validation sets by name
+
+
+def parse_flags(script: ModuleType, argv: list[str] | None = None) -> Any:
+    """Return a script's options for the flags in `argv` (default: sys.argv)."""
+    return options.parse(script.Options, argv, script.TinyOptions)
 
 
 class OffRecord(Run):

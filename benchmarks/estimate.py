@@ -24,6 +24,7 @@ from common import NO_DATA, launch, random_batch, step_and_measure, use_random_w
 from driven import Driven
 from transformers import ByT5Tokenizer
 
+from benchmarks.driven import parse_flags
 from tools import memory_estimator
 
 TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -34,7 +35,7 @@ LENGTH["T5_training"] = "--source-length"
 def worker(script_name: str, flags: list[str]) -> None:
     """Make two steps; rank 0 prints its bytes by kind, and the peak, as JSON."""
     script = importlib.import_module(script_name)
-    args = script.parse_args([*flags, "--dataset", "docstrings"])
+    args = parse_flags(script, [*flags, "--dataset", "docstrings"])
     device = script.setup(args)
     use_random_weights()
     driven, batch = Driven(script, args, device, sets=NO_DATA), random_batch(script, args)
@@ -61,7 +62,7 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
     if options.load_in_4bit:
         common.append("--load-in-4bit")
     precision = "bf16" if gpu else "fp32"
-    args = memory_estimator.parse_args(
+    args = options.parse(memory_estimator.Options,
         ["--model-name", name, "--gpus-per-node", str(options.processes), "--precision", precision,
          "--seq-length", str(length), *common]
     )  # fmt: skip

@@ -28,6 +28,7 @@ from driven import Driven
 from transformers import ByT5Tokenizer
 
 import llama_fsdp
+from benchmarks.driven import parse_flags
 from runtime import ranks, weights
 from runtime.metrics import PEAK_TFLOPS, flops_per_token
 from tools import memory_estimator
@@ -53,7 +54,7 @@ def peak_mb() -> float:
 
 def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     """Run steps of llama_fsdp.py; return median seconds, TFLOP/s, peak memory and attention."""
-    args = llama_fsdp.parse_args(
+    args = parse_flags(llama_fsdp,
         ["--model-name", directory, "--dataset", "docstrings", "--attention", options.attention,
          "--max-seq-length", str(options.length), "--batch-size", str(options.batch_size),
          "--lora-rank", str(options.lora_rank), *(["--compile"] if options.compile else [])]

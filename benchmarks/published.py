@@ -18,6 +18,7 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from runtime import options
 from tools import memory_estimator
 
 UNITS = {"GB": 10**9, "GiB": 1 << 30}
@@ -120,7 +121,8 @@ def estimate(row: Row) -> float:
     config = row.config
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
-        args = memory_estimator.parse_args(["--model-name", directory, *row.flags.split()])
+        flags = ["--model-name", directory, *row.flags.split()]
+        args = options.parse(memory_estimator.Options, flags)
         model = memory_estimator.read_model(args)
     if row.one_root:  # embeddings, head and last norm are units of one weight
         root = [weight for unit in model.units if len(unit) == 1 for weight in unit]

@@ -53,6 +53,7 @@ from driven import Driven
 from transformers import ByT5Tokenizer
 
 import llama_fsdp
+from benchmarks.driven import parse_flags
 from runtime import export, ranks
 from runtime.checkpoints import Saver
 
@@ -240,7 +241,7 @@ def worker(options: argparse.Namespace) -> None:
     flags = ["--model-name", f"{directory}/model", "--dataset", "docstrings", "--export-dtype",
              "fp32", "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
              "1", "--keep-checkpoints", "1", "--output-dir", f"{directory}/output"]  # fmt: skip
-    args = llama_fsdp.parse_args([*flags, *OURS.get(name, [])])
+    args = parse_flags(llama_fsdp, [*flags, *OURS.get(name, [])])
     device = llama_fsdp.setup(args)
     way = PEERS.get(name, Ours)(args, device)
     if stage == "save":

@@ -45,6 +45,7 @@ from torch.utils.data import DataLoader
 import gpt2_fsdp
 import llama_fsdp
 import T5_training
+from benchmarks.driven import parse_flags
 from runtime import readers
 from runtime.steps import Step
 
@@ -324,7 +325,7 @@ def ours(
     script = PEERS[options.worker].script
     runs = {}
     for name, more in OURS[options.preset].items():
-        runs[name] = CountingRun(script, script.parse_args([*flags, *more]), device)
+        runs[name] = CountingRun(script, parse_flags(script, [*flags, *more]), device)
     return runs
 
 
@@ -335,7 +336,7 @@ def worker(options: argparse.Namespace) -> None:
     peer = PEERS[options.worker]
     flags = peer.flags.format(**LENGTHS[options.preset]).split()
     flags += ["--model-name", f"./{peer.model}", "--max-steps", "100000", "--output-dir", "output"]
-    args = peer.script.parse_args(flags)
+    args = parse_flags(peer.script, flags)
     device = peer.script.setup(args)
     runs = ours(options, flags, device)
     loops: dict[str, Loop] = {name: run.loop for name, run in runs.items()}

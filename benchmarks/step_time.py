@@ -45,6 +45,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 import llama_fsdp
+from benchmarks.driven import parse_flags
 from runtime import batches
 
 OURS = {
@@ -157,7 +158,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
               "--no-activation-checkpointing", "--output-dir", f"{directory}/output"]  # fmt: skip
 
     def parse(name: str) -> argparse.Namespace:
-        return llama_fsdp.parse_args([*map(str, common), *(OURS | RECOMPUTING).get(name, [])])
+        return parse_flags(llama_fsdp, [*map(str, common), *(OURS | RECOMPUTING).get(name, [])])
 
     device = llama_fsdp.setup(parse("ours-fsdp1"))
     vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size

@@ -13,7 +13,7 @@ The run (one object owns each piece of state)
     watchdog      a timer that dumps the stacks of a rank that makes no progress
     screen        progress bars
     ranks         run functions on all ranks or on one; log lines; exit with a message
-    arguments     the flags that all scripts share
+    options       flags as typed fields, and the flags that all scripts share
     batches       the order of samples, cut into global batches
     optimization  parameter groups and learning-rate schedules
 Model and data

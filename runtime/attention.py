@@ -5,7 +5,8 @@ import contextlib
 import importlib
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,25 @@ from transformers import (
 )
 
 from . import ranks
+from .options import flag
 
-CHOICES = ["auto", "flash", "varlen", "sdpa", "eager"]
-HELP = "flash: flash-attn; varlen: torch's; sdpa, eager: with a mask; auto: the first that runs"
+
+@dataclass
+class Options:
+    """model"""
+
+    attention: Literal["auto", "flash", "varlen", "sdpa", "eager"] = flag("auto", "flash: "
+        "flash-attn; varlen: torch's; sdpa, eager: with a mask; auto: the first that runs"
+    )  # fmt: skip
+
+    def problems(self) -> list[str]:
+        """Return a message if the kernel of --attention cannot run here."""
+        if self.attention in ("flash", "varlen") and not self.prepare_only:
+            try:
+                varlen_kernel(self.attention, self.precision)
+            except ValueError as error:
+                return [str(error)]
+        return []
 
 
 def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
@@ -89,16 +106,6 @@ def per_document(
 
 
 per_document.origin = "scaled_dot_product_attention, a document at a time"
-
-
-def check_arguments(args: Namespace) -> list[str]:
-    """Return an error message if the kernel of --attention cannot run here."""
-    if args.attention in ("flash", "varlen") and not args.prepare_only:
-        try:
-            varlen_kernel(args.attention, args.precision)
-        except ValueError as error:
-            return [str(error)]
-    return []
 
 
 def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str:

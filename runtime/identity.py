@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from . import ranks, readers
+from .options import as_flag
 from .weights import unwrapped, whole_shape
 
 # Keys of a config that describe its files.
@@ -24,7 +25,7 @@ SAMPLES = 256  # most samples that are read of a data set that is not a `dataset
 def of_flags(args: Namespace) -> dict[str, str]:
     """Return by name the values of the flags that all ranks must share."""
     flags = {name: value for name, value in vars(args).items() if name not in PLACES}
-    return {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
+    return {as_flag(name): str(value) for name, value in flags.items()}
 
 
 def of_model(args: Namespace, script: str, model: nn.Module, tokenizer: Tokenizer) -> dict:

@@ -1,57 +1,43 @@
 """The flags of LoRA and their checks; adapters.py makes the adapters."""
 
-import argparse
 import importlib.util
-from argparse import Namespace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from .arguments import INSTALL, OFF
-
-DEFAULTS = {
-    "lora_alpha": 16.0,
-    "lora_dropout": 0.0,
-    "lora_targets": None,
-    "load_in_4bit": False,
-    "merge": False,
-}
+from .options import INSTALL, as_flag, defaults, flag
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of LoRA and 4-bit weights in `parser`, with their defaults."""
-    add = parser.add_argument_group("adapters, under --fsdp 2").add_argument
-    add("--lora-rank", type=int, default=0, help="train adapters of this rank (0: all weights)")
-    add("--lora-alpha", type=float, help="scales their output by alpha / rank")
-    add("--lora-dropout", type=float, help="dropout rate of their inputs")
-    add("--lora-targets", nargs="+", metavar="NAME",
-        help="projections with adapters, such as q_proj v_proj (default: all in the blocks)"
-    )  # fmt: skip
-    add("--load-in-4bit", **OFF, help="hold the blocks' frozen projections in NF4 (QLoRA)")
-    add("--merge", **OFF, help="export whole models to best/ and final/, not adapters")
-    parser.set_defaults(**DEFAULTS)
+@dataclass
+class Options:
+    """adapters, under --fsdp 2"""
 
+    lora_rank: int = flag(0, "train adapters of this rank (0: all weights)", low=0)
+    lora_alpha: float = flag(16.0, "scales their output by alpha / rank", above=0)
+    lora_dropout: float = flag(0.0, "dropout rate of their inputs", low=0, below=1)
+    lora_targets: list[str] = flag([], "projections with adapters, such as q_proj v_proj (default: "
+        "all in the blocks)", metavar="NAME")  # fmt: skip
+    load_in_4bit: bool = flag(False, "hold the blocks' frozen projections in NF4 (QLoRA)")
+    merge: bool = flag(False, "export whole models to best/ and final/, not adapters")
 
-def resolve_arguments(args: Namespace) -> dict[str, Any]:
-    """Return {"fsdp": 2} if adapters are trained and --fsdp is not passed, otherwise {}."""
-    return {"fsdp": 2} if args.lora_rank and args.fsdp is None else {}
+    def derive(self) -> None:
+        """Set --fsdp to 2 if adapters are trained and it is not passed."""
+        if self.lora_rank and self.fsdp is None:
+            self.fsdp = 2
 
-
-def check_arguments(args: Namespace) -> list[str]:
-    """Return an error message for each flag of LoRA or 4-bit weights that cannot work."""
-    problems = []
-    if not args.lora_rank:
-        for name, default in DEFAULTS.items():
-            if getattr(args, name) != default:
-                problems.append(f"--{name.replace('_', '-')} needs adapters. Pass --lora-rank.")
+    def problems(self) -> list[str]:
+        """Return a message for each flag of LoRA or 4-bit weights that cannot work."""
+        if not self.lora_rank:
+            changed = [k for k, x in defaults(Options).items() if getattr(self, k) != x]
+            return [f"{as_flag(name)} needs adapters. Pass --lora-rank." for name in changed]
+        problems = []
+        if self.fsdp == 1:
+            problems.append("--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.")
+        if self.merge and self.model_name == "tiny":
+            problems.append("--merge needs a model in files, not --model-name tiny.")
+        for package, is_needed in (("peft", True), ("bitsandbytes", self.load_in_4bit)):
+            if is_needed and importlib.util.find_spec(package) is None:
+                problems.append(f"--lora-rank needs {package}. {INSTALL}")
+        if self.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
+            problems.append(f"--load-in-4bit needs torch 2.13 or newer, not {torch.__version__}.")
         return problems
-    if args.fsdp == 1:
-        problems.append("--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.")
-    if args.merge and args.model_name == "tiny":
-        problems.append("--merge needs a model in files, not --model-name tiny.")
-    for package, is_needed in (("peft", True), ("bitsandbytes", args.load_in_4bit)):
-        if is_needed and importlib.util.find_spec(package) is None:
-            problems.append(f"--lora-rank needs {package}. {INSTALL}")
-    if args.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
-        problems.append(f"--load-in-4bit needs torch 2.13 or newer, not {torch.__version__}.")
-    return problems

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from . import ranks
 from .batches import Batch, to_device
+from .options import as_flag
 from .ranks import true_on_any
 
 # Suffixes of config fields that are set to 0. With layerdrop, ranks would skip different layers and
@@ -27,7 +28,7 @@ def fit_config(
     of the arguments named in `lengths`, or is too large for --model-name tiny.
     """
     for name in lengths:
-        check_length(f"--{name.replace('_', '-')}", getattr(args, name), config)
+        check_length(as_flag(name), getattr(args, name), config)
     for name, value in config.to_dict().items():
         if name.endswith(SWITCHED_OFF) and value:
             setattr(config, name, type(value)(0))

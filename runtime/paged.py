@@ -1,32 +1,32 @@
 """The flag --optimizer: bitsandbytes' AdamW, which moves its moments to the CPU if needed."""
 
 import importlib.util
-from argparse import ArgumentParser, Namespace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .arguments import INSTALL
+from .options import INSTALL, flag
 
 PAGED = "paged_adamw_32bit"
 NAMES = {"state1": "exp_avg", "state2": "exp_avg_sq"}  # bitsandbytes' and PyTorch's, in fp32
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare --optimizer in `parser`: PyTorch's AdamW, or bitsandbytes' with paged moments."""
-    add = parser.add_argument_group("optimizer").add_argument
-    text = "paged: bitsandbytes' AdamW, moves moments to the CPU if needed; needs --fsdp 1"
-    add("--optimizer", choices=["adamw", PAGED], default="adamw", help=text)
+@dataclass
+class Options:
+    """optimizer"""
 
+    optimizer: Literal["adamw", PAGED] = flag("adamw", "paged: bitsandbytes' AdamW, moves moments "
+        "to the CPU if needed; needs --fsdp 1")  # fmt: skip
 
-def check_arguments(args: Namespace) -> list[str]:
-    """Return an error message if --optimizer cannot run here."""
-    if args.optimizer == PAGED and args.fsdp == 2:
-        return [f"--optimizer {PAGED} needs --fsdp 1. bitsandbytes rejects DTensors."]
-    if args.optimizer == PAGED and not importlib.util.find_spec("bitsandbytes"):
-        return [f"--optimizer {PAGED} needs bitsandbytes. {INSTALL}"]
-    return []
+    def problems(self) -> list[str]:
+        """Return a message if --optimizer cannot run here."""
+        if self.optimizer == PAGED and self.fsdp == 2:
+            return [f"--optimizer {PAGED} needs --fsdp 1. bitsandbytes rejects DTensors."]
+        if self.optimizer == PAGED and not importlib.util.find_spec("bitsandbytes"):
+            return [f"--optimizer {PAGED} needs bitsandbytes. {INSTALL}"]
+        return []
 
 
 def make_optimizer(groups: list[dict], lr: float) -> torch.optim.Optimizer:

@@ -2,34 +2,35 @@
 
 import importlib.util
 import json
-from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declare --rouge-samples and --num-beams, for generated summaries, in `parser`."""
-    add = parser.add_argument_group("summaries").add_argument
-    add("--rouge-samples", type=int, help="texts to summarize (default: 32, in evaluation all)")
-    add("--num-beams", type=int, help="1: greedy (default: from generation_config.json)")
+from .options import flag
 
 
-def resolve_arguments(args: Namespace) -> dict[str, Any]:
-    """Return the default of --rouge-samples: 32 in training, none (all samples) in evaluation."""
-    if args.rouge_samples is None and not args.evaluate_only:
-        return {"rouge_samples": 32}
-    return {}
+@dataclass
+class Options:
+    """summaries"""
 
+    rouge_samples: int | None = flag(
+        None, "texts to summarize (default: 32, in evaluation all)", low=0
+    )
+    num_beams: int | None = flag(None, "1: greedy (default: from generation_config.json)", low=1)
 
-def check_arguments(args: Namespace) -> list[str]:
-    """Return an error message if rouge-score is missing."""
-    if args.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
-        return ["ROUGE needs `pip install rouge-score`. Or pass --rouge-samples 0."]
-    return []
+    def derive(self) -> None:
+        """Set the default of --rouge-samples: 32 in training, none (all samples) in evaluation."""
+        if self.rouge_samples is None and not self.evaluate_only:
+            self.rouge_samples = 32
+
+    def problems(self) -> list[str]:
+        """Return a message if rouge-score is missing."""
+        if self.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
+            return ["ROUGE needs `pip install rouge-score`. Or pass --rouge-samples 0."]
+        return []
 
 
 def generated_texts(

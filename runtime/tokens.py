@@ -10,6 +10,7 @@ from datasets import DatasetDict
 from transformers import PreTrainedTokenizerBase
 
 from . import ranks, readers
+from .options import as_flag
 
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 FILE = "prepared.json"  # a file in it with the origin of the tokens
@@ -21,7 +22,7 @@ def describe(args: Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, A
     origin = {"version": 1, "tokenizer": readers.tokenizer_fingerprint(tokenizer)}
     if hasattr(args, "chat_template"):
         origin["--chat-template"] = readers.digest(tokenizer.chat_template)
-    return origin | {f"--{x.replace('_', '-')}": vars(args)[x] for x in FLAGS.split() if x in args}
+    return origin | {as_flag(x): vars(args)[x] for x in FLAGS.split() if x in vars(args)}
 
 
 def write_prepared(

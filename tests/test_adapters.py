@@ -32,6 +32,7 @@ import chat_dataset
 import llama_fsdp
 import summarization_dataset
 import T5_training
+from benchmarks.driven import parse_flags
 from runtime import adapters
 from runtime.chats import LLAMA_2
 
@@ -171,7 +172,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 
 def held_out_loss(model: nn.Module, flags: list[str]) -> float:
     """Return the mean loss over the target tokens of the validation documents."""
-    args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
+    args, tokenizer = parse_flags(llama_fsdp, flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
     total, count = 0.0, 0
     for row in sets[args.dataset[0]].dataset.with_format(None):
@@ -216,7 +217,7 @@ def test_killed_run_with_dropout_resumes_bit_for_bit(uninterrupted, flags, tmp_p
 def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capfd):
     run = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     command = [*flags, "--evaluate-only", "--output-dir", str(run)]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args(command))
+    llama_fsdp.fsdp_main(parse_flags(llama_fsdp, command))
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
     command[command.index("--output-dir") + 1] = str(tmp_path / "nothing")
@@ -225,7 +226,7 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
         (["--model-name", str(run / "final")], "final has no config.json"),
     ):
         with pytest.raises(SystemExit):
-            llama_fsdp.fsdp_main(llama_fsdp.parse_args([*command, *extra]))
+            llama_fsdp.fsdp_main(parse_flags(llama_fsdp, [*command, *extra]))
         assert message in capfd.readouterr().err
 
 
@@ -251,7 +252,7 @@ def test_resume_rejects_changed_adapters_or_base(
     shutil.copytree(uninterrupted, tmp_path / "run")
     output = ["--batch-size", "4", "--output-dir", str(tmp_path / "run"), "--max-steps", "9"]
     with pytest.raises(SystemExit) as end:
-        llama_fsdp.fsdp_main(llama_fsdp.parse_args([*flags, *output, *change]))
+        llama_fsdp.fsdp_main(parse_flags(llama_fsdp, [*flags, *output, *change]))
     assert end.value.code
     (error,) = error_lines(capfd.readouterr().err)
     assert message in error
@@ -261,16 +262,18 @@ def test_one_rank_resumes_two_and_merges_like_peft(flags, wide_llama, tmp_path):
     common = [*flags, "--no-load-in-4bit", "--lora-dropout", "0", "--export-dtype", "fp32"]
     one = [*common, "--batch-size", "4"]
     one_run, resumed_run = tmp_path / "whole", tmp_path / "parts"
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--output-dir", str(one_run)]))
+    llama_fsdp.fsdp_main(parse_flags(llama_fsdp, [*one, "--output-dir", str(one_run)]))
     two = [*common, "--batch-size", "2", "--checkpoint-type", "full", "--async-save"]
     killed = ["llama_fsdp", 0, 7, *two, "--output-dir", resumed_run]
     assert launch(2, "tests/workers/killed.py", *killed, check=False).returncode
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*one, "--merge", "--output-dir", str(resumed_run)]))
+    llama_fsdp.fsdp_main(
+        parse_flags(llama_fsdp, [*one, "--merge", "--output-dir", str(resumed_run)])
+    )
     for event in ("train", "val"):
         assert losses(resumed_run, event) == pytest.approx(losses(one_run, event), abs=1e-5)
 
     export = [*one, "--merge", "--export-only", "--output-dir"]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*export, str(one_run)]))
+    llama_fsdp.fsdp_main(parse_flags(llama_fsdp, [*export, str(one_run)]))
     model = peft.PeftModel.from_pretrained(load_base(wide_llama, False), one_run / "best")
     merged = model.merge_and_unload().state_dict()
     tensors = weights(one_run / "final")
@@ -287,7 +290,7 @@ def test_merge_names_the_unreadable_base_file(damage, process_group, llama_direc
     """A failed merge leaves no export."""
     base = Path(shutil.copytree(llama_directory, tmp_path / "base"))
     flags = ["--model-name", str(base), *LORA, "--merge", "--max-seq-length", "64"]
-    args = llama_fsdp.parse_args([*flags, "--output-dir", str(tmp_path)])
+    args = parse_flags(llama_fsdp, [*flags, "--output-dir", str(tmp_path)])
     model, tokenizer, init = llama_fsdp.load_model(args, torch.device("cpu"))
     model.apply(init)
     file = min(base.glob("*.safetensors"))
@@ -298,12 +301,8 @@ def test_merge_names_the_unreadable_base_file(damage, process_group, llama_direc
 
 
 T5_CHANGES = [  # add adapters to T5_training.py, with the lines of llama_fsdp.py
-    ("from runtime import arguments,", "from runtime import adapters, arguments, lora,"),
-    (
-        "    arguments.add_common(",
-        "    lora.add_arguments(parser)\n    arguments.add_common(",
-    ),
-    (", rouge, policies)", ", rouge, lora, policies)"),
+    ("from runtime import batches,", "from runtime import adapters, batches, lora,"),
+    ("class Options(data.Options,", "class Options(lora.Options, data.Options,"),
     (
         "    model, source = weights.new_model(MODEL, config, directory, checkpoint is None)\n",
         "    needs_weights = checkpoint is None or args.lora_rank > 0\n"
@@ -330,7 +329,7 @@ def test_t5_copy_trains_and_merges_adapters(t5_directory, pairs, tmp_path):
 
 def held_out_pairs(pairs: Path) -> list[dict[str, torch.Tensor]]:
     """Return the validation samples, each as a batch of one."""
-    args = T5_training.parse_args(["--dataset", str(pairs)])
+    args = parse_flags(T5_training, ["--dataset", str(pairs)])
     _, sets = summarization_dataset.load(args, ByT5Tokenizer())
     rows = sets[str(pairs)].with_format(None)
     return [{key: torch.tensor([row[key]]) for key in ("input_ids", "labels")} for row in rows]
@@ -340,7 +339,7 @@ def test_routers_and_experts_get_no_adapters():
     """Llama 4's router is a Linear module. peft would adapt the experts too, so such targets
     are refused."""
     router = small_model(Llama4ForCausalLM)
-    args = llama_fsdp.parse_args(["--model-name", "tiny", *LORA])
+    args = parse_flags(llama_fsdp, ["--model-name", "tiny", *LORA])
     adapters.add(args, router, {}, tuple(block_classes(router)), torch.float32)
     targets = [name for name, module in router.named_modules() if hasattr(module, "lora_A")]
     assert "model.layers.1.self_attn.q_proj" in targets
@@ -364,7 +363,7 @@ def test_routers_and_experts_get_no_adapters():
 ])  # fmt: skip
 def test_conflicting_flags_are_refused(flags, message, capfd):
     with pytest.raises(SystemExit) as end:
-        llama_fsdp.parse_args(flags)
+        parse_flags(llama_fsdp, flags)
     assert end.value.code
     (error,) = error_lines(capfd.readouterr().err)
     assert message in error
@@ -376,7 +375,7 @@ def test_conflicting_flags_are_refused(flags, message, capfd):
 ])  # fmt: skip
 def test_bad_targets_and_widths_are_refused(flags, message, llama_directory, tmp_path, capfd):
     common = ["--model-name", str(llama_directory), "--lora-rank", "4", "--max-seq-length", "64"]
-    args = llama_fsdp.parse_args([*common, "--output-dir", str(tmp_path / "run"), *flags])
+    args = parse_flags(llama_fsdp, [*common, "--output-dir", str(tmp_path / "run"), *flags])
     with pytest.raises(SystemExit) as end:
         llama_fsdp.fsdp_main(args)
     assert end.value.code
@@ -395,6 +394,6 @@ def test_missing_package_is_named(flag, package, capfd, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == package else find_spec(name)
     )
     with pytest.raises(SystemExit):
-        llama_fsdp.parse_args(flag)
+        parse_flags(llama_fsdp, flag)
     (error,) = error_lines(capfd.readouterr().err)
     assert f"needs {package}. Run `pip install -r requirements-extras.txt`." in error

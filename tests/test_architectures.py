@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
 import llama_fsdp
-from benchmarks.driven import Driven
+from benchmarks.driven import Driven, parse_flags
 from runtime import export
 from runtime.weights import plain_name
 
@@ -64,7 +64,7 @@ STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedu
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
     """Yield the device of a process group of one process."""
-    yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
+    yield llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
@@ -179,7 +179,7 @@ def train_copy(
 ) -> tuple[list[float], list, dict[str, Tensor]]:
     """Train a copy of a script for two steps on all samples at once, and export the model. Return
     the losses, the samples and the trained weights."""
-    args: Namespace = script.parse_args([*flags, *STEPS])
+    args: Namespace = parse_flags(script, [*flags, *STEPS])
     _, tokenizer, _ = script.load_model(args, device)
     sets = script.load_data(args, tokenizer)
     args.batch_size = len(sets[0])

@@ -8,6 +8,7 @@ import pytest
 from conftest import check_equal_weights, launch, losses, metrics, status
 
 import gpt2_fsdp
+from benchmarks.driven import parse_flags
 from runtime import export
 
 
@@ -24,7 +25,7 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 def run(flags: list[str], output: Path, *more: str) -> None:
     """Run the script in this process."""
     words = [*flags, "--output-dir", str(output), "--batch-size", "4", *more]
-    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(words))
+    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, words))
 
 
 def step_of_best(output: Path) -> int:

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 from conftest import ROOT, launch, losses, metrics
 
+from benchmarks.driven import parse_flags
 from tools.copy_script import needed_files
 
 PAGE = (ROOT / "docs/change-a-script.md").read_text()
@@ -74,7 +75,7 @@ def test_documented_diffs_add_z_loss_and_accuracy(script, request, tmp_path):
         module.__file__ = str(ROOT / f"{script}.py")
         exec(compile(apply_diffs(script, text), module.__file__, "exec"), vars(module))
         output = tmp_path / edit
-        assert module.fsdp_main(module.parse_args([*flags, f"--output-dir={output}"])) == 0
+        assert module.fsdp_main(parse_flags(module, [*flags, f"--output-dir={output}"])) == 0
         runs[edit] = metrics(output, "train")
         values = metrics(output, "val")
         assert all(line["perplexity"] == math.exp(line["loss"]) for line in values[1:])

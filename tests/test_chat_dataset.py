@@ -2,7 +2,7 @@
 
 import json
 import random
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -69,10 +69,8 @@ DOCUMENT_COUNTS = {  # documents of a chat, where there are several
 
 def arguments(**changes: object) -> Namespace:
     """Return the default flags and a seed, updated with `changes`."""
-    parser = ArgumentParser()
-    chat_dataset.add_arguments(parser)
     others = {"seed": 0, "evaluate_only": False}
-    return Namespace(**vars(parser.parse_args([])) | others | changes)
+    return Namespace(**vars(chat_dataset.Options()) | others | changes)
 
 
 def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:

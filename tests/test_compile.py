@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import gpt2_fsdp
 import policies
+from benchmarks.driven import parse_flags
 from tools import memory_estimator
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
@@ -91,7 +92,7 @@ def test_compiled_scripts_train_like_eager_ones(
 def parse_error(flags: list[str], capsys: pytest.CaptureFixture) -> str:
     """Parse flags that a script refuses, and return its one-line error message."""
     with pytest.raises(SystemExit) as end:
-        gpt2_fsdp.parse_args(["--model-name", "tiny", "--dataset", "docstrings", *flags])
+        parse_flags(gpt2_fsdp, ["--model-name", "tiny", "--dataset", "docstrings", *flags])
     assert end.value.code == 1
     (message,) = capsys.readouterr().err.strip().splitlines()
     return message
@@ -102,6 +103,6 @@ def test_compile_refuses_unsupported_accumulation(capsys, monkeypatch):
     for more in ([], ["--accumulate-no-sync"], ["--strategy", "no_shard"]):
         assert "--accumulate-no-sync on two" in parse_error([*flags, *more], capsys)
     command = ["--model-name", "tiny", "--dataset", "docstrings", *flags]
-    gpt2_fsdp.parse_args([*command, "--strategy", "ddp"])
+    parse_flags(gpt2_fsdp, [*command, "--strategy", "ddp"])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    gpt2_fsdp.parse_args([*command, "--accumulate-no-sync"])
+    parse_flags(gpt2_fsdp, [*command, "--accumulate-no-sync"])

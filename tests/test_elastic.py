@@ -13,13 +13,15 @@ from conftest import ROOT, error_lines, launch, live_metrics, losses, metrics, s
 from slurm_cluster import wait_until
 
 import llama_fsdp
+from benchmarks.driven import parse_flags
+from runtime import options
 from tools import memory_estimator
 
 
 def parse(processes: int, monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
     """Return the arguments of llama_fsdp.py under torchrun with this number of processes."""
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    return llama_fsdp.parse_args(["--model-name", "tiny", *flags])
+    return parse_flags(llama_fsdp, ["--model-name", "tiny", *flags])
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def test_micro_batches_keep_the_global_batch(total, limit, processes, micro_batc
     flags = ["--global-batch-size", str(total), "--batch-size", str(limit)]
     args = parse(processes, monkeypatch, *flags)
     assert (args.batch_size, args.gradient_accumulation_steps) == micro_batches
-    args = memory_estimator.parse_args([*flags, "--gpus-per-node", str(processes)])
+    args = options.parse(memory_estimator.Options, [*flags, "--gpus-per-node", str(processes)])
     assert (args.batch_size, args.gradient_accumulation_steps) == micro_batches
 
 

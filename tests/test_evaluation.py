@@ -14,6 +14,7 @@ from transformers import ByT5Tokenizer, T5ForConditionalGeneration
 
 import summarization_dataset
 import T5_training
+from benchmarks.driven import parse_flags
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory, t5_directory: Path) -> list[
 def run(flags: list[str], output: Path, *more: object) -> None:
     """Run the script in this process."""
     words = [*flags, "--output-dir", str(output), *map(str, more)]
-    T5_training.fsdp_main(T5_training.parse_args(words))
+    T5_training.fsdp_main(parse_flags(T5_training, words))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_two_processes_evaluate_like_one(run_copy, flags, tmp_path):
     assert two["arguments"]["fsdp"] == 2
 
     rows = predictions(run_copy)
-    _, sets = summarization_dataset.load(T5_training.parse_args(flags), ByT5Tokenizer())
+    _, sets = summarization_dataset.load(parse_flags(T5_training, flags), ByT5Tokenizer())
     val_set = sets[name].with_format(None)
     decode = ByT5Tokenizer().decode
     assert [(row["source"], row["reference"]) for row in rows] == [

@@ -12,6 +12,7 @@ from conftest import launch, losses, metrics, weights
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
 import gpt2_fsdp
+from benchmarks.driven import parse_flags
 
 WAYS = {"1-D mesh": 4, "2-D mesh": 2, "FSDP1": 4, "DDP": 1}  # ranks per copy of the model
 
@@ -65,7 +66,7 @@ def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp
               "--num-val-samples", "0", "--max-steps", "8", "--log-every", "1", "--eval-every", "3",
               "--save-every", "2", "--lr", "1e-3"]  # fmt: skip
     whole = [*common, "--fsdp", "2", "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
-    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(whole))
+    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, whole))
     output = tmp_path / "parts"
     common += ["--output-dir", str(output)]
     one = ["--fsdp", "1", "--batch-size", "4"]
@@ -75,7 +76,7 @@ def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp
         killed = ["tests/workers/killed.py", "gpt2_fsdp", 0, step, *common, *flags]
         assert launch(processes, *killed, check=False).returncode
     last = [*common, "--strategy", "ddp", "--batch-size", "8"]
-    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(last))
+    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, last))
     starts = [line["step"] for line in metrics(output, "start")]
     assert starts in ([0, 2, 5, 6], [0, 2, 6, 6])  # the pending save may be lost
     for event in ("train", "val"):
@@ -86,6 +87,6 @@ def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp
         for key, tensor in weights(output / name).items():
             assert tensor.sub(expected[key]).abs().max() < 1e-4
     before = weights(output / "final")
-    args = gpt2_fsdp.parse_args([*common, "--batch-size", "8", "--fsdp", "2", "--export-only"])
+    args = parse_flags(gpt2_fsdp, [*common, "--batch-size", "8", "--fsdp", "2", "--export-only"])
     gpt2_fsdp.fsdp_main(args)
     assert all(tensor.equal(before[key]) for key, tensor in weights(output / "final").items())

@@ -11,6 +11,7 @@ import pytest
 from conftest import check_equal_weights, check_tied_once, launch, losses, metrics, weights
 
 import gpt2_fsdp
+from benchmarks.driven import parse_flags
 
 RELOAD = """
 import json, sys, torch
@@ -78,12 +79,12 @@ def test_one_ddp_process_resumes_two_shard_grad_op_ranks(gpt2_directory, flags, 
     """Units are chosen by size. The model has no dropout."""
     flags = [*flags, "--model-name", str(gpt2_directory)]
     whole = [*flags, "--batch-size", "8", "--output-dir", str(tmp_path / "whole")]
-    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args(whole))
+    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, whole))
     output = ["--output-dir", str(tmp_path / "parts")]
     size = ["--strategy", "shard_grad_op", "--wrap", "size:3000"]
     command = [*flags, *output, *size, "--batch-size", "4"]
     assert launch(2, "tests/workers/killed.py", "gpt2_fsdp", 0, 7, *command, check=False).returncode
-    args = gpt2_fsdp.parse_args([*flags, *output, "--batch-size", "8", "--strategy", "ddp"])
+    args = parse_flags(gpt2_fsdp, [*flags, *output, "--batch-size", "8", "--strategy", "ddp"])
     gpt2_fsdp.fsdp_main(args)
     check_tied_once(tmp_path / "parts")
     for event in ("train", "val"):

@@ -20,7 +20,7 @@ from transformers import ByT5Tokenizer, LlamaConfig
 import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
-from benchmarks.driven import Driven
+from benchmarks.driven import Driven, parse_flags
 from runtime import ranks
 from runtime.attention import register, varlen_kernel
 from runtime.batches import to_device
@@ -84,7 +84,7 @@ CASES += [
 @pytest.fixture
 def device() -> Iterator[torch.device]:
     """Yield the device of a process group of one."""
-    yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
+    yield llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
@@ -198,7 +198,7 @@ def test_nan_step_leaves_weights_and_moments(
 ):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
     command = run_flags(gpt2_directory, tmp_path, data, "--precision", "bf16", *flags)
-    driven = Driven(gpt2_fsdp, gpt2_fsdp.parse_args(list(map(str, command))), device)
+    driven = Driven(gpt2_fsdp, parse_flags(gpt2_fsdp, list(map(str, command))), device)
 
     def weights_and_moments() -> list[torch.Tensor]:
         moments = [x for each in driven.state.optimizer.state.values() for x in each.values()]

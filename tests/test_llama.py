@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
+from benchmarks.driven import parse_flags
 from runtime.attention import automatic, per_document, register
 from runtime.chunked_loss import LossHead
 
@@ -226,7 +227,7 @@ def test_auto_avoids_kernels_that_cannot_run(capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):
-        llama_fsdp.parse_args(["--model-name", "tiny", "--attention", "flash"])
+        parse_flags(llama_fsdp, ["--model-name", "tiny", "--attention", "flash"])
     assert "--attention flash needs a GPU" in capsys.readouterr().err
     for flags, shape, expected in (
         ([], {}, "varlen"),
@@ -236,5 +237,5 @@ def test_auto_avoids_kernels_that_cannot_run(capsys):
         ([], {"sliding_window": 4096}, "varlen"),
         ([], {"attention_dropout": 0.1}, "sdpa"),
     ):
-        args = llama_fsdp.parse_args(flags)
+        args = parse_flags(llama_fsdp, flags)
         assert automatic(args, LlamaConfig(**shape), LlamaForCausalLM) == expected

@@ -14,6 +14,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
+from benchmarks.driven import parse_flags
 from runtime.chats import LLAMA_2
 
 RELOAD = """
@@ -68,7 +69,7 @@ def test_run_validates_each_data_set(reference_run, flags):
     assert train[12] < 0.9 * train[1]
     assert metrics(reference_run, "train")[-1]["epoch"] > 0
     assert list(val[-1]["losses"]) == [flags[3], flags[5]]
-    args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
+    args, tokenizer = parse_flags(llama_fsdp, flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
     counts = [chat_dataset.count_targets(packs.dataset) for packs in sets.values()]
     total = sum(n * x for n, x in zip(counts, val[-1]["losses"].values(), strict=True))
@@ -85,7 +86,7 @@ def test_tied_model_stays_tied(llama_directory, flags, tmp_path):
     llama_fsdp.ByT5Tokenizer().save_pretrained(tmp_path / "tied")
     command = [*flags[2:], "--model-name", tmp_path / "tied", "--output-dir", tmp_path / "run"]
     launch(2, "llama_fsdp.py", *command, "--max-steps", "2")
-    args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
+    args, tokenizer = parse_flags(llama_fsdp, flags), ByT5Tokenizer(chat_template=LLAMA_2)
     total, count = 0.0, 0
     _, sets = chat_dataset.load(args, tokenizer)
     for row in sets[args.dataset[0]].dataset.with_format(None):
@@ -117,7 +118,7 @@ def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(reference_run, fla
 
 def test_export_has_the_same_loss_in_plain_transformers(reference_run, flags, tmp_path):
     """Load weights, chat template and generation settings in a new process."""
-    args, tokenizer = llama_fsdp.parse_args(flags), ByT5Tokenizer(chat_template=LLAMA_2)
+    args, tokenizer = parse_flags(llama_fsdp, flags), ByT5Tokenizer(chat_template=LLAMA_2)
     _, sets = chat_dataset.load(args, tokenizer)
     rows = []
     for ids in sets[args.dataset[1]].dataset.with_format(None)["input_ids"]:
@@ -137,7 +138,7 @@ def test_export_has_the_same_loss_in_plain_transformers(reference_run, flags, tm
 def test_evaluation_reports_the_loss_of_each_data_set(reference_run, flags, tmp_path):
     run = Path(shutil.copytree(reference_run, tmp_path / "run"))
     words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", str(run)]
-    llama_fsdp.fsdp_main(llama_fsdp.parse_args([*words, "--model-name", str(run / "final")]))
+    llama_fsdp.fsdp_main(parse_flags(llama_fsdp, [*words, "--model-name", str(run / "final")]))
     evaluation = json.loads((run / "evaluation.json").read_text())
     expected = metrics(run, "val")[-1]
     assert evaluation["loss"] == pytest.approx(expected["loss"], rel=1e-6)

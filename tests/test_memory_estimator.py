@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import policies
 from benchmarks import published
+from benchmarks.driven import parse_flags
+from runtime import options
 from tools import memory_estimator
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -29,7 +31,7 @@ needs_extras = pytest.mark.skipif(not HAS_EXTRAS, reason="needs requirements-ext
 
 def read(*flags: object) -> tuple[Any, memory_estimator.Model]:
     """Return the parsed arguments and the model that they describe."""
-    args = memory_estimator.parse_args(list(map(str, flags)))
+    args = options.parse(memory_estimator.Options, list(map(str, flags)))
     return args, memory_estimator.read_model(args)
 
 
@@ -189,5 +191,5 @@ def test_verdict_contains_a_command_that_the_script_accepts(
     monkeypatch.setenv("WORLD_SIZE", words[4])
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     script = importlib.import_module(words[index].removesuffix(".py"))
-    values = vars(script.parse_args([*words[index + 1 :], "--dataset", "docstrings"]))
+    values = vars(parse_flags(script, [*words[index + 1 :], "--dataset", "docstrings"]))
     assert {name: values[name] for name in expected} == expected

@@ -24,6 +24,7 @@ import gpt2_fsdp
 import llama_fsdp
 import policies
 import T5_training
+from benchmarks.driven import parse_flags
 from runtime import chunked_loss
 from runtime.attention import per_document, register, set_attention
 from runtime.metrics import flops_per_token, product_weights
@@ -92,7 +93,7 @@ LLAMA_DATA = ["--max-seq-length", "64", "--dataset"]
 @pytest.fixture
 def device() -> Iterator[torch.device]:
     """Yield the device of a process group of one."""
-    yield llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
+    yield llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
@@ -122,7 +123,7 @@ def training_model(script: ModuleType, args: argparse.Namespace, device: torch.d
 
 def check(script: ModuleType, chats: Path, device: torch.device, *flags: str) -> nn.Module:
     """Build the tiny model, run the startup check of its loss and return the model."""
-    args = script.parse_args([*FLAGS, "--dataset", str(chats), *flags])
+    args = parse_flags(script, [*FLAGS, "--dataset", str(chats), *flags])
     model = training_model(script, args, device)
     script.check_loss(args, device, model)
     return model
@@ -290,7 +291,7 @@ def test_checks_restore_mode_and_random_state(chats, device):
     for module in model.modules():
         if isinstance(module, llama_fsdp.BLOCKS):
             module.compile(backend=record_graph)
-    args = llama_fsdp.parse_args([*FLAGS, "--dataset", str(chats)])
+    args = parse_flags(llama_fsdp, [*FLAGS, "--dataset", str(chats)])
     ids = torch.arange(32).repeat(2, 1)
     for mode in (True, False):
         model.train(mode)
@@ -322,7 +323,7 @@ def test_mean_loss_is_refused(texts, pairs, tmp_path, capfd):
     ):
         copy = edited_script(script, change)
         with pytest.raises(SystemExit) as end:
-            copy.fsdp_main(copy.parse_args(flags))
+            copy.fsdp_main(parse_flags(copy, flags))
         error = capfd.readouterr().err.strip().splitlines()[-1]
         assert end.value.code == 1 and error.startswith("error: summed_loss is not a sum over")
     assert not list(tmp_path.rglob("metrics.jsonl"))
@@ -413,7 +414,7 @@ def test_noncausal_model_is_refused(chats, texts, device, monkeypatch):
         (llama_fsdp, [*FLAGS, "--dataset", str(chats), "--attention", "sdpa", "--no-packing"]),
         (gpt2_fsdp, gpt2_run(texts, Path("unused"), 1)),
     ):
-        args = script.parse_args(flags)
+        args = parse_flags(script, flags)
         model = training_model(script, args, device)
         script.check_loss(args, device, model)
         for module in model.modules():
@@ -427,7 +428,7 @@ def test_noncausal_model_is_refused(chats, texts, device, monkeypatch):
 
 
 def test_noncausal_decoder_is_refused(pairs, device):
-    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    args = parse_flags(T5_training, ["--model-name", "tiny", "--dataset", str(pairs)])
     model = training_model(T5_training, args, device)
     T5_training.check_loss(args, device, model)
     model.module.decoder.is_decoder = model.module.decoder.config.is_decoder = False
@@ -442,12 +443,12 @@ def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, process_grou
     del config["decoder_start_token_id"]
     (tmp_path / "t5/config.json").write_text(json.dumps(config))
     flags = ["--model-name", str(tmp_path / "t5"), "--dataset", str(pairs)]
-    args = T5_training.parse_args(flags)
+    args = parse_flags(T5_training, flags)
     model, _, _ = T5_training.load_model(args, torch.device("cpu"))
     with pytest.raises(ValueError, match="Set decoder_start_token_id .* in its config.json"):
         T5_training.data.collator(model)
     script = edited_script("T5_training", T5GEMMA)
-    args = script.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    args = parse_flags(script, ["--model-name", "tiny", "--dataset", str(pairs)])
     model, tokenizer, _ = script.load_model(args, torch.device("cpu"))
     train_set, _ = script.load_data(args, tokenizer)
     assert model.config.decoder.bos_token_id == 2 != model.config.pad_token_id
@@ -526,7 +527,7 @@ def test_chunked_loss_equals_plain_loss(name, monkeypatch):
 
 def attention_or_error(name: str, attention: str, *flags: str, **config: object) -> str:
     """Return the attention that `set_attention` chooses for a model, or its error message."""
-    args = llama_fsdp.parse_args([*FLAGS, "--attention", attention, *flags])
+    args = parse_flags(llama_fsdp, [*FLAGS, "--attention", attention, *flags])
     model_class = getattr(transformers, f"{name}ForCausalLM")
     try:
         kernel = set_attention(args, model_class.config_class(**config), model_class)

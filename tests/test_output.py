@@ -7,6 +7,7 @@ import pytest
 from conftest import losses, status
 
 import gpt2_fsdp
+from benchmarks.driven import parse_flags
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,9 @@ def finished(original: Path, tmp_path: Path) -> Path:
 def start(path: Path, flags: list[str], *more: str) -> int:
     """Run the script in this process and return its exit code."""
     try:
-        return gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(path), *more]))
+        return gpt2_fsdp.fsdp_main(
+            parse_flags(gpt2_fsdp, [*flags, "--output-dir", str(path), *more])
+        )
     except SystemExit as end:
         return end.code
 

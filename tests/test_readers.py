@@ -14,6 +14,7 @@ from transformers import ByT5Tokenizer
 
 import llama_fsdp
 import T5_training
+from benchmarks.driven import parse_flags
 from runtime import readers
 
 FAIL = Namespace(bad_rows="fail")
@@ -174,7 +175,7 @@ def test_bad_file_causes_one_message(name, tmp_path, monkeypatch):
     if content is not None:
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     word = name + flags if flags.startswith(":") else f"{name} {flags}"
-    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", *word.split()])
+    args = parse_flags(T5_training, ["--model-name", "tiny", "--dataset", *word.split()])
     with pytest.raises(ValueError, match=message) as error:
         T5_training.data.load(args, ByT5Tokenizer())
     assert "\n" not in str(error.value) and name in str(error.value)
@@ -185,7 +186,7 @@ def test_bad_row_stops_a_run_with_one_error(tmp_path, capfd):
     path.write_text(jsonl([*CHATS, {"prompt": "q"}]))
     flags = ["--model-name", "tiny", "--dataset", str(path), "--output-dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit) as end:
-        llama_fsdp.fsdp_main(llama_fsdp.parse_args(flags))
+        llama_fsdp.fsdp_main(parse_flags(llama_fsdp, flags))
     assert end.value.code == 1
     stderr = capfd.readouterr().err
     assert "Traceback" not in stderr and stderr.count("error: ") == 1

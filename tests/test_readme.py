@@ -9,8 +9,6 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,14 +19,15 @@ import gpt2_fsdp
 import llama_fsdp
 import T5_training
 from benchmarks import demo
-from runtime import attention, ranks
+from benchmarks.driven import parse_flags
+from runtime import attention, options, ranks
 from tools import memory_estimator, preflight
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 TEXT = "\n".join(PAGES.values())
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
-PARSERS: dict[str, Callable[[list[str]], Namespace]] = {
-    f"{module.__name__.replace('.', '/')}.py": module.parse_args
+PROGRAMS = {
+    f"{module.__name__.replace('.', '/')}.py": module
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
 }
 EXTRAS = ("peft", "bitsandbytes", "tensorboard", "wandb", "trackio", "rouge_score")
@@ -42,9 +41,9 @@ def commands() -> list[str]:
 
 
 def inline_commands() -> list[str]:
-    """Return the inline commands that run a program in PARSERS."""
+    """Return the inline commands that run a program in PROGRAMS."""
     lines = [" ".join(code.split()) for code in re.findall(r"`(python [\w/]+\.py [^`]+)`", TEXT)]
-    return [line for line in lines if line.split()[1] in PARSERS]
+    return [line for line in lines if line.split()[1] in PROGRAMS]
 
 
 def needs_gpu_or_hub(line: str) -> bool:
@@ -170,8 +169,8 @@ def create_inputs(flags: list[str]) -> None:
 
 
 def launch_commands() -> list[str]:
-    """Return the distinct commands that start a program in PARSERS."""
-    pattern = "|".join(map(re.escape, (*PARSERS, "launch.slurm")))
+    """Return the distinct commands that start a program in PROGRAMS."""
+    pattern = "|".join(map(re.escape, (*PROGRAMS, "launch.slurm")))
     lines = {line for line in commands() if re.search(rf"(^| )({pattern})( |$)", line)}
     lines = {line for line in lines if "copy_script" not in line}
     return sorted(lines | set(inline_commands()))
@@ -189,11 +188,12 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: processes)
         monkeypatch.setattr(ranks, "accelerator", lambda: "cuda")
         monkeypatch.setattr(ranks, "has_bf16", lambda: True)
-        monkeypatch.setattr(attention, "check_arguments", lambda args: [])
+        monkeypatch.setattr(attention.Options, "problems", lambda args: [])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda *x: x[0] in EXTRAS or find_spec(*x))
     try:
-        PARSERS[program](flags)
+        module = PROGRAMS[program]
+        options.parse(module.Options, flags, getattr(module, "TinyOptions", None))
     except SystemExit:
         pytest.fail(f"{line}: {capsys.readouterr().err}")
 
@@ -241,7 +241,7 @@ def test_memory_table_matches_estimator():
     )
     assert {name for name, _ in rows} == {"llama-2-7b", "llama-2-13b", "llama-2-70b"}
     for name, cells in rows:
-        args = memory_estimator.parse_args(["--model-name", name])
+        args = options.parse(memory_estimator.Options, ["--model-name", name])
         model = memory_estimator.read_model(args)
         estimates = {(s, o): memory_estimator.estimate(model, args, s, o, True, "adamw")
                      for s, o in memory_estimator.MODES}  # fmt: skip
@@ -262,7 +262,7 @@ def test_gpu_table_matches_estimator():
     pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
     for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
         nodes = max(1, int(gpus) // 8)
-        args = memory_estimator.parse_args([
+        args = options.parse(memory_estimator.Options, [
             "--model-name", name, "--nodes", str(nodes), "--gpus-per-node", str(int(gpus) // nodes),
             "--gpu-memory-gb", memory, *flags.split(),
         ])  # fmt: skip
@@ -275,7 +275,7 @@ def test_gpu_table_matches_estimator():
 def test_help_fits_140_lines_of_80_columns(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
-        importlib.import_module(name).parse_args(["--help"])
+        parse_flags(importlib.import_module(name), ["--help"])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 140 and all(len(line) <= 80 for line in lines)
     assert any(f"torchrun --nnodes 1 --nproc_per_node 8 {name}.py" in line for line in lines[:10])

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 import gpt2_fsdp
 import llama_fsdp
+from benchmarks.driven import parse_flags
 from runtime import identity, ranks
 from runtime.chats import CHATML
 
@@ -28,7 +29,7 @@ SMALL = ["--max-steps", "2", "--log-every", "1", "--num-val-samples", "4"]
 def start(script: ModuleType, *flags: object) -> int:
     """Run the script in this process and return its exit code."""
     try:
-        return script.fsdp_main(script.parse_args([*SMALL, *map(str, flags)]))
+        return script.fsdp_main(parse_flags(script, [*SMALL, *map(str, flags)]))
     except SystemExit as end:
         return end.code
 

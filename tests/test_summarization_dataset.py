@@ -1,6 +1,5 @@
 """The data rules of summarization_dataset.py, tested on small files in the real formats."""
 
-import argparse
 import csv
 import hashlib
 import json
@@ -42,10 +41,7 @@ def cache(tmp_path, monkeypatch):
 
 def arguments(**changes):
     """Return the default flags, updated to use all rows and long texts, and with `changes`."""
-    parser = argparse.ArgumentParser()
-    sd.add_arguments(parser)
-    rouge.add_arguments(parser)
-    args = parser.parse_args([])
+    args = sd.Options()
     everything = {"num_train_samples": 0, "num_val_samples": 0, "source_length": 4000}
     everything |= {"evaluate_only": False, "source_prefix": "", "target_length": 1000}
     vars(args).update(everything | changes)

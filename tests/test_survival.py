@@ -24,6 +24,7 @@ from conftest import (
 from slurm_cluster import wait_until
 
 import gpt2_fsdp
+from benchmarks.driven import parse_flags
 from runtime.lock import Lock
 
 
@@ -217,7 +218,7 @@ def test_async_save_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
 
 def run(flags: list[str], output: Path, *more: str) -> None:
     """Run the script in this process."""
-    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(output), *more]))
+    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--output-dir", str(output), *more]))
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "altered", "state", "step"])

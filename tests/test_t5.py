@@ -9,6 +9,7 @@ from ten_steps import CORE_VARIANTS, check_no_host_sync
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 import T5_training
+from benchmarks.driven import parse_flags
 from runtime import batches, optimization
 
 
@@ -145,7 +146,7 @@ def test_schedules_follow_their_formulas():
     rates = {}
     for name in ("linear", "cosine", "constant", "step"):
         flags = ["--lr-schedule", name, "--warmup-ratio", "0.2", "--gamma", "0.5", "--lr", "1"]
-        args = T5_training.parse_args(["--dataset", "docstrings", *flags])
+        args = parse_flags(T5_training, ["--dataset", "docstrings", *flags])
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.lr)
         factor = optimization.learning_rate(args, 10, 4)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

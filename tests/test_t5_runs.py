@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import ByT5Tokenizer
 
 import T5_training
+from benchmarks.driven import parse_flags
 from runtime import export
 
 
@@ -42,7 +43,7 @@ def two_ranks(output: Path) -> list[str]:
 def run_one_process(flags: list[str], output: Path) -> None:
     """Run the script in this process with a global batch of 8."""
     T5_training.fsdp_main(
-        T5_training.parse_args([*flags, "--batch-size", "8", "--output-dir", str(output)])
+        parse_flags(T5_training, [*flags, "--batch-size", "8", "--output-dir", str(output)])
     )
 
 
@@ -126,7 +127,7 @@ def test_run_keeps_two_checkpoints_best_final_and_metrics(reference_run):
 
 def reload(directory: Path, pairs: Path) -> dict:
     """Run reload.py on an exported model in a new process and return its results."""
-    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs)])
+    args = parse_flags(T5_training, ["--model-name", "tiny", "--dataset", str(pairs)])
     tokenizer = ByT5Tokenizer()
     _, sets = T5_training.data.load(args, tokenizer)
     val_set = sets[str(pairs)].with_format(None)
@@ -213,7 +214,7 @@ def test_resume_rejects_changed_seed_data_model_and_batch(run_copy, flags, t5_di
 def test_bad_input_exits_with_one_message(more_flags, message, flags, tmp_path, capfd):
     args = [*flags, "--output-dir", str(tmp_path), *more_flags]
     with pytest.raises(SystemExit) as end:
-        T5_training.fsdp_main(T5_training.parse_args(args))
+        T5_training.fsdp_main(parse_flags(T5_training, args))
     assert end.value.code
     error = capfd.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and message in error
@@ -227,13 +228,13 @@ def test_invalid_values_exit_with_one_message(pairs, capfd):
     }  # fmt: skip
     words = [str(word) for item in invalid.items() for word in item]
     with pytest.raises(SystemExit) as end:
-        T5_training.parse_args(["--model-name", "tiny", "--dataset", str(pairs), *words])
+        parse_flags(T5_training, ["--model-name", "tiny", "--dataset", str(pairs), *words])
     assert end.value.code
     error = capfd.readouterr().err
     assert all(flag in error for flag in invalid) and len(error.splitlines()) == 1
     for word in (["--strategy", "zero3"], ["--no-such-flag"], ["--lr", "high"]):
         with contextlib.suppress(SystemExit):
-            T5_training.parse_args(word)
+            parse_flags(T5_training, word)
         assert word[0] in capfd.readouterr().err
 
 

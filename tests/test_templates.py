@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from benchmarks.driven import parse_flags
 from runtime.chats import LLAMA_2
 from runtime.optimization import parameter_groups
 from tools.copy_script import needed_files
@@ -178,7 +179,7 @@ def test_copy_changes_at_most_eight_lines(name, process_group, tmp_path):
     assert 0 < len(added) <= 8
 
     copy = import_copy(path)
-    args = copy.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
+    args = parse_flags(copy, ["--model-name", "tiny", "--dataset", "docstrings"])
     model, tokenizer, _ = copy.load_model(args, torch.device("cpu"))
     assert isinstance(model, model_class) and type(model).__name__ == model_class.__name__
     assert sum(parameter.numel() for parameter in model.parameters()) < 3e6
@@ -235,7 +236,7 @@ def data_flags(script: str, pairs: Path, texts: tuple, chats: Path) -> list[str]
 
 def samples(script: str, flags: list[str], split: str) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the samples of a split as inputs of a Transformers model, each a batch of one."""
-    args = importlib.import_module(script).parse_args(flags)
+    args = parse_flags(importlib.import_module(script), flags)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if script == "llama_fsdp":
         tokenizer.chat_template = LLAMA_2

@@ -13,6 +13,7 @@ import gpt2_fsdp
 import llama_fsdp
 import summarization_dataset
 import T5_training
+from benchmarks.driven import parse_flags
 from runtime import tokens
 
 SCRIPTS = {  # each script and its flags for short texts
@@ -36,7 +37,7 @@ def run(script: ModuleType, output: Path, *flags: object) -> None:
     ]
     if script is T5_training:
         common += ["--rouge-samples", "0"]
-    args = script.parse_args(list(map(str, [*common, *flags])))
+    args = parse_flags(script, list(map(str, [*common, *flags])))
     assert script.fsdp_main(args) == 0
 
 
@@ -68,7 +69,7 @@ def test_foreign_tokens_are_read(name, suffix, tmp_path):
     path = tmp_path / f"rows{suffix}"
     write = {".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet, "": Dataset.save_to_disk}
     write[suffix](Dataset.from_list(rows), path)
-    args = script.parse_args(["--model-name", "tiny", *lengths, "--dataset", str(path)])
+    args = parse_flags(script, ["--model-name", "tiny", *lengths, "--dataset", str(path)])
     train, val = script.data.load(args, ByT5Tokenizer())
     sets = [getattr(part, "dataset", part) for part in (train, val[str(path)])]
     token_ids = [tuple(ids.tolist()) for part in sets for ids in part["input_ids"]]
@@ -93,13 +94,13 @@ def test_invalid_tokens_are_refused(row, message, tmp_path):
     good = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(x) + "\n" for x in (good, good, good | row)))
-    args = llama_fsdp.parse_args(["--dataset", str(path), *SCRIPTS["Llama"][1]])
+    args = parse_flags(llama_fsdp, ["--dataset", str(path), *SCRIPTS["Llama"][1]])
     with pytest.raises(ValueError, match=f"rows.jsonl, row 3: {message}"):
         llama_fsdp.data.load(args, ByT5Tokenizer())
 
 
 def test_tokens_of_another_tokenizer_are_refused(tmp_path):
-    args = T5_training.parse_args(["--model-name", "tiny", "--dataset", "docstrings"])
+    args = parse_flags(T5_training, ["--model-name", "tiny", "--dataset", "docstrings"])
     rows = Dataset.from_list([{"input_ids": [5, 1], "labels": [6, 1]}] * 3)
     sets, origin = {"train": rows, "validation": rows}, tokens.describe(args, ByT5Tokenizer())
     tokens.save(tmp_path / "made", sets, origin)

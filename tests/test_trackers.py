@@ -9,6 +9,7 @@ import pytest
 from conftest import losses, metrics, status
 
 import gpt2_fsdp
+from benchmarks.driven import parse_flags
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
 def run_twice(flags: list[str]) -> None:
     """Train three steps, then resume for two more."""
     for steps in ("3", "5"):
-        gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--max-steps", steps]))
+        gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--max-steps", steps]))
 
 
 def numbers(output: Path) -> dict[tuple[str, int], float]:
@@ -92,7 +93,7 @@ def test_failing_tracker_does_not_end_the_run(flags, tmp_path, monkeypatch, capf
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: name == "wandb" or find_spec(name)
     )
-    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--track", "wandb", "--max-steps", "2"]))
+    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--track", "wandb", "--max-steps", "2"]))
     captured = capfd.readouterr()
     assert (captured.out + captured.err).count("--track wandb failed") == 1
     assert "no route to host" in captured.out + captured.err

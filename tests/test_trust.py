@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpt2_fsdp
+from benchmarks.driven import parse_flags
 from runtime import checkpoints, identity, readers, weights
 
 
@@ -97,7 +98,7 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 def run(flags: list[str], output: Path, *more: str) -> None:
     """Run the script in this process."""
-    gpt2_fsdp.fsdp_main(gpt2_fsdp.parse_args([*flags, "--output-dir", str(output), *more]))
+    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--output-dir", str(output), *more]))
 
 
 def rewrite(path: Path, name: str, write: Callable[[Path], None]) -> None:

@@ -22,7 +22,6 @@ trains, 12 to 24 bytes per parameter. With --accumulate-no-sync, every GPU holds
 to 22% (Llama) more, because residuals and norms stay in fp32.
 """
 
-import argparse
 import functools
 import importlib
 import importlib.util
@@ -30,12 +29,11 @@ import itertools
 import json
 import shlex
 import sys
-from argparse import Namespace
 from collections import ChainMap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -48,7 +46,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import policies
-from runtime import adapters, arguments, chunked_loss, lora, model_checks, ranks, weights
+from runtime import adapters, chunked_loss, lora, model_checks, options, ranks, weights
+from runtime.options import flag
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
@@ -132,52 +131,49 @@ BUILT_IN = {  # hub id, config class, names and values of its sizes, by short na
 }
 
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument_group("model").add_argument
-    add("--model-name", default="meta-llama/Llama-2-7b-hf", help="hub id, directory, config.json, "
-        f"or one of {', '.join(BUILT_IN)}")  # fmt: skip
-    add("--script", help="your training script (default: the one for this model type)")
-    add("--batch-size", type=int, default=1, help="samples per GPU and micro-batch")
-    add("--gradient-accumulation-steps", type=int, default=1, help="micro-batches per step")
-    add("--global-batch-size", type=int, default=0, help="samples per step on all GPUs")
-    add("--seq-length", type=int, default=0, help="tokens, T5: of the source (0: default)")
-    add("--target-length", type=int, default=150, help="tokens of the target (T5)")
-    add("--precision", choices=list(policies.PRECISIONS), default="bf16", help="compute dtype")
-    add("--fsdp", type=int, choices=[1, 2], help="as in the scripts (default: 1, adapters: 2)")
-    add("--lora-rank", type=int, default=0, help="train adapters of this rank (0: all weights)")
-    add("--load-in-4bit", **arguments.OFF, help="hold the blocks' frozen projections in NF4")
-    add("--attention", choices=list(ATTENTIONS), default="fused",
-        help="fused: flash, varlen or sdpa; eager also keeps the score matrices")  # fmt: skip
-    add("--activation-checkpointing", **arguments.OFF | {"default": None}, help="recompute blocks")
-    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="paged: moments on the CPU")
-    add = parser.add_argument_group("machine (defaults: DGX A100)").add_argument
-    add("--nodes", type=int, default=1, help="number of machines")
-    add("--gpus-per-node", type=int, default=8, help="GPUs in each machine")
-    add("--gpu-memory-gb", type=float, default=80.0, help="memory of each GPU")
-    add("--reserve-gb", type=float, default=2.0, help="GPU memory for what is not counted")
-    add("--intranode-gbps", type=float, default=2400.0, help="Gbit/s that a GPU sends in its node")
-    add("--internode-gbps", type=float, default=1600.0, help="Gbit/s that a node sends")
-    add("--peak-tflops", type=float, default=312.0, help="TFLOP/s of a GPU at --precision")
-    parser.add_argument("--json", **arguments.OFF, help="print JSON, in bytes and seconds")
-    parser.set_defaults(**lora.DEFAULTS)
-    args = parser.parse_args(argv)
-    gpus = max(1, args.nodes * args.gpus_per_node)
-    args, problems = arguments.resolve(args, lora, processes=gpus)
-    limits = dict.fromkeys(("seq_length", "reserve_gb", "global_batch_size"), 0)
-    limits |= dict.fromkeys(("batch_size", "gradient_accumulation_steps", "target_length"), 1)
-    limits |= dict.fromkeys(("nodes", "gpus_per_node"), 1)
-    above_zero = ("gpu_memory_gb", "intranode_gbps", "internode_gbps", "peak_tflops")
-    limits |= dict.fromkeys(above_zero, arguments.POSITIVE)
-    ranges = {name: (low, arguments.NO_LIMIT) for name, low in limits.items()}
-    problems = arguments.out_of_range(args, ranges) + problems
-    if args.fsdp == 2 and args.optimizer != "adamw":
-        problems.append(f"--optimizer {args.optimizer} needs --fsdp 1 and no adapters.")
-    if problems:
-        parser.error(" ".join(problems))
-    args.fsdp = args.fsdp or 1
-    return args
+@dataclass
+class Machine:
+    """machine (defaults: DGX A100)"""
+
+    nodes: int = flag(1, "number of machines", low=1)
+    gpus_per_node: int = flag(8, "GPUs in each machine", low=1)
+    gpu_memory_gb: float = flag(80.0, "memory of each GPU", above=0)
+    reserve_gb: float = flag(2.0, "GPU memory for what is not counted", low=0)
+    intranode_gbps: float = flag(2400.0, "Gbit/s that a GPU sends in its node", above=0)
+    internode_gbps: float = flag(1600.0, "Gbit/s that a node sends", above=0)
+    peak_tflops: float = flag(312.0, "TFLOP/s of a GPU at --precision", above=0)
+
+
+@dataclass
+class Options(lora.Options, Machine):
+    """model"""
+
+    model_name: str = flag("meta-llama/Llama-2-7b-hf", "hub id, directory, config.json, or one of "
+        f"{', '.join(BUILT_IN)}")  # fmt: skip
+    script: str | None = flag(None, "your training script (default: the one for this model type)")
+    batch_size: int = flag(1, "samples per GPU and micro-batch", low=1)
+    gradient_accumulation_steps: int = flag(1, "micro-batches per step", low=1)
+    global_batch_size: int = flag(0, "samples per step on all GPUs", low=0)
+    seq_length: int = flag(0, "tokens, T5: of the source (0: default)", low=0)
+    target_length: int = flag(150, "tokens of the target (T5)", low=1)
+    precision: Literal[*policies.PRECISIONS] = flag("bf16", "compute dtype")
+    fsdp: Literal[1, 2] | None = flag(None, "as in the scripts (default: 1, adapters: 2)")
+    attention: Literal["fused", "eager"] = flag("fused", "fused: flash, varlen or sdpa; eager also "
+        "keeps the score matrices")  # fmt: skip
+    activation_checkpointing: bool | None = flag(None, "recompute blocks")
+    optimizer: Literal[*OPTIMIZERS] = flag("adamw", "paged: moments on the CPU")
+    json: bool = flag(False, "print JSON, in bytes and seconds")
+
+    def derive(self) -> None:
+        """Cut --global-batch-size into micro-batches. Raise ValueError if that fails."""
+        self.fsdp = self.fsdp or (2 if self.lora_rank else 1)
+        options.cut_global_batch(self, max(1, self.nodes * self.gpus_per_node))
+
+    def problems(self) -> list[str]:
+        """Return a message if --optimizer cannot be used."""
+        if self.fsdp == 2 and self.optimizer != "adamw":
+            return [f"--optimizer {self.optimizer} needs --fsdp 1 and no adapters."]
+        return []
 
 
 def built_in_size(name: str) -> str | None:
@@ -214,7 +210,7 @@ def hub_id(name: str) -> str:
     return "tiny" if size.partition("-")[0] == "tiny" else BUILT_IN[size][0]
 
 
-def load_script(args: Namespace, config: transformers.PretrainedConfig) -> ModuleType:
+def load_script(args: Options, config: transformers.PretrainedConfig) -> ModuleType:
     """Return the module of --script, or of our script for the model's type. Raise ValueError if
     there is none or if it trains another model type."""
     if args.script is None:
@@ -233,18 +229,6 @@ def load_script(args: Namespace, config: transformers.PretrainedConfig) -> Modul
     spec.loader.exec_module(script)
     weights.text_config(config, script.MODEL, args.model_name)
     return script
-
-
-def script_flags(script: ModuleType) -> dict[str, Any]:
-    """Return the defaults of a script's flags by name."""
-    parser = argparse.ArgumentParser()
-    arguments.add_model(parser)
-    for name in ("data", "lora", "paged"):  # modules with flags, as the scripts import them
-        if hasattr(getattr(script, name, None), "add_arguments"):
-            vars(script)[name].add_arguments(parser)
-    arguments.add_common(parser, policies.STRATEGIES, policies.PRECISIONS)
-    parser.set_defaults(**script.DEFAULTS)
-    return vars(parser.parse_args([]))
 
 
 def model_class(script: ModuleType) -> type[nn.Module]:
@@ -329,7 +313,7 @@ class Model:
     head_flops: int
 
 
-def read_model(args: Namespace) -> Model:
+def read_model(args: Options) -> Model:
     """Return the sizes of --model-name, built on meta; replace a --seq-length of 0 in `args`. Raise
     ValueError if the model does not exist or does not fit the script or the sequence length.
 
@@ -338,11 +322,12 @@ def read_model(args: Namespace) -> Model:
     """
     config = load_config(args.model_name)
     script = load_script(args, config)
-    flags = script_flags(script)
+    flags = options.defaults(script.Options)
     for name, default in (("lora_rank", 0), ("optimizer", "adamw")):
         if getattr(args, name) != default and name not in flags:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} is not a flag of the script for {args.model_name}.")
+            raise ValueError(
+                f"{options.as_flag(name)} is not a flag of the script for {args.model_name}."
+            )
     config = weights.text_config(config, script.MODEL, args.model_name)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
     model_checks.check_length("--seq-length", args.seq_length, config)
@@ -388,7 +373,7 @@ def read_model(args: Namespace) -> Model:
 
 
 def weights_by_unit(
-    args: Namespace, model: nn.Module, wrapped: list[nn.Module]
+    args: Options, model: nn.Module, wrapped: list[nn.Module]
 ) -> list[list[Weight]]:
     """Return a list of Weights for the root unit, then one for each module in `wrapped`."""
     in_4bit = set()
@@ -405,10 +390,10 @@ def weights_by_unit(
     return units
 
 
-def add_adapters(args: Namespace, script: ModuleType, model: nn.Module, dtype: torch.dtype) -> None:
+def add_adapters(args: Options, script: ModuleType, model: nn.Module, dtype: torch.dtype) -> None:
     """Add adapters of --lora-rank to a model on meta. Its weights stay in `dtype`; for those that
     --load-in-4bit quantizes, `weights_by_unit` sets `Weight.in_4bit`."""
-    without_4bit = Namespace(**vars(args) | {"load_in_4bit": False})
+    without_4bit = replace(args, load_in_4bit=False)
     adapters.add(without_4bit, model, {}, script.BLOCKS, dtype)
 
 
@@ -424,7 +409,7 @@ def storage_bytes(*parts: dict[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in ChainMap(*parts).values())
 
 
-def forward_pass(model: nn.Module, classes: policies.Classes, args: Namespace) -> dict[str, Any]:
+def forward_pass(model: nn.Module, classes: policies.Classes, args: Options) -> dict[str, Any]:
     """Return Model's fields for the bytes that autograd keeps after a forward pass, and its FLOPs.
 
     Each tensor counts once, and weights do not count. With activation checkpointing the blocks'
@@ -527,7 +512,7 @@ def scale_bytes(model: Model) -> int:
     return total
 
 
-def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list[Unit]]:
+def layout(model: Model, args: Options, strategy: str) -> tuple[int, int, list[Unit]]:
     """Return the number of GPUs that share the model, the elements that rank 0 trains without
     padding, and the units. DDP has one unit without padding."""
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
@@ -574,7 +559,7 @@ def state_dicts(
     return peak, peak, copies
 
 
-def memory(model: Model, args: Namespace, *choice: Any) -> dict[str, int]:
+def memory(model: Model, args: Options, *choice: Any) -> dict[str, int]:
     """Return the bytes on each GPU, by term and at the peaks, and of CPU memory in each node. A
     `choice` is strategy, CPU offload, activation checkpointing, optimizer.
 
@@ -618,7 +603,7 @@ def memory(model: Model, args: Namespace, *choice: Any) -> dict[str, int]:
     }
 
 
-def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) -> int:
+def pinned_bytes(model: Model, args: Options, units: list[Unit], shards: int) -> int:
     """Return the bytes of pinned memory for a GPU's offloaded parameters and gradients. PyTorch's
     CachingHostAllocator rounds each allocation up to a power of two: the shard of a unit under
     FSDP1, of a parameter under FSDP2."""
@@ -642,7 +627,7 @@ def loss_bytes(model: Model, itemsize: int) -> int:
 
 
 def fsdp1_peak(
-    model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
+    model: Model, args: Options, strategy: str, states: list[int], kept: int, block: int
 ) -> tuple[int, int, int]:
     """Return FSDP1's and DDP's bytes of unsharded tensors, of the loss, and at the peak.
 
@@ -680,7 +665,7 @@ def fsdp1_peak(
 
 
 def fsdp2_peak(
-    model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
+    model: Model, args: Options, strategy: str, states: list[int], kept: int, block: int
 ) -> tuple[int, int, int]:
     """Return FSDP2's bytes of unsharded tensors in a block's backward pass, of the loss, and at
     the peak. The arguments are those of `fsdp1_peak`.
@@ -719,7 +704,7 @@ def fsdp2_peak(
 
 
 def traffic(
-    model: Model, args: Namespace, strategy: str, checkpointing: bool | str
+    model: Model, args: Options, strategy: str, checkpointing: bool | str
 ) -> dict[str, Any]:
     """Return the bytes that each GPU and each node sends in a step, and the minimum seconds for it.
 
@@ -764,15 +749,15 @@ def traffic(
     return sent | seconds | {"bound_by": max(seconds, key=seconds.get).removesuffix("_seconds")}
 
 
-def smallest_nodes(model: Model, args: Namespace, *choice: Any) -> int | None:
+def smallest_nodes(model: Model, args: Options, *choice: Any) -> int | None:
     """Return the smallest of NODE_COUNTS on which a `choice` (see `memory`) fits, or None."""
     for nodes in NODE_COUNTS:
-        if memory(model, Namespace(**vars(args) | {"nodes": nodes}), *choice)["fits"]:
+        if memory(model, replace(args, nodes=nodes), *choice)["fits"]:
             return nodes
     return None
 
 
-def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
+def estimate(model: Model, args: Options, *choice: Any) -> dict[str, Any]:
     """Return a table row: memory, traffic and smallest node count. For `choice`, see `memory`."""
     strategy, offload, checkpointing, optimizer = choice
     return {
@@ -786,14 +771,14 @@ def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
     }
 
 
-def takes_offload(args: Namespace) -> bool:
+def takes_offload(args: Options) -> bool:
     """Return whether the scripts accept --cpu-offload with these flags, see policies.py."""
     if args.fsdp == 2:
         return args.precision != "fp16"
     return args.nodes * args.gpus_per_node > 1 and args.gradient_accumulation_steps == 1
 
 
-def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
+def choices(model: Model, args: Options) -> list[tuple[str, bool, bool, str]]:
     """Return every `choice` (see `memory`) that the scripts accept with these flags."""
     accepted = []
     for strategy, offload in MODES:
@@ -808,7 +793,7 @@ def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     return accepted
 
 
-def verdict(model: Model, args: Namespace) -> str | None:
+def verdict(model: Model, args: Options) -> str | None:
     """Return two lines, how full_shard fits and its torchrun command, or None if it never fits.
 
     Use the first of these that fits: the flags as given; activation checkpointing, which costs a
@@ -823,7 +808,7 @@ def verdict(model: Model, args: Namespace) -> str | None:
         node_counts = [row["smallest_nodes"] for row in rows[1:] if row["smallest_nodes"]]
         if not node_counts:
             return None
-        args = Namespace(**vars(args) | {"nodes": node_counts[0]})
+        args = replace(args, nodes=node_counts[0])
         rows = [estimate(model, args, "full_shard", *option) for option in options]
     row = next(row for row in rows if row["fits"])
     added = []
@@ -840,7 +825,7 @@ def verdict(model: Model, args: Namespace) -> str | None:
     return f"{line}. Command for each node:\n{command(model, args, row)}"
 
 
-def command(model: Model, args: Namespace, row: dict[str, Any]) -> str:
+def command(model: Model, args: Options, row: dict[str, Any]) -> str:
     """Return the torchrun command for a table row of full_shard, without the flags of the data."""
     words = ["torchrun", "--nnodes", args.nodes, "--nproc_per_node", args.gpus_per_node]
     if args.nodes > 1:
@@ -885,7 +870,7 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
         print(f"{name:30}" + "".join(f"{text:>10}" for text in cells))
 
 
-def print_estimates(model: Model, args: Namespace, rows: list[dict[str, Any]]) -> None:
+def print_estimates(model: Model, args: Options, rows: list[dict[str, Any]]) -> None:
     """Print the model and the flags on one line, then the tables."""
     recomputed = "with" if model.checkpointing else "no"
     print(
@@ -901,7 +886,7 @@ def print_estimates(model: Model, args: Namespace, rows: list[dict[str, Any]]) -
 
 def main(argv: list[str] | None = None) -> None:
     """Print how full_shard fits and a table of estimates; exit with code 1 if it never fits."""
-    args = parse_args(argv)
+    args = options.parse(Options, argv)
     try:
         model = read_model(args)
     except ValueError as error:
@@ -914,7 +899,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{lines or 'full_shard does not fit.'}\n")
         print_estimates(model, args, rows)
     if lines is None:
-        most = Namespace(**vars(args) | {"nodes": NODE_COUNTS[-1]})
+        most = replace(args, nodes=NODE_COUNTS[-1])
         peak = memory(model, most, "full_shard", False, True, args.optimizer)["peak_bytes"]
         ranks.exit_with(
             f"{args.model_name} does not fit on GPUs of {args.gpu_memory_gb:g} GB. On {most.nodes} "

@@ -23,10 +23,9 @@ import statistics
 import sys
 import time
 import warnings
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import policies
-from runtime import arguments, ranks
+from runtime import options, ranks
+from runtime.options import flag
 from runtime.run import launch
 from tools import memory_estimator
 
@@ -88,7 +88,19 @@ class Probe:
         return 1e3 * seconds
 
 
-def preflight(args: Namespace) -> int:
+@dataclass
+class Options:
+    """flags"""
+
+    model_name: str = flag("llama-2-7b", "built-in size, hub id, directory or config.json, as for "
+        "memory_estimator.py")  # fmt: skip
+    output_dir: str = flag("output", "its disk is measured", metavar="DIR")
+    gpus_per_node: int = flag(0, "expected number of GPUs (0: from Slurm, or one per process)",
+        low=0)  # fmt: skip
+    timeout_seconds: float = flag(30.0, "limit for one measurement", low=1)
+
+
+def preflight(args: Options) -> int:
     """Check the machines and print a report; return the exit code. Call on all ranks."""
     try:
         faults = check_machines(args)
@@ -101,25 +113,7 @@ def preflight(args: Namespace) -> int:
     return 0
 
 
-def parse_args(argv: list[str] | None = None) -> Namespace:
-    """Return the validated flags of `argv` (default: sys.argv), or exit with a message."""
-    parser = arguments.Parser(__doc__)
-    add = parser.add_argument
-    add("--model-name", default="llama-2-7b", help="built-in size, hub id, directory or "
-        "config.json, as for memory_estimator.py")  # fmt: skip
-    add("--output-dir", default="output", help="its disk is measured")
-    add("--gpus-per-node", type=int, default=0, help="expected number of GPUs (0: from "
-        "Slurm, or one per process)")  # fmt: skip
-    add("--timeout-seconds", type=float, default=30.0, help="limit for one measurement")
-    args = parser.parse_args(argv)
-    limits = {"gpus_per_node": (0, arguments.NO_LIMIT), "timeout_seconds": (1, arguments.NO_LIMIT)}
-    problems = arguments.out_of_range(args, limits)
-    if problems:
-        parser.error(" ".join(problems))
-    return args
-
-
-def check_machines(args: Namespace) -> list[str]:
+def check_machines(args: Options) -> list[str]:
     """Check devices, disk and speed, and print a report; return a message for each fault.
 
     Call on all ranks. Raise ValueError if a device is missing, the model is unknown or the disk
@@ -149,7 +143,7 @@ def check_machines(args: Namespace) -> list[str]:
     return faults
 
 
-def join(args: Namespace) -> tuple[torch.device, list[Place], list[str]]:
+def join(args: Options) -> tuple[torch.device, list[Place], list[str]]:
     """Join the process group; return this rank's device, all ranks' Places and notes to print.
 
     Raise ValueError if a device is missing.
@@ -184,7 +178,7 @@ def exchange_info(store: dist.Store, rank: int, world_size: int) -> list[Place]:
     return [Place(**json.loads(text)) for text in store.multi_get(keys)]
 
 
-def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list[str]]:
+def count_devices(args: Options, places: list[Place]) -> tuple[list[str], list[str]]:
     """Return two lists of messages: missing nodes or devices (faults), unused devices (notes)."""
     nodes = {place.node: place for place in places}
     faults, notes = [], []
@@ -205,13 +199,13 @@ def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list
 
 
 def read_model(
-    args: Namespace, places: list[Place], precision: str
-) -> tuple[memory_estimator.Model, Namespace, int]:
+    args: Options, places: list[Place], precision: str
+) -> tuple[memory_estimator.Model, memory_estimator.Options, int]:
     """Return memory_estimator's Model and flags for this job, and its median FSDP unit's bytes."""
     processes = places[0].processes
     flags = ["--model-name", args.model_name, "--precision", precision]
     flags += ["--nodes", str(len(places) // processes), "--gpus-per-node", str(processes)]
-    machine = memory_estimator.parse_args(flags)
+    machine = options.parse(memory_estimator.Options, flags)
     model = memory_estimator.read_model(machine)
     _, _, (_, *units) = memory_estimator.layout(model, machine, STRATEGY)
     return model, machine, statistics.median_high(unit.gathered for unit in units)
@@ -307,12 +301,12 @@ def collective_probes(
     return probes
 
 
-def scratch_directory(args: Namespace) -> Path:
+def scratch_directory(args: Options) -> Path:
     """Return the directory of the test files. If a run is killed, the next run deletes it."""
     return Path(args.output_dir) / "tmp-preflight"
 
 
-def check_disk(args: Namespace, places: list[Place]) -> list[str]:
+def check_disk(args: Options, places: list[Place]) -> list[str]:
     """Write a file on the first node; return a message for each node that does not see it.
 
     Raise ValueError on all ranks if a node cannot write to --output-dir.
@@ -334,7 +328,7 @@ def check_disk(args: Namespace, places: list[Place]) -> list[str]:
     return [f"{flag} {host} differs from the first node's directory." for host in sorted(unshared)]
 
 
-def disk_probes(args: Namespace, places: list[Place]) -> list[Probe]:
+def disk_probes(args: Options, places: list[Place]) -> list[Probe]:
     """Return Probes of the disk: the first rank of each node writes a file and reads it back."""
     place = places[dist.get_rank()]
     path = scratch_directory(args) / f"node-{place.node}"
@@ -463,22 +457,22 @@ def slowest_speeds(probes: list[Probe], results: dict[str, Seconds]) -> dict[str
 
 
 def bound(
-    model: memory_estimator.Model, machine: Namespace, speeds: dict[str, float]
+    model: memory_estimator.Model, machine: memory_estimator.Options, speeds: dict[str, float]
 ) -> dict[str, Any]:
     """Return a dict: memory_estimator's bytes and minimum seconds of a step at `speeds` (by probe),
     its tokens per process, and the measured flags: peak_tflops, and *_gbps if there are links.
 
     full_shard all-gathers twice per reduce-scatter. All ranks of a node send to others at once."""
     measured = {"peak_tflops": speeds[MATMUL]}
-    for flag, where, senders in (
+    for field, where, senders in (
         ("intranode_gbps", "in node", 1),
         ("internode_gbps", "across", machine.gpus_per_node),
     ):
         gather = speeds.get(f"all-gather {where}, unit")
         if gather is not None:
             scatter = speeds[f"reduce-scatter {where}, unit"]
-            measured[flag] = 8 * senders * 3 / (2 / gather + 1 / scatter)
-    machine = Namespace(**vars(machine) | measured)
+            measured[field] = 8 * senders * 3 / (2 / gather + 1 / scatter)
+    machine = replace(machine, **measured)
     step = memory_estimator.traffic(model, machine, STRATEGY, model.checkpointing)
     return measured | step | {"tokens": machine.batch_size * machine.seq_length}
 
@@ -497,4 +491,4 @@ def print_table(probes: list[Probe], results: dict[str, Seconds], places: list[P
 
 
 if __name__ == "__main__":
-    launch(preflight, parse_args())
+    launch(preflight, options.parse(Options))

@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 class Lion(Optimizer):
     """Steps by the sign of an interpolated momentum (Chen et al. 2023)."""
 
-    def __init__(self, params, lr: float = 1e-4, weight_decay: float = 0.0):
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": weight_decay})
+    def __init__(self, params, lr: float = 1e-4, betas=(0.9, 0.99), weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -9,9 +9,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 from ten_steps import compile_without_compiler
 
+from benchmarks.driven import parse_flags
 from runtime import run
 
 if __name__ == "__main__":
     compile_without_compiler()
     script = importlib.import_module(sys.argv[1])
-    run.launch(script.fsdp_main, script.parse_args(sys.argv[2:]))
+    run.launch(script.fsdp_main, parse_flags(script, sys.argv[2:]))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ten_steps import storage_bytes
 
 import policies
+from benchmarks.driven import parse_flags
 from runtime import optimization
 
 SENT = {"bytes": 0.0}
@@ -73,7 +74,7 @@ def main() -> None:
     count("all_reduce", times=2, position=0)
     for key, (name, flags) in models.items():
         script = importlib.import_module(name)
-        args = script.parse_args([*flags, "--dataset", "docstrings", "--output-dir", output])
+        args = parse_flags(script, [*flags, "--dataset", "docstrings", "--output-dir", output])
         device = device or script.setup(args)
         ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, step(script, args, device))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from killed import before_each_step
 
+from benchmarks.driven import parse_flags
 from runtime import run
 from runtime.state import TrainState
 
@@ -53,4 +54,4 @@ if __name__ == "__main__":
                 os.kill(os.getpid(), signal.SIGKILL)
 
     before_each_step(inject)
-    run.launch(script.fsdp_main, script.parse_args(sys.argv[5:]))
+    run.launch(script.fsdp_main, parse_flags(script, sys.argv[5:]))

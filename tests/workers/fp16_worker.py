@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from ten_steps import local, strategy_flags
 
-from benchmarks.driven import Driven
+from benchmarks.driven import Driven, parse_flags
 from runtime import ranks
 from runtime.run import prepare_directory
 
@@ -95,8 +95,8 @@ def try_strategy(
     script = importlib.import_module(name)
     prepare_directory(directory)
     flags = [*flags, *strategy_flags(strategy), "--output-dir", str(directory)]
-    fp32, _ = train(script, script.parse_args([*flags, "--precision", "fp32"]), device)
-    args = script.parse_args([*flags, "--precision", "fp16"])
+    fp32, _ = train(script, parse_flags(script, [*flags, "--precision", "fp32"]), device)
+    args = parse_flags(script, [*flags, "--precision", "fp16"])
     fp16, driven = train(script, args, device)
     batch = driven.batch()
     steps = {"loss": overflow(driven, batch, "loss")}
@@ -120,7 +120,7 @@ def main() -> None:
     for name, flags in json.loads(scripts).items():
         if device is None:
             script = importlib.import_module(name)
-            device = script.setup(script.parse_args(flags))
+            device = script.setup(parse_flags(script, flags))
         for strategy in STRATEGIES[name]:
             directory = Path(output) / name / strategy
             results[f"{name} {strategy}"] = try_strategy(name, flags, strategy, device, directory)

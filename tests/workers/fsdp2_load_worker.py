@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ten_steps import local
 from torch.distributed.tensor import DTensor
 
+from benchmarks.driven import parse_flags
 from runtime import export, ranks, weights
 
 WAYS = {
@@ -49,7 +50,7 @@ def main() -> None:
         script = importlib.import_module(name)
         for way, flags in WAYS.items():
             common = ["--model-name", directory, *LENGTHS[name], "--export-dtype", "fp32"]
-            args = script.parse_args([*common, *flags])
+            args = parse_flags(script, [*common, *flags])
             device = device or script.setup(args)
             path = Path(directory)
             if rank != 0:

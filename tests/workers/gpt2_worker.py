@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
-from benchmarks.driven import Driven
+from benchmarks.driven import Driven, parse_flags
 from runtime import ranks, weights
 
 
@@ -65,7 +65,7 @@ def other_optimizers(flags: list[str], device: torch.device) -> dict[str, dict]:
         ("SGD", "torch.optim.SGD(groups, lr=args.lr, momentum=0.9)"),
         ("AdamW", "torch.optim.AdamW(groups, lr=args.lr, fused=False)"),
     ):
-        args = gpt2_fsdp.parse_args([*flags, "--output-dir", f"{flags[-1]}-{name}"])
+        args = parse_flags(gpt2_fsdp, [*flags, "--output-dir", f"{flags[-1]}-{name}"])
         adamw = "torch.optim.AdamW(groups, lr=args.lr, fused=True)"
         lion_import = {"import policies\n": "import policies\nfrom lion import Lion\n"}
         script = edited_script("gpt2_fsdp", {adamw: optimizer} | lion_import)
@@ -95,7 +95,7 @@ def with_ema(flags: list[str], device: torch.device) -> dict[str, dict]:
     script = edited_script("gpt2_fsdp", EMA)
     for fsdp in ("1", "2"):
         output_dir = f"{flags[-1]}-ema-{fsdp}"
-        args = script.parse_args([*flags, "--fsdp", fsdp, "--output-dir", output_dir])
+        args = parse_flags(script, [*flags, "--fsdp", fsdp, "--output-dir", output_dir])
         driven = Driven(script, args, device)
         list(driven.all(3))
         resumed = Driven(script, args, device, driven.save())
@@ -118,11 +118,11 @@ def main() -> None:
               "1e-3", "--batch-size", batch, "--max-steps", "10", "--max-grad-norm", "0.5",
               "--output-dir", f"{output}.run", "--weight-decay", "0.1",
               "--timeout-minutes", "7"]  # fmt: skip
-    device = gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
+    device = gpt2_fsdp.setup(parse_flags(gpt2_fsdp, common))
     ranks.GRACE_SECONDS = 0  # rank 0 continues after bad steps
     results = {}
     for name, flags in json.loads(variants).items():
-        args = gpt2_fsdp.parse_args([*common, *flags])
+        args = parse_flags(gpt2_fsdp, [*common, *flags])
         results[name], driven = ten_steps(gpt2_fsdp, args, device)
         resumed = Driven(gpt2_fsdp, args, device, driven.save(keep=1))
         unit = FSDPModule if args.fsdp == 2 else FSDP

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gpt2_fsdp
 import policies
+from benchmarks.driven import parse_flags
 from runtime import ranks, weights
 from runtime.chunked_loss import LossHead
 
@@ -110,11 +111,11 @@ def main() -> None:
     """Run every variant in one process group."""
     result, directory, output = sys.argv[1:]
     common = ["--model-name", directory, "--output-dir", output, "--precision", "fp32"]
-    gpt2_fsdp.setup(gpt2_fsdp.parse_args(common))
+    gpt2_fsdp.setup(parse_flags(gpt2_fsdp, common))
     model = gpt2_fsdp.MODEL.from_pretrained(directory, dtype=torch.float32)
     results: dict = {}
     for name, flags in IN_BUCKETS.items():
-        args = gpt2_fsdp.parse_args([*common, *flags, "--strategy", "ddp"])
+        args = parse_flags(gpt2_fsdp, [*common, *flags, "--strategy", "ddp"])
         results[f"in buckets, {name}"] = in_buckets(args, copy.deepcopy(model))
     all_ranks = ranks.on_every_rank(lambda: results)
     if dist.get_rank() == 0:

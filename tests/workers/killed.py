@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
+from benchmarks.driven import parse_flags
 from runtime.state import TrainState
 from runtime.steps import Step
 
@@ -34,4 +35,4 @@ if __name__ == "__main__":
             os.kill(os.getpid(), signal.SIGKILL)
 
     before_each_step(die)
-    script.fsdp_main(script.parse_args(sys.argv[4:]))
+    script.fsdp_main(parse_flags(script, sys.argv[4:]))

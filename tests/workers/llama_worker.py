@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import llama_fsdp
+from benchmarks.driven import parse_flags
 from runtime import weights
 from runtime.run import prepare_directory
 
@@ -45,9 +46,9 @@ def main() -> None:
               "--max-steps", "10", "--max-grad-norm", "0.5", "--no-activation-checkpointing",
               "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
     named = [*common, "--model-name", directory]
-    device = llama_fsdp.setup(llama_fsdp.parse_args(named))
+    device = llama_fsdp.setup(parse_flags(llama_fsdp, named))
     results: dict = {}
-    args = llama_fsdp.parse_args(named)
+    args = parse_flags(llama_fsdp, named)
     model = load_wrapped(args, device)
     results["loaded"] = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     frequencies: list[torch.Tensor] = []  # after each forward pass
@@ -70,7 +71,7 @@ def main() -> None:
 
     llama_fsdp.wrap_model = recording_wrap
     for name, flags in json.loads(variants).items():
-        args = llama_fsdp.parse_args([*named, *flags])
+        args = parse_flags(llama_fsdp, [*named, *flags])
         prepare_directory(Path(args.output_dir))
         results[name], driven = ten_steps(llama_fsdp, args, device)
         results[name]["frequencies"] = frequencies[-1]

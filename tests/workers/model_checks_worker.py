@@ -17,20 +17,20 @@ import torch.distributed as dist
 from copied import edited_script
 
 import llama_fsdp
-from benchmarks.driven import Driven
+from benchmarks.driven import Driven, parse_flags
 
 
 def main() -> None:
     """Write each rank's error message by case, empty if the script is accepted."""
     cases, output = map(Path, sys.argv[1:])
-    device = llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
+    device = llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
     results: dict[str, list[str]] = {}
     for case, (name, changes, flags) in json.loads(cases.read_text()).items():
         script = edited_script(name, changes)
         message = ""
         try:
             common = ["--model-name", "tiny", "--output-dir", str(output.with_suffix("")), *flags]
-            Driven(script, script.parse_args(common), device)
+            Driven(script, parse_flags(script, common), device)
         except ValueError as error:
             message = str(error)
         results[case] = [""] * dist.get_world_size()

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
+from benchmarks.driven import parse_flags
 from runtime.run import launch
 
 
@@ -26,4 +27,4 @@ if __name__ == "__main__":
     script = importlib.import_module(sys.argv[1])
     sets = samples(sys.argv[1], 12), {"validation": samples(sys.argv[1], 3)}
     script.load_data = lambda *_: sets
-    launch(script.fsdp_main, script.parse_args(sys.argv[2:]))
+    launch(script.fsdp_main, parse_flags(script, sys.argv[2:]))

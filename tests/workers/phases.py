@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
+from benchmarks.driven import parse_flags
 from runtime import checkpoints, readers, run
 from runtime.steps import Step
 
@@ -69,7 +70,7 @@ def record_exit(code: int) -> None:
 if __name__ == "__main__":
     name, phase, seconds, *flags = sys.argv[1:]
     script = importlib.import_module(name)
-    args = script.parse_args(flags)
+    args = parse_flags(script, flags)
     output = Path(args.output_dir)
     exit_now, os._exit = os._exit, record_exit
     if phase != "none":

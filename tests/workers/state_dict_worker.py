@@ -30,7 +30,7 @@ from ten_steps import local
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
-from benchmarks.driven import Driven
+from benchmarks.driven import Driven, parse_flags
 from runtime import checkpoints
 from runtime.state import TrainState
 
@@ -90,7 +90,7 @@ def main() -> None:
     result, model, text, output, *flags = sys.argv[1:]
     common = ["--model-name", model, "--dataset", text, "--val-dataset", text, "--block-size", "32",
               "--batch-size", "1", "--output-dir", output]  # fmt: skip
-    args = gpt2_fsdp.parse_args([*common, *flags])
+    args = parse_flags(gpt2_fsdp, [*common, *flags])
     device = gpt2_fsdp.setup(args)
     measurements = save_and_resume(args, device)
     if dist.get_rank() == 0:

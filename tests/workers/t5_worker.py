@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ten_steps import CORE_VARIANTS, compile_without_compiler, strategy_flags, ten_steps
 
 import T5_training
-from benchmarks.driven import Driven
+from benchmarks.driven import Driven, parse_flags
 from runtime import checkpoints
 from runtime.run import prepare_directory
 
@@ -32,12 +32,12 @@ def main() -> None:
     common = ["--model-name", model, "--dataset", data, "--num-train-samples", "0", "--precision",
               "fp32", "--lr", "1e-3", "--batch-size", "4", "--max-steps", "10", "--max-grad-norm",
               "0.5", "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
-    args = T5_training.parse_args(common)
+    args = parse_flags(T5_training, common)
     device = T5_training.setup(args)
     prepare_directory(Path(args.output_dir))
     results = {}
     for name, flags in VARIANTS.items():
-        args = T5_training.parse_args([*common, *flags])
+        args = parse_flags(T5_training, [*common, *flags])
         results[name], _ = ten_steps(T5_training, args, device)
 
     # Sources have two lengths. Each graph takes seconds, so stacks have one block.
@@ -45,13 +45,13 @@ def main() -> None:
              "--num-train-samples", "36", "--batch-size", "2", "--source-length", "40",
              "--target-length", "8"]  # fmt: skip
     for name in ("--no-compile", "--compile"):
-        args = T5_training.parse_args([*common, *flags, name])
+        args = parse_flags(T5_training, [*common, *flags, name])
         results[name], _ = ten_steps(T5_training, args, device)
 
     # Train on one batch until the model has memorized it.
     flags = ["--num-train-samples", "8", "--lr", "1e-2", "--lr-schedule", "constant",
              "--target-length", "12", "--max-steps", "400"]  # fmt: skip
-    args = T5_training.parse_args([*common, *flags])
+    args = parse_flags(T5_training, [*common, *flags])
     driven = Driven(T5_training, args, device)
     batch = [driven.batch()]
     for _ in range(400):
@@ -67,7 +67,7 @@ def main() -> None:
     for precision in ("fp32", "bf16"):
         for strategy in ("full_shard", "shard_grad_op", "ddp", "fsdp2"):
             options = ["--precision", precision, *strategy_flags(strategy)]
-            args = T5_training.parse_args([*common, *flags, *options])
+            args = parse_flags(T5_training, [*common, *flags, *options])
             driven = Driven(T5_training, args, device)
             checkpoints.load_weights(best, driven.model)
             driven.loader.batch_sampler.seed = None  # no shuffling

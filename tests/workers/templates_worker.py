@@ -21,6 +21,7 @@ from copied import edited_script
 
 import llama_fsdp
 import policies
+from benchmarks.driven import parse_flags
 from runtime import weights
 
 clip_gradients = policies.clip_gradients
@@ -44,7 +45,7 @@ def save_next_gradient(path: Path) -> None:
 
 def main() -> None:
     """Run each edited script to its export, in one process group."""
-    device = llama_fsdp.setup(llama_fsdp.parse_args(["--model-name", "tiny"]))
+    device = llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
 
     def setup(args: Namespace) -> torch.device:
         torch.manual_seed(args.seed)
@@ -53,7 +54,7 @@ def main() -> None:
     for name, changes, flags in json.loads(Path(sys.argv[1]).read_text()).values():
         script = edited_script(name, changes)
         script.setup, script.cleanup = setup, lambda: None
-        args = script.parse_args(flags)
+        args = parse_flags(script, flags)
         save_next_gradient(Path(args.output_dir) / "gradient.pt")
         script.fsdp_main(args)
     llama_fsdp.cleanup()
