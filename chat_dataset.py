@@ -11,9 +11,11 @@ import random
 import re
 from argparse import Namespace
 from bisect import bisect_right
-from collections import abc, defaultdict
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -53,6 +55,10 @@ class Options:
     )
     dataset_config: str | None = flag(None, "configuration of a hub data set")
     text_column: str = flag("content", "column with plain documents")
+    prompt_column: str | None = flag(None, "column with prompts, for chats of two turns")
+    completion_column: str | None = flag(None, "column with their answers")
+    system_column: str | None = flag(None, "column with system turns (default: system, or "
+        "system_prompt)")  # fmt: skip
     max_seq_length: int = flag(2048, "tokens in a sequence; longer documents are truncated", low=8)
     chat_template: str | None = flag(None, "chatml, llama-2 or a Jinja file (default: the "
         "tokenizer's, or llama-2 if it has none)", metavar="NAME|FILE")  # fmt: skip
@@ -61,6 +67,12 @@ class Options:
     bad_rows: BadRows = flag("fail", "skip: drop unusable rows")
     num_train_samples: int = flag(0, "documents per data set (0: all)", low=0)
     num_val_samples: int = flag(0, "documents per data set (0: all)", low=0)
+
+    def problems(self) -> list[str]:
+        """Return a message if only one of the two columns of a chat is named."""
+        if bool(self.prompt_column) == bool(self.completion_column):
+            return []
+        return ["Pass both --prompt-column and --completion-column."]
 
 
 def fix_date(template: str) -> str:
@@ -93,26 +105,28 @@ def render(
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the chat template rejects the chat: {error}") from error
 
+    is_target = [turn.get("train", turn["role"] == "assistant") for turn in chat]
+    chat = [{key: x for key, x in turn.items() if key != "train"} for turn in chat]
     whole = text_of(chat).rstrip()  # a line break after the end marker belongs to no turn
     for turn in chat:
         if turn["role"] != "assistant":
             chats.check_rendered(turn, tools, whole)
     if args.train_on_prompt:
-        return [(whole, [], chat[-1]["role"] == "assistant")]
+        return [(whole, [], is_target[-1])]
     texts: list[str] = []
     spans: list[list[tuple[int, int]]] = []
-    for i, turn in enumerate(chat):
-        if turn["role"] != "assistant":
-            continue
+    for i in [i for i, is_answer in enumerate(is_target) if is_answer]:
         text = whole if i == len(chat) - 1 else text_of(chat[: i + 1]).rstrip()
         if i:
             prompt = text_of(chat[:i], add_generation_prompt=True)
         else:  # no turns to render, so take what precedes an empty answer
-            prompt = os.path.commonprefix([text, text_of([{"role": "assistant", "content": ""}])])
+            empty = text_of([{"role": "assistant", "content": ""}])
+            prompt = os.path.commonprefix([text, empty]).rstrip(" ")
         if not text.startswith(prompt):
             raise ValueError(f"turn {i + 1}: the chat template does not start the answer with its "
-                             "generation prompt, so training would differ from use")  # fmt: skip
-        chats.check_rendered(turn, None, text[len(prompt) :])
+                             f"generation prompt, so training would differ from use{advice(prompt)}"
+                             )  # fmt: skip
+        chats.check_rendered(chat[i], None, text[len(prompt) :])
         if texts and text.startswith(texts[-1]):
             texts[-1] = text
         else:
@@ -121,8 +135,103 @@ def render(
         spans[-1].append((len(prompt), len(text)))
     if whole.startswith(texts[-1]):
         texts[-1] = whole  # with the turns after the last answer
-    ends_in_answer = [text != whole or chat[-1]["role"] == "assistant" for text in texts]
+    ends_in_answer = [text != whole or is_target[-1] for text in texts]
     return list(zip(texts, spans, ends_in_answer, strict=True))
+
+
+def advice(prompt: str) -> str:
+    """Return what to do if an answer does not start with its generation prompt."""
+    if not prompt.rstrip().endswith("<think>"):
+        return ""
+    return (". The prompt opens <think>, so the answers need reasoning_content. Or pass "
+            "--chat-template chatml, which does not open it")  # fmt: skip
+
+
+class AnswerTokens:
+    """Tokenize rendered chats so that the tokens before each answer are those of its prompt alone.
+
+    A token of the whole text may span the end of a prompt, or of an answer. Generation never
+    produces it, so each answer then gets a document of its own, cut at these places.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.added = {*tokenizer.added_tokens_decoder}
+        self.known: dict[str, list[int]] = {}
+        self.options = {"add_special_tokens": False, "return_attention_mask": False}
+
+    def ids_of(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        if text not in self.known:
+            encoded = self.tokenizer(text, verbose=False, **self.options)
+            self.known[text] = encoded["input_ids"]
+        return self.known[text]
+
+    def encode(
+        self, texts: list[str], spans: list[list[tuple[int, int]]]
+    ) -> Iterator[list[tuple[list[int], list[int]]]]:
+        """Yield the documents of each text, as ids and labels, given the start and end characters
+        of its answers."""
+        is_fast = self.tokenizer.is_fast
+        encoded = self.tokenizer(
+            texts, verbose=False, return_offsets_mapping=is_fast, **self.options
+        )
+        offsets = encoded.get("offset_mapping", [None] * len(texts))
+        for text, ids, places, answers in zip(
+            texts, encoded["input_ids"], offsets, spans, strict=True
+        ):
+            labels = [-100] * len(ids)
+            for start, end in answers:
+                first = self.count(text, ids, places, start)
+                last = self.count(text, ids, places, end, is_prompt=False)
+                if first is None or last is None:
+                    yield self.split(text, answers)
+                    break
+                labels[first:last] = ids[first:last]
+            else:
+                yield [(ids, labels)]
+
+    def count(
+        self, text: str, ids: list[int], places: list | None, position: int, is_prompt: bool = True
+    ) -> int | None:
+        """Return how many of the `ids` of `text` are those of text[:position] alone, or None if
+        these differ. `places` are the tokens' start and end characters (None: unknown). At the end
+        of an answer only the last token is compared."""
+        if places is None:
+            part = self.ids_of(text[:position])
+            return len(part) if ids[: len(part)] == part else None
+        count = bisect_right(places, position, key=itemgetter(1))
+        if not is_prompt:
+            return count if places[count - 1][1] == position else None
+        # An added token separates texts: those before it do not change the tokens after it.
+        first = next((i for i in range(count - 1, 0, -1) if ids[i] in self.added), 0)
+        start = places[first][0] if first else 0
+        return count if ids[first:count] == self.ids_of(text[start:position]) else None
+
+    def split(self, text: str, answers: list[tuple[int, int]]) -> list[tuple[list, list]]:
+        """Return the documents of a text that is cut at the ends of its prompts and answers."""
+        documents: list[tuple[list, list]] = []
+        for start, end in answers:
+            prompt, ids = self.ids_of(text[:start]), self.ids_of(text[:end])
+            if ids[: len(prompt)] != prompt:
+                ids = prompt + self.after(prompt, text[start:end], ids)
+            labels = [-100] * len(prompt) + ids[len(prompt) :]
+            if documents and prompt[: len(documents[-1][0])] == documents[-1][0]:
+                before = documents.pop()[1]
+                labels[: len(before)] = before
+            documents.append((ids, labels))
+        return documents
+
+    def after(self, prompt: list[int], answer: str, whole: list[int]) -> list[int]:
+        """Return the tokens of `answer` that decode after those of `prompt` like `whole`. Some
+        tokenizers put a space before the first word of a text, hence the other beginnings."""
+        expected = self.tokenizer.decode(whole)
+        for beginning in ("", "a", "\n", ".", "0"):
+            count = len(self.ids_of(beginning)) if beginning else 0
+            ids = self.ids_of(beginning + answer)[count:]
+            if self.tokenizer.decode(prompt + ids) == expected:
+                return ids
+        return self.ids_of(answer)
 
 
 def encode(
@@ -135,35 +244,22 @@ def encode(
     or all tokens with --train-on-prompt. EOS is appended to an answer that ends a document.
     """
     rendered = [render(chat, tools, tokenizer, args) for chat, tools in rows]
-    options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     texts = [text for documents in rendered for text, _, _ in documents]
-    encoded = tokenizer(texts, return_offsets_mapping=tokenizer.is_fast, **options)
-    offsets = encoded.get("offset_mapping", [None] * len(texts))
-    encodings = zip(encoded["input_ids"], offsets, strict=True)
-
-    def count_tokens(text: str, ids: list[int], ends: list[int] | None, position: int) -> int:
-        """Return how many tokens of `text` end at or before character `position`: by `ends`, the
-        tokens' ends, or, if None, how many of `ids` also begin the encoding of text[:position]."""
-        if ends is not None:
-            return bisect_right(ends, position)
-        part = tokenizer(text[:position], **options)["input_ids"]
-        same = (a == b for a, b in zip(part, ids, strict=False))
-        return next((i for i, is_same in enumerate(same) if not is_same), min(len(part), len(ids)))
-
-    def label(document: tuple[str, list, bool]) -> tuple[list[int], list[int]]:
-        text, spans, ends_in_answer = document
-        ids, token_offsets = next(encodings)
-        ends = token_offsets and [end for _, end in token_offsets]
-        labels = list(ids) if args.train_on_prompt else [-100] * len(ids)
-        for start, end in spans:
-            first, last = (count_tokens(text, ids, ends, x) for x in (start, end))
-            labels[first:last] = ids[first:last]
-        if ends_in_answer and ids[-1] != tokenizer.eos_token_id:
-            ids = [*ids, tokenizer.eos_token_id]
-            labels = [*labels, tokenizer.eos_token_id]
-        return ids, [-100, *labels[1:]]
-
-    return [[label(document) for document in documents] for documents in rendered]
+    spans = [spans for documents in rendered for _, spans, _ in documents]
+    encoded = AnswerTokens(tokenizer).encode(texts, spans)
+    eos = tokenizer.eos_token_id
+    result = []
+    for documents in rendered:
+        result.append([])
+        for _, _, ends_in_answer in documents:
+            parts = next(encoded)
+            for ids, labels in parts:
+                if args.train_on_prompt:
+                    labels = list(ids)
+                if (ends_in_answer or len(parts) > 1) and ids[-1] != eos:
+                    ids, labels = [*ids, eos], [*labels, eos]
+                result[-1].append((ids, [-100, *labels[1:]]))
+    return result
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, list]]:
@@ -192,16 +288,19 @@ def check_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, li
 
 def row_encoder(
     name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace
-) -> abc.Callable[[list[dict]], list[list[dict]]]:
+) -> Callable[[list[dict]], list[list[dict]]]:
     """Return a function from a list of rows of data set `name` to a list of documents per row.
 
     A document has FEATURES and at most --max-seq-length + 1 tokens. `cut` counts those cut off,
     `key` a 56-bit hash of everything before the first answer, `first_target` the answer's position.
     """
     length = args.max_seq_length + 1
-    columns = readers.column_names(name, rows)
-    kind = next((x for x, needed in chats.COLUMNS.items() if {*needed} <= {*columns}), None)
-    say(f"{name}: columns {', '.join(columns)}, read as {kind or 'plain documents or tokens'}")
+    columns, texts = readers.column_names(name, rows), readers.text_columns(rows)
+    pair = args.prompt_column, args.completion_column
+    kind = chats.find_format(name, columns, texts, pair)
+    form = kind[0] if kind else "plain documents or tokens"
+    say(f"{name}: columns {', '.join(columns)}, read as {form}")
+    options = args.system_column, args.train_on_prompt
 
     def documents(prompt: object, encoded: list[tuple[list, list]]) -> list[dict]:
         digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).hexdigest()
@@ -213,7 +312,7 @@ def row_encoder(
         return result
 
     def from_chats(batch: list[dict]) -> list[list[dict]]:
-        turns = [chats.read_chat(row, kind) for row in batch]
+        turns = [chats.read_chat(row, *kind, *options) for row in batch]
         prompts = []
         for chat, _ in turns:
             first = [turn["role"] for turn in chat].index("assistant")
@@ -236,9 +335,14 @@ def row_encoder(
     if "input_ids" in columns:
         tokens.check_origin(name, args, tokenizer)
         return from_tokens
-    known = ", or ".join(" and ".join(needed) for needed in chats.COLUMNS.values())
-    raise ValueError(f"--dataset {name} has columns {', '.join(columns)}. Rename them to {known}, "
-                     f"or pass --text-column {columns[0]} if it has whole documents.")  # fmt: skip
+    flags = " ".join(f"--{x}-column {y}" for x, y in zip(
+        ("prompt", "completion"), readers.guess_columns(texts), strict=False))  # fmt: skip
+    if len(texts) == 1 or "text" in texts:
+        flags = f"--text-column {'text' if 'text' in texts else texts[0]}"
+    advice = f"Pass {flags}" if texts else "Write each chat as a row of messages"
+    raise ValueError(
+        f"--dataset {name} has no chats in its columns {', '.join(columns)}. {advice}."
+    )
 
 
 def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
@@ -251,12 +355,16 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> dict[str
         parts = readers.read(name, args.dataset_config)
     template = tokenizer.chat_template
     cache_key = [args.max_seq_length, args.train_on_prompt, args.text_column, template]
+    cache_key += [args.prompt_column, args.completion_column, args.system_column]
     cache_key += [readers.tokenizer_fingerprint(tokenizer), readers.fingerprint(chats.read_chat)]
     if "strftime_now" in str(template):
         say(f"The chat template writes a date, which is always {DATE}.")
     documents = {}
     for key, rows in readers.pick(name, parts, split).items():
         encode_rows = row_encoder(name, rows, tokenizer, args)
+        formats = itertools.chain(*chats.FORMATS.values())
+        own = args.text_column, args.prompt_column, args.completion_column, args.system_column
+        rows = readers.select(rows, [*chats.ROW_KEYS, *formats, *own, "input_ids", "labels"])
         documents[key] = readers.map_rows(name, rows, encode_rows, FEATURES, args, *cache_key)
     return documents
 
@@ -348,7 +456,7 @@ def mark_targets(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:
     return readers.shorten(text)
 
 
-def pack(lengths: abc.Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
+def pack(lengths: Sequence[int], capacity: int, generator: torch.Generator) -> list[list[int]]:
     """Return groups of indices of `lengths`. The lengths in a group sum to at most `capacity`; a
     longer one gets its own group. Each group takes the longest that fits, until none does.
 

@@ -1,23 +1,42 @@
 """Chats: turns and tools from rows of the usual formats, and the chat template."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from . import ranks
+from . import ranks, readers
 
-COLUMNS = {  # required by each format; the first match is used
+FORMATS = {  # the columns that each format requires; the first match is used
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
     "ShareGPT": ("conversations",),
+    "conversation": ("conversation",),
     "Alpaca": ("instruction", "output"),
+    "Dolly": ("instruction", "response"),
+    "ms-swift": ("query", "response"),
 }
+PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
+TREES = ("parent_id", "message_tree_id")
+MEDIA = ("images", "videos", "audios")
+# Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
+TRAIN_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_weight")
+ROW_KEYS = ("system", "system_prompt", "history", "input", "context", "tools", "functions", "label",
+            "kto_tag", "mask", *TRAIN_KEYS, *MEDIA)  # fmt: skip
 ROLES = ("system", "user", "assistant", "tool")
-SPEAKERS = {"human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"}
-UNKNOWN = {"function_call": "tool_calls", "reasoning": "reasoning_content", "weight": "no weights"}
+SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
+SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
+CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
 OPTIONAL_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a turn
+HARMLESS_KEYS = """id uuid index turn turn_id turn_identifier message_id parent_id conversation_id
+date time timestamp created created_at create_time updated_at model model_name lang language country
+state source category author user header hashed_ip openai_id toxic redacted temperature top_p
+token_counter tokens token_count num_tokens length rating score text markdown metadata finish_reason
+stop_reason end_turn recipient"""
+KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "mask"}
+KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
 {{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}{%- endfor -%}
@@ -39,28 +58,104 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 TEMPLATES = {"chatml": CHATML, "llama-2": LLAMA_2}
 
 
-def read_chat(row: dict, kind: str) -> tuple[list[dict], list[dict] | None]:
-    """Return the turns of the chat in a row (see `validate_turn`), and its tools or None."""
-    if kind == "messages":
-        turns = as_list(row.get("messages"), "messages")
+def find_format(
+    name: str, columns: Sequence[str], texts: Sequence[str], pair: Sequence[str | None]
+) -> tuple[str, Sequence[str]] | None:
+    """Return the format of the chats in data set `name` and its columns, None if it has none.
+
+    `texts` are the columns with text, and `pair` those of --prompt-column and --completion-column.
+    Raise ValueError if a column is missing, or if the rows are preferences or trees of messages.
+    """
+    if any(pair):
+        if missing := [column for column in pair if column not in columns]:
+            raise ValueError(readers.lacks(name, missing, columns))
+        return "prompt", pair
+    if {*TREES} & {*columns}:
+        raise ValueError(f"--dataset {name} has trees of messages. Write each path from a prompt "
+                         "to an answer as one row of messages.")  # fmt: skip
+    kinds = ((kind, needed) for kind, needed in FORMATS.items() if {*needed} <= {*columns})
+    found = next(kinds, None)
+    if preferences := [x for x in PREFERENCES if x in columns]:
+        prompts = [*(found[1] if found else ()), *readers.guess_columns(texts)]
+        prompts = [x for x in prompts if x not in PREFERENCES]
+        advice = "write them as rows of messages"
+        if "chosen" in preferences and prompts:
+            advice = f"pass --prompt-column {prompts[0]} --completion-column chosen"
+        raise ValueError(f"--dataset {name} has preferences ({', '.join(preferences)}), which need "
+                         f"another loss. To train on the chosen answers, {advice}.")  # fmt: skip
+    return found
+
+
+def read_chat(
+    row: dict,
+    kind: str,
+    columns: Sequence[str],
+    system_column: str | None = None,
+    train_on_prompt: bool = False,
+) -> tuple[list[dict], list[dict] | None]:
+    """Return the turns of the chat in a row (see `validate_turn`), and its tools or None.
+
+    `kind` and `columns` are those of `find_format`. Raise ValueError if the row is unusable, for
+    example because it excludes all answers from training, or one with `train_on_prompt`.
+    """
+    question, *answer = (row.get(column) for column in columns)
+    if not answer:
+        turns = as_list(question, columns[0])
     elif kind == "prompt":
-        turns = as_turns("user", row.get("prompt"))
-        if any(turn.get("role") == "assistant" for turn in turns):
-            raise ValueError("the prompt has an assistant turn. Use the column messages instead")
-        turns = turns + as_turns("assistant", row.get("completion"))
-    elif kind == "ShareGPT":
-        turns = as_list(row.get("conversations"), "conversations")
-        turns = [turn | {"role": turn.get("from"), "content": turn.get("value")} for turn in turns]
+        turns, answers = as_turns("user", question), as_turns("assistant", *answer)
+        if role_of(answers[0]) != "assistant":
+            raise ValueError(f"{columns[1]} does not start with an assistant's turn")
+        if not train_on_prompt:
+            turns = [
+                turn | {"train": False} if role_of(turn) == "assistant" else turn for turn in turns
+            ]
+        turns += answers
     else:
-        question, more = row.get("instruction"), row.get("input")
-        if question and more:
-            question = f"{question}\n\n{more}"
-        turns = as_turns("user", question) + as_turns("assistant", row.get("output"))
-    turns = [validate_turn(turn) for turn in turns]
-    if all(turn["role"] != "assistant" for turn in turns):
+        for key in ("input", "context"):
+            if (more := row.get(key)) not in (None, ""):
+                question = f"{as_text(question, columns[0])}\n\n{as_text(more, key)}"
+        turns = as_turns("user", question) + as_turns("assistant", *answer)
+    turns = [validate_turn(turn) for turn in [*earlier_turns(row.get("history")), *turns]]
+    system = (
+        row.get(system_column) if system_column else row.get("system") or row.get("system_prompt")
+    )
+    if system not in (None, "", turns[0]["content"]):
+        if turns[0]["role"] == "system":
+            raise ValueError("the row has a system column and a system turn")
+        turns = [{"role": "system", "content": as_text(system, "system")}, *turns]
+    check_row(row)
+    answers = [turn for turn in turns if turn["role"] == "assistant"]
+    if not answers:
         raise ValueError("the chat has no assistant turn, so there is nothing to learn")
-    tools = from_json(row.get("tools"))
+    if not is_trained(row, "row") or not any(turn.get("train", True) for turn in answers):
+        raise ValueError("the row excludes all assistant turns, so there is nothing to learn")
+    if train_on_prompt and not all(turn.get("train", True) for turn in turns):
+        raise ValueError("the row excludes a turn, but --train-on-prompt trains on all of them")
+    tools = from_json(row.get("tools") or row.get("functions"))
     return turns, as_list(tools, "tools") if tools else None
+
+
+def check_row(row: dict) -> None:
+    """Raise ValueError if a row has images, or an answer that is marked as bad."""
+    for key in MEDIA:
+        if row.get(key):
+            raise ValueError(f"the row has {key}, and this script trains on text only")
+    for key in ("label", "kto_tag"):
+        if row.get(key) is False:
+            raise ValueError(f"{key} is false, so the answer is a bad example (KTO)")
+
+
+def is_trained(item: dict, what: str) -> bool:
+    """Return whether a turn or a row is a target by its TRAIN_KEYS and `mask`: true, 1 or none."""
+    for key in ("mask", *TRAIN_KEYS):
+        value = item.get(key)
+        if value is None:
+            continue
+        if value not in (0, 1):
+            raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
+        if bool(value) == (key == "mask"):
+            return False
+    return True
 
 
 def as_list(value: Any, name: str) -> list[dict]:
@@ -70,34 +165,72 @@ def as_list(value: Any, name: str) -> list[dict]:
     return value
 
 
+def as_text(value: Any, name: str) -> str:
+    """Return `value`; raise ValueError unless it is text that can be written as UTF-8."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, not text")
+    value.encode()  # raises UnicodeEncodeError, a ValueError, for half of a surrogate pair
+    return value
+
+
 def as_turns(role: str, value: Any) -> list[dict]:
-    """Return a list of messages unchanged, and a text as a list with one turn of `role`."""
-    return (
-        value if value and isinstance(value, list) else [{"role": role, "content": value or None}]
-    )
+    """Return messages unchanged, a message as a list, and a text as a list of a turn of `role`."""
+    if isinstance(value, dict):
+        return [value]
+    return as_list(value, role) if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def earlier_turns(history: Any) -> list[dict]:
+    """Return the turns of a `history`: pairs of question and answer, or messages."""
+    turns = []
+    for item in history or ():
+        if isinstance(item, dict):
+            turns.append(item)
+        else:
+            question, answer = item
+            turns += [*as_turns("user", question), *as_turns("assistant", answer)]
+    return turns
+
+
+def role_of(turn: dict) -> str:
+    """Return the role of a turn; raise ValueError if it is unknown."""
+    speaker = turn.get("role") or turn.get("from")
+    role = "assistant" if speaker in CALLERS else SPEAKERS.get(speaker, speaker)
+    if role not in ROLES:
+        raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
+    return role
 
 
 def validate_turn(turn: dict) -> dict:
-    """Return a turn with its content as text and only known keys; raise ValueError if invalid."""
-    role = SPEAKERS.get(turn.get("role"), turn.get("role"))
-    if role not in ROLES:
-        raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
-    for key in UNKNOWN:
-        if turn.get(key) not in (None, 1):
-            raise ValueError(f"the {role}'s turn has {key}, an unknown key. Use {UNKNOWN[key]}")
-    calls, content = from_json(turn.get("tool_calls")), turn.get("content")
+    """Return a turn with its content as text, its role in ROLES and only known keys; `train` is
+    False if it is no target. Raise ValueError if the turn is invalid."""
+    role = role_of(turn)
+    for key, value in turn.items():
+        if key not in KNOWN_KEYS and value not in (None, "", [], {}):
+            raise ValueError(f"the {role}'s turn has {key}, an unknown key. Rename or remove it")
+    content = turn.get("content", turn.get("value"))
+    calls = from_json(turn.get("tool_calls"))
+    call = (
+        content if (turn.get("role") or turn.get("from")) in CALLERS else turn.get("function_call")
+    )
+    if call:
+        parsed = from_json(call)
+        calls = [{"type": "function", "function": x} for x in as_list(
+            [parsed] if isinstance(parsed, dict) else parsed, "the function call")]  # fmt: skip
+        content = "" if call is content else content
     if isinstance(content, list):
-        texts = [part.get("text") for part in as_list(content, "content")]
+        texts = [part.get("text", part.get("value")) for part in as_list(content, "content")]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if content is None and calls:
         content = ""  # some templates need it to be text
-    if not isinstance(content, str):
-        raise ValueError(f"the {role}'s turn is {content}, not text")
+    content = as_text(content, f"the {role}'s turn")
     if role == "assistant" and not calls and not content.strip():
         raise ValueError("the assistant's turn is empty")
     result = {"role": role, "content": content}
     if calls:
         result["tool_calls"] = [parse_call(call) for call in as_list(calls, "tool_calls")]
+    if not is_trained(turn, f"{role}'s turn"):
+        result["train"] = False
     return result | {key: turn[key] for key in OPTIONAL_KEYS if turn.get(key)}
 
 

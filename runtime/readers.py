@@ -6,6 +6,7 @@
 import ast
 import contextlib
 import csv
+import dataclasses
 import gc
 import hashlib
 import inspect
@@ -16,13 +17,13 @@ import sysconfig
 import warnings
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, Features, ReadInstruction, Value, concatenate_datasets
+from datasets import Dataset, Features, List, ReadInstruction, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from .ranks import say
@@ -30,6 +31,10 @@ from .ranks import say
 LINE = "json line"  # the only column of a JSON file: its lines, which `parse` reads
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
 LARGE = 50_000  # rows above which several processes map them
+# Names of columns, the likeliest first.
+PROMPTS = "prompt question instruction query problem input user human document article text source"
+ANSWERS = "completion response answer output solution assistant summary highlights headline target"
+PROMPTS, ANSWERS = PROMPTS.split(), ANSWERS.split()
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it raises the errors that it logs
@@ -182,6 +187,41 @@ def column_names(name: str, rows: Dataset) -> list[str]:
     if LINE in rows.column_names:
         raise ValueError(f"--dataset {name} has no JSON objects. Write one on each line.")
     return rows.column_names
+
+
+def text_columns(rows: Dataset) -> list[str]:
+    """Return the names of the columns that contain text, as far as the first object shows."""
+    for line in rows[:1000].get(LINE, []) if LINE in rows.column_names else ():
+        with contextlib.suppress(ValueError):
+            return [key for key, value in parse({LINE: line}).items() if isinstance(value, str)]
+    return [key for key, kind in rows.features.items() if getattr(kind, "dtype", "") == "string"]
+
+
+def guess_columns(texts: Sequence[str]) -> list[str]:
+    """Return the columns that most likely have the prompts and the answers, or the texts and their
+    summaries: the first of PROMPTS and of ANSWERS among `texts`, or else the first columns."""
+    texts = [name for name in texts if not name.endswith("id")]
+    prompts = [*(x for x in PROMPTS if x in texts), *texts]
+    answers = [x for x in (*(x for x in ANSWERS if x in texts), *texts) if x != prompts[0]]
+    return prompts[:1] + answers[:1]
+
+
+def lacks(name: str, missing: Sequence[str], columns: Sequence[str]) -> str:
+    """Return the first part of an error message about missing columns."""
+    return (f"--dataset {name} has no column {' or '.join(missing)}. Its columns are: "
+            f"{', '.join(columns)}.")  # fmt: skip
+
+
+def select(rows: Dataset, names: Iterable[str | None]) -> Dataset:
+    """Return the rows with only the columns `names`, as far as they exist, and JSON lines. Images
+    and audio in them are not decoded."""
+    rows = rows.select_columns([x for x in rows.column_names if x in {LINE, *names}])
+    for name, kind in rows.features.items():
+        inner = kind.feature if isinstance(kind, List) else kind
+        if hasattr(inner, "decode"):
+            inner = dataclasses.replace(inner, decode=False)
+            rows = rows.cast_column(name, List(inner) if isinstance(kind, List) else inner)
+    return rows
 
 
 def parse(row: dict[str, Any]) -> dict[str, Any]:

@@ -356,22 +356,32 @@ def test_formats_give_the_same_chat(tmp_path):
     "row, message",
     [
         ({"messages": []}, "messages is empty or not a list of objects"),
-        ({"messages": [USER | {"role": "bing"}]}, "the role bing is not one of system, user"),
+        ({"messages": [USER | {"role": "bot"}]}, "the role bot is not one of system, user"),
         ({"messages": [USER]}, "the chat has no assistant turn"),
         ({"messages": [USER, ASSISTANT | {"content": "\n"}]}, "the assistant's turn is empty"),
         (
             {"messages": [USER | {"content": [{"type": "image"}]}]},
             "the user's turn is .*, not text",
         ),
-        ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "the assistant's turn has weight"),
-        ({"messages": [USER, ASSISTANT | {"function_call": {}}]}, ".*Use tool_calls"),
-        ({"prompt": [USER, ASSISTANT], "completion": "b"}, "the prompt has an assistant turn"),
+        ({"messages": [USER, ASSISTANT | {"weight": 0.5}]}, "assistant's turn has weight 0.5. Use"),
+        ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "the row excludes all assistant turns"),
+        ({"messages": [USER, ASSISTANT], "train": False}, "the row excludes all assistant turns"),
+        ({"messages": [USER, ASSISTANT | {"function_call": "f"}]}, "the function call is empty or"),
+        ({"messages": [USER, ASSISTANT | {"reasoning": "hm"}]}, "has reasoning, an unknown key"),
+        ({"messages": [USER, ASSISTANT | {"content": "\ud800"}]}, "surrogates not allowed"),
+        ({"messages": [USER, ASSISTANT], "images": ["x.png"]}, "the row has images, and"),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, "a system column and a system"),
+        ({"prompt": "a", "completion": [USER, ASSISTANT]}, "completion does not start with an"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label is false, so the answer is"),
+        ({"prompt": "a", "completion": 5}, "the assistant's turn is 5, not text"),
+        ({"instruction": "a", "input": float("nan"), "output": "b"}, "input is nan, not text"),
+        ({"instruction": "a", "input": ["c"], "output": "b"}, r"input is \['c'\], not text"),
     ],
 )
 def test_unusable_chats_are_refused(row, message):
-    kind = next(kind for kind, needed in chats.COLUMNS.items() if {*needed} <= {*row})
+    kind = chats.find_format("rows", list(row), [], (None, None))
     with pytest.raises((ValueError, TypeError), match=message):
-        chats.read_chat(row, kind)
+        chats.read_chat(row, *kind)
 
 
 def test_bad_rows_are_named_or_skipped(tmp_path, capfd):
