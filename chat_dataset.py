@@ -203,10 +203,15 @@ class AnswerTokens:
         count = bisect_right(places, position, key=itemgetter(1))
         if not is_prompt:
             return count if places[count - 1][1] == position else None
-        # An added token separates texts: those before it do not change the tokens after it.
-        first = next((i for i in range(count - 1, 0, -1) if ids[i] in self.added), 0)
-        start = places[first][0] if first else 0
-        return count if ids[first:count] == self.ids_of(text[start:position]) else None
+        # Compare only the last tokens: the text before them, or before an added token, does not
+        # change them. If they differ, for example because of a space at the start, compare all.
+        recent = range(count - 1, max(0, count - 24), -1)
+        first = next((i for i in recent if ids[i] in self.added), max(0, count - 24))
+        start = places[first - 1][1] if first else 0
+        kept = ids[max(first, count - 16) : count]
+        if self.ids_of(text[start:position])[-len(kept) :] == kept:
+            return count
+        return count if ids[:count] == self.ids_of(text[:position]) else None
 
     def split(self, text: str, answers: list[tuple[int, int]]) -> list[tuple[list, list]]:
         """Return the documents of a text that is cut at the ends of its prompts and answers."""
@@ -423,6 +428,7 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
         if not args.val_dataset:
             val_sets[spec] = parts["validation"]
         if not args.evaluate_only:
+            check_stops(spec, parts["train"], tokenizer)
             train_sets.append(
                 draw_documents(parts["train"], args.num_train_samples, f"{spec}, train", args)
             )
@@ -444,6 +450,25 @@ def count_targets(rows: Dataset) -> int:
     tables = rows.with_format("arrow").select_columns("labels").iter(10_000)
     labels = (table["labels"].combine_chunks().flatten().to_numpy() for table in tables)
     return sum(int((part != -100).sum()) for part in labels)
+
+
+def check_stops(name: str, rows: Dataset, tokenizer: Tokenizer) -> None:
+    """Print a warning if answers in the rows end in an ordinary token, not cut ones."""
+    added = tokenizer.added_tokens_decoder.items()
+    stops = [tokenizer.eos_token_id, *(i for i, token in added if token.special)]
+    total = open_ended = 0
+    for table in rows.with_format("arrow").iter(10_000):
+        labels = table["labels"].combine_chunks()
+        tokens = labels.flatten().to_numpy()
+        is_last = (tokens != -100) & (np.append(tokens[1:], -100) == -100)
+        ends = np.cumsum(labels.value_lengths().to_numpy()) - 1
+        is_last[ends[table["cut"].to_numpy() > 0]] = False
+        total += np.count_nonzero(is_last)
+        open_ended += np.count_nonzero(~np.isin(tokens[is_last], stops))
+    if open_ended:
+        say(f"Warning: {name}: {open_ended:,} of {total:,} answers end in an ordinary token, so "
+            "the model may not learn to stop. Pass a --chat-template whose turns end in a special "
+            "token, for example llama-2.")  # fmt: skip
 
 
 def mark_targets(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:

@@ -235,6 +235,93 @@ def test_labels_of_random_chats_are_exactly_the_answers(name, count):
     assert accepted_count > 0.6 * count
 
 
+def trained(model: object, trainer: object, pre_tokenizer: object, decoder: object) -> Tokenizer:
+    """Return a tokenizer trained on CHAT with words that merge across the templates' borders."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
+    lines = [f"{x['content']} </s> [/INST]<think>\n\n</think>\n\n  x \n\n y" for x in CHAT] * 8
+    tokenizer.train_from_iterator(lines, trainer)
+    return tokenizer
+
+
+def merging_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose tokens merge spaces, line breaks and markers with other text."""
+    size = {"vocab_size": 400, "show_progress": False}
+    if kind == "byte-level":
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        trainer = trainers.BpeTrainer(initial_alphabet=level.alphabet(), **size)
+        tokenizer = trained(models.BPE(), trainer, level, decoders.ByteLevel())
+    elif kind == "SentencePiece":
+        spaces = pre_tokenizers.Metaspace(split=False)
+        trainer = trainers.BpeTrainer(special_tokens=["<unk>"], **size)
+        tokenizer = trained(models.BPE(unk_token="<unk>"), trainer, spaces, decoders.Metaspace())
+    else:
+        words = pre_tokenizers.WhitespaceSplit()
+        trainer = trainers.WordPieceTrainer(special_tokens=["<unk>"], **size)
+        model = models.WordPiece(unk_token="<unk>")
+        tokenizer = trained(model, trainer, words, decoders.WordPiece())
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+MERGES = {  # templates whose tokens merge at the start of an answer, or at its end
+    "think": "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think>\n\n"
+    "</think>\n\n{% endif %}{{ m.content }} </s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think>\n{% endif %}",
+    "plain": "{% for m in messages %}{{ '[INST] ' if m.role != 'assistant' }}{{ m.content }}"
+    "{{ ' </s> ' if m.role == 'assistant' else ' [/INST] ' }}{% endfor %}",
+    "prompter": PROMPTER,
+}
+
+
+@pytest.mark.parametrize("template", MERGES)
+@pytest.mark.parametrize("kind", ["byte-level", "SentencePiece", "WordPiece"])
+def test_context_of_each_answer_is_exactly_its_prompt(kind, template):
+    """Tokens that span the end of a prompt or of an answer are cut, so that training sees what
+    generation produces."""
+    tokenizer = merging_tokenizer(kind)
+    tokenizer.chat_template = MERGES[template]
+    options = {"add_special_tokens": False}
+    cut = 0
+    for chat in [CHAT, *random_chats(3, 40)]:
+        if chat[0]["role"] == "assistant":
+            continue
+        try:
+            pairs = encode(chat, tokenizer)
+        except ValueError as error:
+            assert "drops" in str(error), error
+            continue
+        starts = []  # the tokens before each run of targets
+        for ids, labels in pairs:
+            runs = groupby(range(len(ids)), key=lambda i, labels=labels: labels[i] != -100)
+            starts += [ids[: next(run)] for is_target, run in runs if is_target]
+            assert all(label in (-100, x) for label, x in zip(labels, ids, strict=True))
+        answers = [i for i, turn in enumerate(chat) if turn["role"] == "assistant"]
+        prompts = [render(chat[:i], None, tokenizer, True) for i in answers]
+        assert starts == [tokenizer(text, **options)["input_ids"] for text in prompts]
+        whole = tokenizer(render(chat, None, tokenizer, False), **options)["input_ids"]
+        cut += pairs[0][0][: len(whole)] != whole
+        if kind == "byte-level":
+            ends = [render(chat[: i + 1], None, tokenizer, False) for i in answers]
+            texts = [tokenizer.decode(ids).removesuffix("</s>") for ids, _ in pairs]
+            assert texts[-1].startswith(ends[-1].removesuffix("</s>"))
+    assert cut or kind == "WordPiece"
+
+
+def test_answers_that_end_in_an_ordinary_token_are_counted(tmp_path, capfd):
+    """In GLM-4's template the header of the next turn ends an answer."""
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    template += "{{ '<|assistant|>' if add_generation_prompt }}"
+    special = ["<|user|>", "<|assistant|>", "<|system|>"]
+    path = write(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 2)
+    for text, expected in ((template, "4 of 6 answers end"), (chats.CHATML, "")):
+        extra = special if expected else ["<|im_start|>", "<|im_end|>"]
+        tokenizer = bpe(eos_token="</s>", additional_special_tokens=extra, chat_template=text)
+        chat_dataset.load(arguments(dataset=[path], val_dataset=[path]), tokenizer)
+        printed = capfd.readouterr().out
+        assert expected in printed and bool(expected) == ("Warning" in printed)
+
+
 def test_last_answer_gets_one_eos():
     answers = [f" {turn['content']} <|endoftext|>" for turn in CHAT[2::2]]
     tokenizer = byt5()
