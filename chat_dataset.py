@@ -375,20 +375,11 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> dict[str
 
 
 def hold_out(name: str, rows: Dataset) -> dict[str, Dataset]:
-    """Split documents into `train` and `validation`, which gets 5% of the prompts, at least one.
-
-    Documents with equal prompts (column `key`) stay together. Raise ValueError if all are equal.
-    """
-    keys = rows.with_format("numpy")["key"][:]
-    distinct = np.unique(keys)  # sorted hashes: the lowest are a random choice
-    if len(distinct) < 2:
-        raise ValueError(f"--dataset {name} has only one prompt, so none can be held out for "
-                         "validation. Pass --val-dataset.")  # fmt: skip
-    is_held_out = keys < distinct[max(1, len(distinct) // 20)]
-    return {
-        "train": rows.select(np.flatnonzero(~is_held_out)),
-        "validation": rows.select(np.flatnonzero(is_held_out)),
-    }
+    """Split documents into `train` and `validation`, see `readers.held_out`. Documents with equal
+    prompts (column `key`) stay together."""
+    mask = readers.held_out(name, rows.with_format("numpy")["key"][:])
+    parts = {"train": ~mask, "validation": mask}
+    return {split: rows.select(np.flatnonzero(part)) for split, part in parts.items()}
 
 
 def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dataset:

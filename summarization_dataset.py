@@ -155,24 +155,29 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
     """Return the usable rows of data set `name` with KEY and cleaned texts (PAIR) or TOKENS."""
     columns = readers.column_names(name, rows)
     needed = COLUMNS.get(name, [args.source_column, args.target_column])
+    likely = readers.guess_columns(readers.text_columns(rows))
+    rows = readers.select(rows, [*needed, "input_ids", "labels"])
     if "input_ids" in columns and not {*needed} <= {*columns}:
         return check_tokens(name, rows, args, tokenizer)
     if not {*needed} <= {*columns}:
-        raise ValueError(f"--dataset {name} has columns {', '.join(columns)}, but not all of "
-                         f"{needed}. Pass --source-column and --target-column.")  # fmt: skip
+        missing = [column for column in needed if column not in columns]
+        advice = "Pass a data set with two columns of text."
+        if len(likely) == 2 and name not in COLUMNS:
+            advice = f"Pass --source-column {likely[0]} --target-column {likely[1]}."
+        raise ValueError(f"{readers.lacks(name, missing, columns)} {advice}")
     titles = read_title_lists(args) if name == "wikihow" else {}
 
     def value_of(row: dict[str, Any], column: str) -> str:
         value = row.get(column)
         if not isinstance(value, str):
-            raise ValueError(f"{column} is {value}, not text")
-        return value.strip()
+            raise ValueError(f"{column} is {value!r}, not text")
+        return value.strip() if name in BUILT_IN else value
 
     def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
         text, summary, *key = (value_of(row, column) for column in needed)
         if name == "wikihow":
             return clean_wikihow(text, summary, title_key(*key), titles)
-        if not text or not summary:
+        if not text.strip() or not summary.strip():
             raise ValueError("the text or the summary is empty")
         pair = {"text": text, "summary": summary}
         if name == "docstrings":
@@ -233,11 +238,17 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
     row_splits = np.array(rows["split"], dtype=object)
     if not row_splits[0]:
         bounds = np.cumsum(list(percent.values()))
-        row_splits = np.array(splits, dtype=object)[bounds.searchsorted(keys % 100, side="right")]
-        if len({*row_splits}) < len(splits):
+        if percent is PERCENT["other"]:
+            mask = readers.held_out(name, keys, lambda x: x % 100 >= bounds[0])
             row_splits[:] = "train"
-            for key, split in zip(np.unique(keys)[:-1], splits[1:], strict=False):
-                row_splits[keys == key] = split
+            row_splits[mask] = "validation"
+        else:
+            places = bounds.searchsorted(keys % 100, side="right")
+            row_splits = np.array(splits, dtype=object)[places]
+            if len({*row_splits}) < len(splits):
+                row_splits[:] = "train"
+                for key, split in zip(np.unique(keys)[:-1], splits[1:], strict=False):
+                    row_splits[keys == key] = split
     parts = {split: rows.select(np.flatnonzero(row_splits == split)) for split in splits}
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
     if not len(parts["train"]) or not len(parts["validation"]):

@@ -132,6 +132,7 @@ class _Writer(dcp.FileSystemWriter):
             "identity": state.identity,
             "schedule": state.scheduler.last_epoch,
             "scaler": state.scaler.state_dict(),
+            "numbers": state.changed_numbers(),
             "ranks": [dist.get_world_size(), state.device.type],
         }
         self.device = state.device
@@ -380,6 +381,8 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
         _read_others(fill, state)
     while state.scheduler.last_epoch < saved["schedule"]:  # any schedule, with this run's flags
         state.scheduler.step()
+    for group, numbers in zip(state.optimizer.param_groups, saved["numbers"], strict=True):
+        group |= numbers
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:

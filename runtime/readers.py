@@ -8,10 +8,13 @@ import contextlib
 import csv
 import dataclasses
 import gc
+import gzip
 import hashlib
 import inspect
+import itertools
 import json
 import os
+import re
 import sys
 import sysconfig
 import warnings
@@ -20,14 +23,23 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from glob import escape, glob
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import datasets
+import numpy as np
+import pyarrow.parquet
 from datasets import Dataset, Features, List, ReadInstruction, Value, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from .ranks import say
 
+PROBLEM = "problem of the row"  # a column of CSV files
+BEFORE = "text before"  # a column of text files: the end of the previous piece
+IS_LAST = "is last piece"  # a column of text files
+EXTRA = (PROBLEM, BEFORE, IS_LAST)
+PIECE = 1 << 14  # characters of a text file that make a row
+# Where a text file is cut: before a space, or else at a line break.
+CUTS = [re.compile(r"[^\W\d_](?= )"), re.compile(r"[^\W\d_](?=\s)|(?<=\S)\n(?=\S)")]
 LINE = "json line"  # the only column of a JSON file: its lines, which `parse` reads
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
 LARGE = 50_000  # rows above which several processes map them
@@ -60,72 +72,143 @@ def split_spec(spec: str, built_in: Sequence[str]) -> tuple[str, str | None]:
 def read(name: str, config: str | None) -> dict[str, Dataset]:
     """Return rows by split, of files (train), a `save_to_disk` directory or a hub data set."""
     files = find_paths(name)
-    advice = "Pass UTF-8 text, CSV, JSONL or Parquet, or a directory written by save_to_disk."
-    if not files and (Path(name).suffix.lower() in SUFFIXES or name.count("/") > 1):
+    if not files and (kind_of(Path(name)) in SUFFIXES or name.count("/") > 1):
         raise ValueError(f"--dataset {name} does not exist. Correct the path.")
     try:
         if not files:
-            advice = "It is not a file. Correct the name, or set HF_TOKEN if it is private."
             return datasets.load_dataset(name, config)
         if files[0].is_dir():
             parts = datasets.load_from_disk(str(files[0]))
             return parts if isinstance(parts, dict) else {"train": parts}
-        return {"train": concatenate_datasets([read_file(path) for path in files])}
+        parts = [read_file(path) for path in files]
+        if any(part.features != parts[0].features for part in parts):  # optional fields differ
+            parts = [part if LINE in part.column_names else as_lines(part) for part in parts]
+        return {"train": concatenate_datasets(parts)}
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
-        reason = shorten(str(error.__cause__ or error)).rstrip(".")
+        cause = error.__cause__ or error
+        advice = "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."
+        if not files:
+            advice = "It is not a file. Correct the name, or set HF_TOKEN if it is private."
+        elif isinstance(cause, UnicodeError):
+            advice = "Convert it to UTF-8, or pass CSV, JSONL or Parquet."
+        elif isinstance(cause, csv.Error):
+            advice = "Correct it."
+        elif isinstance(cause, (gzip.BadGzipFile, EOFError)):
+            advice = "Compress it again."
+        reason = shorten(str(cause)).rstrip(".")
         raise ValueError(f"--dataset {name} cannot be read: {reason}. {advice}") from error
+
+
+def kind_of(path: Path) -> str:
+    """Return the suffix of a file, without .gz."""
+    return Path(path.name.lower().removesuffix(".gz")).suffix
+
+
+def open_text(path: Path) -> IO[str]:
+    """Open a text file, which may be compressed, with its line breaks as they are."""
+    opener = gzip.open if path.suffix.lower() == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig", newline="")
 
 
 def read_file(path: Path) -> Dataset:
     """Return the rows of a file, for JSON its unparsed lines."""
-    kind = path.suffix.lower()
+    kind = kind_of(path)
     options: dict[str, Any] = {"data_files": escape(str(path)), "split": "train"}
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
+    if path.name.lower().endswith(".parquet.gz"):
+        return Dataset(pyarrow.parquet.read_table(gzip.open(path)))
     if kind == ".parquet":
         return datasets.load_dataset("parquet", **options)
     if kind in (".csv", ".tsv"):
-        return from_generator(csv_rows, None, path)
+        columns = dict.fromkeys((*csv_header(path), PROBLEM), Value("string"))
+        return from_generator(csv_rows, columns, path)
     if kind not in (".jsonl", ".ndjson", ".json"):
-        return from_generator(text_lines, {"text": Value("string")}, path)
-    with path.open(encoding="utf-8-sig") as file:
+        columns = {"text": Value("string"), BEFORE: Value("string"), IS_LAST: Value("bool")}
+        return from_generator(text_pieces, columns, path)
+    with open_text(path) as file:
         if kind == ".json" and file.read(1 << 20).lstrip().startswith("["):
             return from_generator(list_rows, {LINE: Value("string")}, path)
     rows = datasets.load_dataset("text", encoding="utf-8-sig", **options)
     return rows.rename_column("text", LINE)
 
 
-def csv_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV or TSV file; ValueError names the line of one that is malformed."""
+def as_lines(rows: Dataset) -> Dataset:
+    """Return rows as lines of JSON, in which rows with other fields fit too. Values that JSON does
+    not have become null."""
+
+    def to_lines(columns: dict[str, list]) -> dict[str, list[str]]:
+        batch = (dict(zip(columns, x, strict=True)) for x in zip(*columns.values(), strict=True))
+        return {LINE: [json.dumps(without_none(row), default=lambda _: None) for row in batch]}
+
+    rows = select(rows, rows.column_names)
+    features = Features({LINE: Value("string")})
+    return rows.map(to_lines, batched=True, remove_columns=rows.column_names, features=features)
+
+
+def csv_reader(file: IO[str], path: Path) -> Any:
+    """Return a reader of a CSV or TSV file."""
     csv.field_size_limit(2**31 - 1)
-    separator = "\t" if path.suffix.lower() == ".tsv" else ","
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter=separator, strict=True)
+    return csv.reader(file, delimiter="\t" if kind_of(path) == ".tsv" else ",", strict=True)
+
+
+def csv_header(path: Path) -> list[str]:
+    """Return the column names of a CSV file; raise csv.Error if it has one twice."""
+    with open_text(path) as file:
+        header = next(csv_reader(file, path))
+    for name in header:
+        if header.count(name) > 1:
+            raise csv.Error(f"{path} has the column {name} twice")
+    return header
+
+
+def csv_rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a CSV or TSV file. PROBLEM says what is wrong with one, and csv.Error is
+    raised where the rest cannot be read."""
+    with open_text(path) as file:
+        reader = csv_reader(file, path)
+        header = next(reader)
         try:
-            for row in reader:
-                if None in row:
-                    raise csv.Error(f"more fields than the {len(row) - 1} columns")
-                yield row
+            for fields in filter(None, reader):
+                problem = None
+                if len(fields) != len(header):
+                    problem = f"line {reader.line_num}: {len(fields)} fields, not {len(header)}"
+                yield dict(itertools.zip_longest(header, fields[: len(header)])) | {
+                    PROBLEM: problem
+                }
         except csv.Error as error:
-            raise ValueError(f"{path}, line {reader.reader.line_num}: {error}") from None
+            raise csv.Error(f"{path}, line {reader.line_num}: {error}") from None
 
 
 def list_rows(path: Path) -> Iterator[dict[str, str]]:
     """Yield the rows of a JSON file that contains a list, each as a line of JSON."""
-    for row in json.loads(path.read_text(encoding="utf-8-sig")):
-        yield {LINE: json.dumps(row, ensure_ascii=False)}
+    with open_text(path) as file:
+        rows = json.load(file)
+    for row in rows:
+        yield {LINE: json.dumps(row)}  # in ASCII: half of a surrogate pair is not UTF-8
 
 
-def text_lines(path: Path) -> Iterator[dict[str, str]]:
-    """Yield a text file's lines; only the last has no line break, so that EOS is appended."""
-    pending = ""  # the last line with text, and the blank ones after it
-    with path.open(encoding="utf-8-sig") as file:
-        for line in file:
-            if pending and line != "\n":
-                yield {"text": pending}
-                pending = ""
-            pending += line
-    yield {"text": pending.rstrip("\n")}
+def text_pieces(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield a text file in pieces that have the same tokens as in the whole text, with the end of
+    the piece before each: some tokenizers put a space before the first word of a text.
+
+    Tokens do not span a letter and the space after it, nor a single line break and the next word.
+    The line breaks at the end are left out.
+    """
+    pending, before = "", ""
+    with open_text(path) as file:
+        while block := file.read(PIECE):
+            pending += block
+            start = max(0, len(pending) - PIECE)
+            kind = CUTS[len(pending) > 16 * PIECE]
+            cut = max((match.end() for match in kind.finditer(pending, start)), default=0)
+            if not cut and len(pending) > 64 * PIECE:
+                cut = len(pending) - 1
+            if cut and pending[cut:].strip():
+                piece, pending = pending[:cut], pending[cut:]
+                yield {"text": piece, BEFORE: before, IS_LAST: False}
+                before = piece[-16:]
+    yield {"text": pending.rstrip("\r\n"), BEFORE: before, IS_LAST: True}
 
 
 def docstring_rows() -> Dataset:
@@ -179,22 +262,31 @@ def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, D
     return {"train": concatenate_datasets(chosen)}
 
 
+def first_object(rows: Dataset) -> dict[str, Any] | None:
+    """Return the first JSON object of the rows, None if there is none in the first 1,000 lines."""
+    for line in rows[:1000][LINE]:
+        with contextlib.suppress(ValueError):
+            if isinstance(value := json.loads(line), dict):
+                return value
+    return None
+
+
 def column_names(name: str, rows: Dataset) -> list[str]:
     """Return the column names of a data set; for JSON lines, the keys of the first object."""
-    for line in rows[:1000].get(LINE, []):
-        with contextlib.suppress(ValueError):
-            return list(parse({LINE: line}))
-    if LINE in rows.column_names:
+    if LINE not in rows.column_names:
+        return [column for column in rows.column_names if column not in EXTRA]
+    value = first_object(rows)
+    if value is None:
         raise ValueError(f"--dataset {name} has no JSON objects. Write one on each line.")
-    return rows.column_names
+    return list(value)
 
 
 def text_columns(rows: Dataset) -> list[str]:
-    """Return the names of the columns that contain text, as far as the first object shows."""
-    for line in rows[:1000].get(LINE, []) if LINE in rows.column_names else ():
-        with contextlib.suppress(ValueError):
-            return [key for key, value in parse({LINE: line}).items() if isinstance(value, str)]
-    return [key for key, kind in rows.features.items() if getattr(kind, "dtype", "") == "string"]
+    """Return the names of the columns that contain text, in JSON lines those of the first row."""
+    if LINE in rows.column_names:
+        return [key for key, x in (first_object(rows) or {}).items() if isinstance(x, str)]
+    features = rows.features.items()
+    return [x for x, kind in features if getattr(kind, "dtype", "") == "string" and x not in EXTRA]
 
 
 def guess_columns(texts: Sequence[str]) -> list[str]:
@@ -215,7 +307,7 @@ def lacks(name: str, missing: Sequence[str], columns: Sequence[str]) -> str:
 def select(rows: Dataset, names: Iterable[str | None]) -> Dataset:
     """Return the rows with only the columns `names`, as far as they exist, and JSON lines. Images
     and audio in them are not decoded."""
-    rows = rows.select_columns([x for x in rows.column_names if x in {LINE, *names}])
+    rows = rows.select_columns([x for x in rows.column_names if x in {LINE, *EXTRA, *names}])
     for name, kind in rows.features.items():
         inner = kind.feature if isinstance(kind, List) else kind
         if hasattr(inner, "decode"):
@@ -227,8 +319,12 @@ def select(rows: Dataset, names: Iterable[str | None]) -> Dataset:
 def parse(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row as in its file; raise ValueError if its line is not a JSON object."""
     if LINE not in row:
+        if row.get(PROBLEM):
+            raise ValueError(row[PROBLEM])
         return without_none(row)
     value = json.loads(row[LINE])
+    if "\\u" in row[LINE]:
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
     if not isinstance(value, dict):
         raise ValueError("the line is not a JSON object")
     return value
@@ -280,6 +376,29 @@ def map_rows(
     if len(mapped) == 0:
         raise ValueError(f"--dataset {name} has no usable rows among {len(rows):,}. Correct it.")
     return mapped
+
+
+def held_out(name: str, keys: np.ndarray, preferred: Callable | None = None) -> np.ndarray:
+    """Return a mask of about 5% of the rows with these keys, never more than 10%. Rows with equal
+    keys stay together. Take those for which
+    `preferred` is true, if there are any.
+
+    Raise ValueError if each key has too many rows.
+    """
+    distinct, counts = np.unique(keys, return_counts=True)  # sorted hashes: a random order
+    limit = max(1, len(keys) // 20)
+    fits = counts <= 2 * limit
+    if not fits.all():
+        say(f"{name}: one prompt has {counts.max():,} of {len(keys):,} rows, which all train.")
+    if preferred is not None and (preferred(distinct) & fits).any():
+        fits &= preferred(distinct)
+        limit *= 2
+    count = np.searchsorted(np.cumsum(counts[fits]), limit, side="right")
+    mask = np.isin(keys, distinct[fits][: max(1, count)])
+    if not mask.any() or mask.all():
+        raise ValueError(f"--dataset {name} has too few different rows, so none can be held out "
+                         "for validation. Pass --val-dataset.")  # fmt: skip
+    return mask
 
 
 def join(parts: list[Dataset]) -> Dataset:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+import regex
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -66,6 +67,26 @@ def write(path: Path, triples: list[tuple[str, str, str]]) -> None:
     path.write_text("".join(lines))
 
 
+class Words:
+    """A tokenizer for ROUGE in any script. It splits where a character is no letter, mark or digit,
+    and around each character of Chinese, Japanese and Thai; English words are stemmed."""
+
+    PATTERN = regex.compile(
+        r"(?V1)[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]"
+        r"|[[\p{L}\p{M}\p{N}]--[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}]]+"
+    )
+
+    def __init__(self) -> None:
+        from nltk.stem.porter import PorterStemmer  # comes with rouge-score
+
+        self.stem = PorterStemmer().stem
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return the words of a text in lower case. Those of up to 3 letters are not stemmed."""
+        words = self.PATTERN.findall(text.lower())
+        return [self.stem(word) if len(word) > 3 and word.isascii() else word for word in words]
+
+
 def score(triples: list[tuple[str, str, str]]) -> dict[str, float]:
     """Return mean F-measures of ROUGE-1, -2 and -L (Lin 2004, with stemming) in percent.
 
@@ -75,6 +96,6 @@ def score(triples: list[tuple[str, str, str]]) -> dict[str, float]:
         return {}
     from rouge_score.rouge_scorer import RougeScorer  # needed only for ROUGE
 
-    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
     scores = [scorer.score(reference, generated) for _, reference, generated in triples]
     return {kind: 100 * mean(row[kind].fmeasure for row in scores) for kind in scores[0]}

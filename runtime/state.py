@@ -8,6 +8,7 @@ from torch import nn
 
 # Fields of TrainState that a checkpoint stores as JSON.
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "validation_due")
+FLAGS = ("lr", "initial_lr", "momentum", "weight_decay")  # of param_groups: from flags or schedule
 
 
 @dataclass
@@ -29,3 +30,18 @@ class TrainState:
     best_loss: float = float("inf")
     best_step: int = 0  # the step whose weights are in best/
     validation_due: bool = False  # the validation of this step was interrupted
+
+    def __post_init__(self) -> None:
+        self.initial_numbers = self.numbers()
+
+    def numbers(self) -> list[dict[str, float]]:
+        """Return the numbers in each of the optimizer's param_groups, except the settings."""
+        return [
+            {key: x for key, x in group.items() if isinstance(x, int | float) and key not in FLAGS}
+            for group in self.optimizer.param_groups
+        ]
+
+    def changed_numbers(self) -> list[dict[str, float]]:
+        """Return those that the optimizer has changed, such as a schedule-free one its `k`."""
+        pairs = zip(self.numbers(), self.initial_numbers, strict=True)
+        return [{k: x for k, x in now.items() if x != first.get(k)} for now, first in pairs]

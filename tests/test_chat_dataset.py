@@ -494,7 +494,7 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path):
     parts = chat_dataset.hold_out("x", rows)
     keys = [set(part["key"]) for part in parts.values()]
     assert not keys[0] & keys[1] and list(map(len, keys)) == [95, 5]
-    with pytest.raises(ValueError, match="has only one prompt"):
+    with pytest.raises(ValueError, match="has too few different rows"):
         chat_dataset.hold_out("x", rows.select([0, 0]))
 
 

@@ -315,13 +315,16 @@ def test_documents_are_joined_with_eos(tmp_path):
     both = load(tmp_path, "--dataset", str(tmp_path / "*.txt"), *common)
     assert decode(both) == "one\u2028\x85 <unk> \ntwo</s>three</s>"
     assert decode(load(tmp_path, "--dataset", str(tmp_path / "c.jsonl"), *common)) == (
-        "four</s>five\nsix</s>"
+        "four</s>five\n</s>six</s>"
     )
     Dataset.from_list(rows).to_parquet(tmp_path / "c.parquet")
     assert decode(load(tmp_path, "--dataset", str(tmp_path / "c.parquet"), *common)) == (
-        "four</s>five\nsix</s>"
+        "four</s>five\n</s>six</s>"
     )
-    (tmp_path / "text.jsonl").write_text('{"text": "seven", "other": "x"}\n')  # as in WikiText
+    wikitext = tmp_path / "wikitext.jsonl"  # its rows are the lines of articles
+    wikitext.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert decode(load(tmp_path, "--dataset", str(wikitext), *common)) == "four</s>five\nsix</s>"
+    (tmp_path / "text.jsonl").write_text('{"text": "seven", "other": "x"}\n')
     wikitext = ["--dataset", str(tmp_path / "text.jsonl"), "--val-dataset", str(tmp_path / "b.txt")]
     assert decode(load(tmp_path, *wikitext)) == "seven</s>"
     (tmp_path / "b.txt").write_text("changed")  # the cache is stale

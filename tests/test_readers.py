@@ -1,21 +1,29 @@
 """Test runtime/readers.py: rows keep the files' values, and bad files cause one error message."""
 
+import gzip
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
-from datasets import Dataset, Value
-from transformers import ByT5Tokenizer
+from datasets import Audio, Dataset, Features, Value
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+import block_dataset
+import gpt2_fsdp
 import llama_fsdp
 import T5_training
 from benchmarks.driven import parse_flags
 from runtime import readers
+from runtime.chats import LLAMA_2
 
 FAIL = Namespace(bad_rows="fail")
 VALUES = [
@@ -71,7 +79,7 @@ def test_second_process_reuses_the_cache(tmp_path):
         "calls = []; encode = encode_texts\n"
         "import chat_dataset\n"
         "chat_dataset.encode_texts = lambda *args: calls.append(1) or encode(*args)\n"
-        "parser = ArgumentParser(); add_arguments(parser); args = parser.parse_args([])\n"
+        "args = Options()\n"
         f"rows = load_documents('{tmp_path}/x.jsonl', tokenizer, args)['train']\n"
         "print(len(rows), len(calls))"
     )
@@ -115,7 +123,11 @@ def jsonl(rows: list) -> str:
 BAD_FILES = {  # name: (content, flags, message)
     "gone.jsonl": (None, "", "gone.jsonl does not exist"),
     "folder": (None, "", "folder cannot be read: Directory folder is neither"),
-    "column.jsonl": (jsonl(PAIRS), "--source-column x", "has columns text, headline, but not all"),
+    "column.jsonl": (
+        jsonl(PAIRS),
+        "--source-column x",
+        "no column x.* Pass --source-column text --target-col",
+    ),
     "split.jsonl": (jsonl(PAIRS), ":test", "split.jsonl has no split test. Pass split.jsonl:SPLIT"),
     "broken.jsonl": (
         jsonl(PAIRS) + '{"text": "b}\n',
@@ -132,20 +144,43 @@ BAD_FILES = {  # name: (content, flags, message)
         "",
         "row 31: headline is 1, not t",
     ),
-    "utf16.csv": ("text,headline\na,b\n".encode("utf-16"), "", "UTF-8 text, CSV"),
+    "utf16.csv": ("text,headline\na,b\n".encode("utf-16"), "", "Convert it to UTF-8"),
     "latin1.csv": (b"text,headline\ncaf\xe9,b\n", "", "utf-8' codec can't decode byte 0xe9"),
-    "semicolon.csv": ("text;headline\na;b\n", "", "has columns text;headline, but not all"),
+    "semicolon.csv": (
+        "text;headline\na;b\n",
+        "",
+        "columns are: text;headline. Pass a data",
+    ),
     "quote.csv": ('text,headline\na,"b\nc,d\n', "", "quote.csv, line 3: unexpected end of data"),
     "inner.csv": ('text,headline\na,b\n"he "hi" to",c\n', "", "inner.csv, line 3: ',' expected"),
     "wide.csv": (
         "text,headline\na,b,c\nd,e\n",
         "",
-        "wide.csv, line 2: more fields than the 2 columns",
+        "wide.csv, row 1: line 2: 3 fields, not 2. Correct it, or pass --bad-rows skip",
     ),
     "field.csv": (
         "text,headline\na,b\nc,\n",
         "",
         "field.csv, row 2: the text or the summary is em",
+    ),
+    "twice.csv": ("text,headline,text\na,b,c\n", "", "twice.csv has the column text twice"),
+    "narrow.csv": ("text,headline,x\na,b\n", "", "narrow.csv, row 1: line 2: 2 fields, not 3"),
+    "latin1.csv.gz": (gzip.compress(b"text,headline\ncaf\xe9,b\n"), "", "Convert it to UTF-8"),
+    "plain.jsonl.gz": ("text", "", "plain.jsonl.gz cannot be read: .*Compress it again"),
+    "half.jsonl": (
+        '{"text": "a\\ud800", "headline": "b"}\n' * 2,
+        "",
+        "half.jsonl, row 1: .*surrogates not",
+    ),
+    "half.json": (
+        '[{"text": "a", "headline": "b", "x": "\\ud800"}]',
+        "",
+        "row 1: .*surrogates not allowed",
+    ),
+    "nan.jsonl": (
+        '{"text": NaN, "headline": "b"}\n',
+        "",
+        "nan.jsonl, row 1: text is nan, not text",
     ),
     "one.csv": ("text,headline\na,b\n", "", "too few different rows"),
     "bad.parquet": ("no parquet", "", "bad.parquet cannot be read: Parquet magic bytes"),
@@ -179,6 +214,160 @@ def test_bad_file_causes_one_message(name, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=message) as error:
         T5_training.data.load(args, ByT5Tokenizer())
     assert "\n" not in str(error.value) and name in str(error.value)
+
+
+WORDS = ["It's", "the", "House", "42", "naïve", "日本", "x=1;", "end.", "-"]
+GAPS = [
+    " ",
+    " ",
+    " ",
+    "  ",
+    "\n",
+    "\n\n",
+    "\n\n\n",
+    "\r\n",
+    "\r\n\r\n",
+    "\n    ",
+    " \n",
+    "\t",
+    ".\n\n",
+]
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {  # pre-tokenizers
+    "GPT-2": None,
+    "Llama 3": LLAMA_3,
+    "Qwen": LLAMA_3.replace("{1,3}", ""),
+    "SentencePiece": "",
+}
+
+
+def random_text(seed: int, count: int) -> str:
+    """Return words with blank lines, indentation and other gaps."""
+    draw = random.Random(seed)
+    return "".join(draw.choice(WORDS) + draw.choice(GAPS) for _ in range(count))
+
+
+def small_tokenizer(kind: str) -> PreTrainedTokenizerFast:
+    """Return a BPE tokenizer with the pre-tokenizer of a model family."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=PATTERNS[kind] is None)
+    if kind == "SentencePiece":
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    elif PATTERNS[kind]:
+        split = pre_tokenizers.Split(Regex(PATTERNS[kind]), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    else:
+        tokenizer.pre_tokenizer = level
+    options = {"special_tokens": ["<unk>", "</s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=level.alphabet(), **options)
+    tokenizer.train_from_iterator([random_text(9, 3000)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_text_file_has_the_tokens_of_the_whole_text(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "PIECE", 64)
+    tokenizer = small_tokenizer(kind)
+    for seed, ending in enumerate(("", "\n", "x", "\n\n", "\r\n")):
+        text = random_text(seed, 2000) + ending
+        (tmp_path / f"{seed}.txt").write_bytes(text.encode())
+        path = str(tmp_path / f"{seed}.txt")
+        pieces = readers.read(path, None)["train"]
+        assert len(pieces) > 50 and max(map(len, pieces["text"])) < 1000
+        args = parse_flags(gpt2_fsdp, ["--dataset", path, "--block-size", "64"])
+        rows = block_dataset.load_blocks(path, tokenizer, args)["train"]
+        ids = [x for row in rows for x in row["input_ids"][:-1]] + [rows[-1]["input_ids"][-1]]
+        expected = tokenizer(text.rstrip("\r\n"))["input_ids"]
+        assert ids == [*expected, tokenizer.eos_token_id]
+
+
+def test_compressed_files_have_the_rows_of_plain_ones(tmp_path):
+    rows = [{"text": f"a {i}", "headline": f"b {i}"} for i in range(40)]
+    contents = {
+        "x.jsonl": jsonl(rows),
+        "x.json": json.dumps(rows),
+        "x.csv": "text,headline\n" + "".join(f"{x['text']},{x['headline']}\n" for x in rows),
+        "x.txt": "one\n\ntwo\n",
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+        plain, packed = (
+            readers.read(str(tmp_path / x), None)["train"] for x in (name, f"{name}.gz")
+        )
+        assert list(plain) == list(packed)
+    Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
+    content = (tmp_path / "x.parquet").read_bytes()
+    (tmp_path / "y.parquet.gz").write_bytes(gzip.compress(content))
+    assert list(readers.read(str(tmp_path / "y.parquet.gz"), None)["train"]) == rows
+
+
+def test_long_and_short_csv_rows_are_skipped_and_counted(tmp_path, capfd):
+    lines = ["text,headline", *(f"text {i},line {i}" for i in range(60)), "a,b,c", "d"]
+    (tmp_path / "x.csv").write_text("\n".join(lines) + "\n")
+    args = parse_flags(T5_training, ["--dataset", str(tmp_path / "x.csv"), "--bad-rows", "skip"])
+    T5_training.data.load(args, ByT5Tokenizer())
+    printed = capfd.readouterr().out
+    assert "60 of 62 rows used" in printed and "line 62: 3 fields, not 2" in printed
+    assert "line 63: 1 fields, not 2" in printed
+
+
+def test_shards_with_different_fields_train_as_when_listed(tmp_path):
+    calls = [{"a": 1}, {"b": ["x"]}, None]
+    for i, value in enumerate(calls):
+        rows = []
+        for number in range(20):
+            question = {"role": "user", "content": f"q{i} {number}"}
+            turns = [question, {"role": "assistant", "content": "a"}]
+            rows.append({"messages": turns, "extra": value} | ({"only": 1} if i == 1 else {}))
+        Dataset.from_list(rows).to_parquet(tmp_path / f"{i}.parquet")
+    rows = [
+        llama_fsdp.data.load(
+            parse_flags(
+                llama_fsdp,
+                ["--model-name", "tiny", "--dataset", *names, "--val-dataset", names[0]],
+            ),
+            ByT5Tokenizer(chat_template=LLAMA_2),
+        )[0].dataset
+        for names in ([f"{tmp_path}/*.parquet"], [f"{tmp_path}/{i}.parquet" for i in range(3)])
+    ]
+    assert {tuple(x) for x in rows[0]["input_ids"]} == {tuple(x) for x in rows[1]["input_ids"]}
+
+
+def test_columns_that_nobody_asked_for_are_not_decoded(tmp_path):
+    """Without a decoder for audio, reading that column would raise an error."""
+    rows = [{"text": f"t {i}", "headline": "h", "sound": {"bytes": b"x", "path": None}}
+            for i in range(40)]  # fmt: skip
+    columns = Features(text=Value("string"), headline=Value("string"), sound=Audio())
+    table = Dataset.from_list(rows).cast(columns)
+    table.to_parquet(tmp_path / "x.parquet")
+    path = str(tmp_path / "x.parquet")
+    args = parse_flags(T5_training, ["--dataset", path])
+    assert len(T5_training.data.load(args, ByT5Tokenizer())[0]) == 38
+    args = parse_flags(gpt2_fsdp, ["--dataset", path, "--block-size", "8"])
+    assert block_dataset.load(args, ByT5Tokenizer())[0]
+
+
+@pytest.mark.parametrize("groups", [[960] + [1] * 39, [400, 300, 200, *[1] * 100], [3] * 300])
+def test_hold_out_takes_at_most_a_tenth_of_the_rows(groups):
+    for preferred in (None, lambda keys: keys % 100 >= 95):
+        numbers = np.random.default_rng(0).permutation(10**6)[: len(groups)]
+        keys = np.repeat(numbers, groups)
+        mask = readers.held_out("x", keys, preferred)
+        assert 0 < mask.sum() <= len(keys) / 10
+        assert not {*keys[mask]} & {*keys[~mask]}
+
+
+def test_blocks_of_a_long_row_take_linear_time():
+    seconds = []
+    for count in (200_000, 1_600_000):
+        start = time.process_time()
+        assert sum(1 for _ in block_dataset.blocks([{"input_ids": [5] * count}], 128)) > 1000
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 24 * seconds[0]  # eight times the tokens
 
 
 def test_bad_row_stops_a_run_with_one_error(tmp_path, capfd):

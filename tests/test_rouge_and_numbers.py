@@ -1,0 +1,75 @@
+"""ROUGE in other scripts, and numbers that an optimizer keeps in its param_groups."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, losses
+from copied import edited_script
+from schedulefree import AdamWScheduleFree
+
+from benchmarks.driven import parse_flags
+from runtime import rouge
+
+
+@pytest.mark.parametrize(
+    "text, count",
+    [
+        ("今天 天气好。", 5),
+        ("Zażółć gęślą jaźń!", 3),
+        ("ภาษาไทย", 7),
+        ("नमस्ते दुनिया", 2),
+        ("カタ kana1", 3),
+    ],
+)
+def test_equal_texts_in_other_scripts_score_100(text, count):
+    assert len(rouge.Words().tokenize(text)) == count
+    assert rouge.score([("", text, text)]) == dict.fromkeys(("rouge1", "rouge2", "rougeL"), 100)
+
+
+def test_english_words_are_those_of_rouge_score():
+    from rouge_score.tokenizers import DefaultTokenizer
+
+    text = (ROOT / "README.md").read_text().encode("ascii", "ignore").decode()
+    assert rouge.Words().tokenize(text) == DefaultTokenizer(use_stemmer=True).tokenize(text)
+
+
+class Counting(torch.optim.Optimizer):
+    """Step n moves each weight by lr / n; n is a number in the param_groups."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["n"] += 1
+            for parameter in group["params"]:
+                parameter -= group["lr"] / group["n"] * parameter.grad
+
+
+def make_counting(groups: list[dict], lr: float) -> torch.optim.Optimizer:
+    """Return a Counting optimizer."""
+    return Counting(groups, {"lr": lr, "n": 0})
+
+
+def make_schedule_free(groups: list[dict], lr: float) -> torch.optim.Optimizer:
+    """Return a schedule-free AdamW in training mode."""
+    optimizer = AdamWScheduleFree(groups, lr=lr)
+    optimizer.train()
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [make_counting, make_schedule_free])
+def test_resume_restores_the_numbers_of_an_optimizer(make, texts, tmp_path):
+    """lr comes from the flags. k and weight_sum, or n, continue."""
+    call = "torch.optim.AdamW(groups, lr=args.lr, fused=True)"
+    script = edited_script("gpt2_fsdp", {call: "make(groups, args.lr)"})
+    script.make = make
+    flags = ["--model-name", "tiny", "--dataset", str(texts[0]), "--val-dataset", str(texts[1]),
+             "--block-size", "32", "--log-every", "1", "--lr", "1e-2", "--num-val-samples", "4",
+             "--lr-schedule", "constant"]  # fmt: skip
+    for name, steps in (("whole", [6]), ("parts", [3, 6])):
+        for count in steps:
+            output = ["--output-dir", str(tmp_path / name), "--max-steps", str(count)]
+            script.fsdp_main(parse_flags(script, [*flags, *output]))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    state = json.loads((tmp_path / "parts/checkpoints/step-00000006/train_state.json").read_text())
+    assert all(numbers.get("k", numbers.get("n")) == 6 for numbers in state["numbers"])
