@@ -334,6 +334,9 @@ def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Opt
     # A forward pass leaves gradients on offloaded parameters. With one, `get_optimizer_state_dict`
     # would return an optimizer without state, and nothing would be loaded.
     optimizer.zero_grad()
+    # Likewise with empty states, which the `train()` of a schedule-free optimizer leaves.
+    for parameter in [x for x, values in optimizer.state.items() if not values]:
+        del optimizer.state[parameter]
     if isinstance(model, FSDPModule):
         _make_moments(optimizer)
     state_dict = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)

@@ -95,7 +95,7 @@ def defaults(options: type) -> dict[str, Any]:
 
 def make_parser(options: type) -> Parser:
     """Return the parser of a class of options, with a group of flags for each title."""
-    parser = Parser(inspect.getmodule(options).__doc__)
+    parser = Parser(inspect.getmodule(options).__doc__ or "\n\n")
     groups: dict[str, Any] = {}
     values = defaults(options)
     for name, (base, annotation, metadata) in declarations(options).items():
