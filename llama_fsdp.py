@@ -75,6 +75,7 @@ DEFAULTS = {  # flags that differ from the other scripts: the Llama-2-70B recipe
     "log_every": 25,
     "eval_every": 100,
     "save_every": 250,
+    "save_best": False,  # an export of 70B takes minutes
     "timeout_minutes": 90.0,
     "activation_checkpointing": True,
     "export_dtype": "bf16",
@@ -221,7 +222,7 @@ def wrap_model(
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
-    policies.fuse_gelu(model)
+    policies.fuse(model)
     policy = policies.wrap_policy(unit_classes(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
