@@ -12,7 +12,8 @@ pass to see which tensors autograd keeps.
 "fits" compares the largest of three peaks (training, saving, resuming) with the GPU's memory less
 --reserve-gb. The reserve is for the CUDA context, NCCL's buffers, workspaces of kernels, and memory
 that the allocator reserves but does not use. The last can be large: torchtitan's issue 165 has
-32.14 GiB reserved for 23.58 GiB active. PYTORCH_ALLOC_CONF=expandable_segments:True reduces it. CPU memory excludes the processes and the page cache.
+32.14 GiB reserved for 23.58 GiB active. PYTORCH_ALLOC_CONF=expandable_segments:True reduces it. CPU
+memory excludes the processes and the page cache.
 
 Saves are sharded and synchronous. With --checkpoint-type full, rank 0 also holds 12 bytes per
 parameter twice in CPU memory. With --async-save, FSDP2 and DDP also copy to the CPU what a rank
