@@ -210,7 +210,7 @@ def main() -> None:
         "--loops",
         nargs="+",
         choices=[*OURS, *PEERS, *RECOMPUTING, *UNFUSED],
-        help="which (default: all but ours-blocks, ours-unfused; peers only with two processes or more)",
+        help="which (default: all but ours-blocks, ours-unfused; peers only with two processes)",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # directory
     options = parser.parse_args()
