@@ -90,6 +90,7 @@ class Options(
     log_every: int = 25
     eval_every: int = 100
     save_every: int = 250
+    save_best: bool = False  # an export of 70B takes minutes
     timeout_minutes: float = 90.0
     activation_checkpointing: bool = True
     export_dtype: str = "bf16"
@@ -230,7 +231,7 @@ def wrap_model(
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
-    policies.fuse_gelu(model)
+    policies.fuse(model)
     policy = policies.wrap_policy(unit_classes(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)

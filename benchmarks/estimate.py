@@ -6,9 +6,8 @@
 
 `--models` are built-in names of the estimator. The table shows MB (10^6 bytes) of one rank, as
 estimated / measured: parameters, gradients and AdamW's moments, and on GPUs the total, measured as
-the allocator's peak. Weights and full-length batches are random, so no files are needed. Before
-torch 2.13 all logits are held, which the estimate does not include. Adapters are trained under
-FSDP2.
+the allocator's peak. Weights and full-length batches are random, so no files are needed. Adapters
+are trained under FSDP2.
 """
 
 import argparse

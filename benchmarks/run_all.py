@@ -17,6 +17,7 @@ after all others.
 
 import argparse
 import contextlib
+import importlib.util
 import math
 import os
 import platform
@@ -59,20 +60,29 @@ def gpu_programs(processes: int, large: bool) -> dict[str, str]:
     commands = first | ({} if large else adapters) | {
         "Estimate and measurement": held + model + n,
         "Estimate and measurement, LoRA": held + "llama-2-7b --lora-rank 16" + n,
+        "Side by side with the Trainer": beside + "trainer",
+        "Load, save, resume and export": "saving.py --model 1.1B --saves 3 --turns 1"
+        " --ways ours-fsdp2 --stages save" + n,
+    }  # fmt: skip
+    # These fail on torch 2.11 or without TRL, or take dozens of launches.
+    last = {
         "Estimate and measurement, QLoRA": held + "llama-2-7b --lora-rank 16 --load-in-4bit" + n,
         "Side by side with TRL": beside + "trl",
-        "Side by side with the Trainer": beside + "trainer",
-        "Load, save, resume and export": "saving.py --model 1.1B --saves 3 --turns 1" + n,
-    }  # fmt: skip
+    }
     wide = "gpt2-xl" if processes > 1 else "gpt2-large"
+    if torch.__version__ < (2, 13) or not importlib.util.find_spec("bitsandbytes"):
+        del last["Estimate and measurement, QLoRA"]
+    if not importlib.util.find_spec("trl"):
+        del last["Side by side with TRL"]
     return commands | adapters | {
         "Side by side with the Seq2SeqTrainer": beside + "seq2seq",
         "FSDP against FSDP": "step_time.py --model 1.1B --length 2048 --steps 30" + n,
-        "Strategies": "compare_strategies.py --block-size 1024 --memory-limit-gb 24"
-        f" --model {wide}" + n,
         "Estimate and measurement of other models": "estimate.py --models gpt2-large t5-large"
         " --strategies full_shard" + n,
         "One GPU, three launches": f"one_gpu.py --model {model}",
+    } | last | {
+        "Strategies": "compare_strategies.py --block-size 1024 --memory-limit-gb 24"
+        f" --model {wide}" + n,
     }  # fmt: skip
 
 

@@ -199,11 +199,19 @@ if not find_spec("transformers.distributed.checkpoint"):  # Transformers 5.17 ha
 STAGES = ["load", "save", "resume", "export"]  # a launch for each; resume needs the save
 
 
+def synchronize() -> None:
+    """Wait for the GPU, because its work ends later than the calls that start it."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 def timed(action: Callable[..., Any], *parts: Any) -> float:
     """Run an action on all ranks together; return the seconds until all have finished."""
+    synchronize()
     dist.barrier(group=ranks.cpu_group())
     start = time.perf_counter()
     action(*parts)
+    synchronize()
     dist.barrier(group=ranks.cpu_group())
     return time.perf_counter() - start
 

@@ -34,6 +34,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 import llama_fsdp
+import policies
 from benchmarks.driven import parse_flags
 from runtime import batches
 
@@ -54,6 +56,7 @@ OURS = {
     "ours-fsdp2": ["--fsdp", "2"],
 }
 RECOMPUTING = {"ours-blocks": ["--fsdp", "2", "--activation-checkpointing"]}
+UNFUSED = {"ours-unfused": ["--fsdp", "2"]}  # with the model's own RMS norms
 
 
 class Ours(TimedRun):
@@ -158,7 +161,9 @@ def worker(options: argparse.Namespace, directory: str) -> None:
               "--no-activation-checkpointing", "--output-dir", f"{directory}/output"]  # fmt: skip
 
     def parse(name: str) -> argparse.Namespace:
-        return parse_flags(llama_fsdp, [*map(str, common), *(OURS | RECOMPUTING).get(name, [])])
+        return parse_flags(
+            llama_fsdp, [*map(str, common), *(OURS | RECOMPUTING | UNFUSED).get(name, [])]
+        )
 
     device = llama_fsdp.setup(parse("ours-fsdp1"))
     vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size
@@ -170,7 +175,8 @@ def worker(options: argparse.Namespace, directory: str) -> None:
     for name in options.loops:
         args = parse(name)
         if name not in PEERS:
-            runs[name] = Ours(args, device, rows)
+            with mock.patch("policies.fuse", policies.fuse if name not in UNFUSED else id):
+                runs[name] = Ours(args, device, rows)
             loops[name] = runs[name].loop
         else:
             runs[name] = Bare(args, *PEERS[name](args))
@@ -204,8 +210,8 @@ def main() -> None:
     parser.add_argument(
         "--loops",
         nargs="+",
-        choices=[*OURS, *PEERS, *RECOMPUTING],
-        help="which (default: all but ours-blocks; peers only with two processes or more)",
+        choices=[*OURS, *PEERS, *RECOMPUTING, *UNFUSED],
+        help="which (default: all but ours-blocks, ours-unfused; peers only with two processes)",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # directory
     options = parser.parse_args()

@@ -151,15 +151,17 @@ def _merge(
     (config,) = model.peft_config.values()
     directory = ranks.on_rank_zero(weights.find_directory, args.model_name, weights.SETTINGS)
     kind = weights.library_class(type(model))
+    device = ranks.local_device()
     base, source = weights.new_model(kind, model.config, directory)
     for name, tensor in export.whole_tensors(base, torch.float32, before_each):
         if source:  # rank 0
-            tensor = export.gather(source[name], torch.float32)
+            # On the device: one thread of a CPU would take ten minutes for 70B.
+            tensor = export.gather(source[name].to(device), torch.float32)
             layer = name.removesuffix(".weight")
             key = f"base_model.model.{layer}"
             if f"{key}.lora_A.weight" in adapters:
-                lora_A = adapters[f"{key}.lora_A.weight"]  # [rank, width]
-                lora_B = adapters[f"{key}.lora_B.weight"]  # [outputs, rank]
+                lora_A = adapters[f"{key}.lora_A.weight"].to(device)  # [rank, width]
+                lora_B = adapters[f"{key}.lora_B.weight"].to(device)  # [outputs, rank]
                 product = lora_B @ lora_A * (config.lora_alpha / config.r)
                 # Conv1D's weight is [width, outputs].
                 is_conv = isinstance(base.get_submodule(layer), Conv1D)

@@ -3,6 +3,7 @@ on a CPU scaled_dot_product_attention for one document at a time."""
 
 import contextlib
 import importlib
+import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,8 +58,13 @@ def varlen_kernel(name: str, precision: str) -> Callable[..., Tensor]:
         return flash_attn()
     from torch.nn.attention.varlen import varlen_attn
 
+    # Before torch 2.13 it takes fewer key-value heads without being told.
+    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
     def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float):
-        options = {"scale": scale, "window_size": (-1, 0), "enable_gqa": q.size(1) > k.size(1)}
+        options = {"scale": scale, "window_size": (-1, 0)}
+        if takes_gqa:
+            options["enable_gqa"] = q.size(1) > k.size(1)
         return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
 
     varlen.origin = f"{varlen_attn.__module__} {torch.__version__}"

@@ -6,13 +6,15 @@ It contains the counters, and the size and CRC-32 of each file. A directory that
 files differ from it, is skipped. All ranks call each function together, except "rank 0 only" ones.
 """
 
+import contextlib
+import io
 import json
 import logging
 import re
 import shutil
 import zlib
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
@@ -26,6 +28,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
@@ -128,6 +131,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def __init__(self, path: Path, state: TrainState, full: bool, stager: DefaultStager) -> None:
         super().__init__(path, overwrite=True)
+        self.fs = _SummedFiles()
         self.description = {name: getattr(state, name) for name in COUNTERS} | {
             "identity": state.identity,
             "schedule": state.scheduler.last_epoch,
@@ -143,6 +147,8 @@ class _Writer(dcp.FileSystemWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return host copies of tensors that training changes; DCP calls this in async saves."""
+        # The copies are on the CPU. Otherwise DCP would synchronize the training stream for each.
+        self.per_thread_copy_ahead = 0
         leaves, structure = pytree.tree_flatten(state_dict)
         leaves = [x if isinstance(x, self.copied) else self.stager.stage([x])[0] for x in leaves]
         return pytree.tree_unflatten(leaves, structure)
@@ -158,8 +164,7 @@ class _Writer(dcp.FileSystemWriter):
         if self.device.type != "cpu":  # or the thread of every rank would use GPU 0
             torch.accelerator.set_device_index(self.device.index)
         results = super().write_data(plan, planner)
-        sums = {x.name: file_sum(x) for x in self.path.glob(f"__{dist.get_rank()}_*.distcp")}
-        return results.then(lambda done: [*done.value(), sums])
+        return results.then(lambda done: [*done.value(), dict(self.fs.sums)])
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Write train_state.json after all ranks have written their shards; rank 0 only."""
@@ -168,17 +173,43 @@ class _Writer(dcp.FileSystemWriter):
             files |= result.pop()
         super().finish(metadata, results)
         if self.full:
-            dcp_to_torch_save(self.path, self.path / FULL)
+            with self.fs.create_stream(self.path / FULL, "wb") as file:
+                dcp_to_torch_save(self.path, file)
             for name in [*files, ".metadata"]:
                 (self.path / name).unlink()
-            files = {}
-        last = FULL if self.full else ".metadata"
-        files[last] = file_sum(self.path / last)
+            files = {FULL: self.fs.sums[FULL]}
+        else:
+            files[".metadata"] = self.fs.sums[".metadata.tmp"]
         description = self.description | {"files": files}
         description["crc"] = identity.checksum(json.dumps(description))
         temporary = self.path / f"{STATE}.tmp"
         temporary.write_text(json.dumps(description, indent=1))
         temporary.rename(self.path / STATE)
+
+
+class _SummedFiles(FileSystem):
+    """The files that a writer writes. `sums` has the size and CRC-32 of each, by name."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[int]] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Path, mode: str) -> Iterator[io.IOBase]:
+        """Open a file to write. Sum what is written, because to read it again would take time."""
+        with _SummedFile(io.FileIO(path, mode)) as file:
+            yield file
+        self.sums[path.name] = file.sum
+
+
+class _SummedFile(io.BufferedWriter):
+    def __init__(self, raw: io.RawIOBase) -> None:
+        super().__init__(raw)
+        self.sum = [0, 0]
+
+    def write(self, data: Any) -> int:
+        size = super().write(data)
+        self.sum = [self.sum[0] + size, zlib.crc32(data, self.sum[1])]
+        return size
 
 
 def file_sum(path: Path) -> list[int]:
@@ -260,7 +291,10 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
 def _all_tensors(state: TrainState) -> dict[str, Any]:
     """Return nested dicts of the tensors to save: model, optimizer, others and random states."""
     options = _options(state.model)
+    numbers = state.numbers()
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer, options=options)
+    for group, values in zip(state.optimizer.param_groups, numbers, strict=True):
+        group |= values  # PyTorch calls `step` of an optimizer without state
     # DCP would pickle the settings. A resume uses those of the new optimizer.
     del optimizer["param_groups"]
     for path, value in pytree.tree_flatten_with_path(optimizer)[0]:
@@ -384,8 +418,9 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
         _read_others(fill, state)
     while state.scheduler.last_epoch < saved["schedule"]:  # any schedule, with this run's flags
         state.scheduler.step()
-    for group, numbers in zip(state.optimizer.param_groups, saved["numbers"], strict=True):
-        group |= numbers
+    groups = state.optimizer.param_groups
+    for group, first, numbers in zip(groups, state.initial_numbers, saved["numbers"], strict=True):
+        group |= first | numbers  # reading the optimizer calls its `step`
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:

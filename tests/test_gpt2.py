@@ -262,7 +262,7 @@ def test_fused_gelu_equals_transformers():
         return logits, gradients, sum(x.shape == (1, 30, 256) for x in saved.values())
 
     logits, gradients, count = run_model()
-    policies.fuse_gelu(model)
+    policies.fuse(model)
     fused_logits, fused_gradients, fused_count = run_model()
     torch.testing.assert_close(fused_logits, logits, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(fused_gradients, gradients, rtol=1e-5, atol=1e-7)

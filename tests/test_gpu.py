@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import launch, losses, metrics, weights
+from conftest import ROOT, launch, losses, metrics, weights
 from gradients_worker import head_gradient_error
 from ten_steps import local
 from transformers import ByT5Tokenizer, LlamaConfig
@@ -111,6 +111,31 @@ def test_llama_resumes(flags, llama_directory, chats, tmp_path):
     assert metrics(tmp_path, "train")[-1]["mfu"] > 0
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_resume_on_gpu_equals_an_uninterrupted_run(
+    deterministic, llama_directory, chats, tmp_path, monkeypatch
+):
+    """Bitwise with deterministic algorithms, otherwise up to rounding."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, llama_fsdp\n"
+        f"torch.use_deterministic_algorithms({deterministic})\n"
+        "llama_fsdp.launch(llama_fsdp.fsdp_main, parse_flags(llama_fsdp, ))\n"
+    )
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    data = ["--dataset", chats, "--max-seq-length", "128", "--batch-size", "2"]
+    for name, stops in ("whole", ["8"]), ("resumed", ["4", "8"]):
+        flags = run_flags(llama_directory, tmp_path / name, data, "--lr-schedule", "constant")
+        for stop in stops:
+            launch(RANKS, worker, *flags, "--max-steps", stop)
+    whole, resumed = (losses(tmp_path / name) for name in ("whole", "resumed"))
+    assert whole.keys() == resumed.keys()
+    if deterministic:
+        assert whole == resumed
+    else:
+        assert list(whole.values()) == pytest.approx(list(resumed.values()), rel=1e-2)
+
+
 LLAMA_DATA = ["--max-seq-length", "128", "--batch-size", "2", "--precision", "bf16"]
 
 
@@ -120,6 +145,8 @@ def test_adapter_run_resumes(in_4bit, merged, wide_llama, chats, tmp_path):
     pytest.importorskip("peft")
     if in_4bit:
         pytest.importorskip("bitsandbytes")
+        if torch.__version__ < (2, 13):
+            pytest.skip("--load-in-4bit needs torch 2.13")
     data = ["--dataset", chats, *LLAMA_DATA, "--lr-schedule", "constant"]
     # Adapters alone cannot lower the loss by much under a frozen head whose logits are near 0.
     model = llama_fsdp.MODEL.from_pretrained(wide_llama, dtype="auto")
@@ -142,6 +169,7 @@ def test_paged_optimizer_resumes(strategy, llama_directory, chats, tmp_path):
     run("llama_fsdp.py", llama_directory, tmp_path, data, *flags)
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="--async-save needs torch 2.13")
 @pytest.mark.parametrize("fsdp", ["1", "2"])
 def test_run_killed_during_async_save_continues(fsdp, gpt2_directory, texts, tmp_path):
     data = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]

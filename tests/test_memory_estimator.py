@@ -141,7 +141,7 @@ def test_activation_estimate_equals_live_storages(script, attention, recompute, 
     model = module.MODEL.from_pretrained(
         odd_models[script], attn_implementation=attention, dtype=torch.float32
     ).train()
-    policies.fuse_gelu(model)
+    policies.fuse(model)
     if recompute:
         policies.checkpoint_activations(model, module.BLOCKS)
     with Storages() as storages:

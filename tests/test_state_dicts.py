@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,12 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from conftest import ROOT, launch
+from torch.distributed.checkpoint import filesystem
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
+import llama_fsdp
+from benchmarks.driven import parse_flags
+from runtime import checkpoints
 from runtime.checkpoints import Saver, _Writer
 
 SIMULATOR = ROOT.parent / "shared/simdev"
@@ -60,7 +65,7 @@ def test_background_save_copies_what_training_changes():
     optimizer = torch.optim.AdamW(model.parameters())
     state = SimpleNamespace(model=model, optimizer=optimizer)
     stager = Saver(Namespace(async_save=False), Path(), state)._stager
-    writer = SimpleNamespace(stager=stager, copied=())
+    writer = SimpleNamespace(stager=stager, copied=())  # stage() sets per_thread_copy_ahead
     for _ in range(2):
         model(torch.ones(3)).sum().backward()
         optimizer.step()
@@ -71,6 +76,57 @@ def test_background_save_copies_what_training_changes():
         optimizer.step()
         assert not torch.equal(model.weight, before[0])
         assert all(map(torch.equal, pytree.tree_leaves(copies), before))
+
+
+@pytest.fixture
+def saved_state(tmp_path) -> Iterator[tuple]:
+    """Yield a model's optimizer as a state to save, in a process group of one."""
+    llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
+    model = torch.nn.Linear(300, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(300)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    counters = dict.fromkeys(checkpoints.COUNTERS, 1)
+    yield SimpleNamespace(
+        model=model, optimizer=optimizer, scheduler=scheduler, scaler=torch.amp.GradScaler("cpu"),
+        identity={}, device=torch.device("cpu"), others={}, **counters,
+    )  # fmt: skip
+    llama_fsdp.cleanup()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_async_save_neither_waits_for_a_stream_nor_reads_its_files(
+    kind, saved_state, tmp_path, monkeypatch
+):
+    flags = {"async_save": True, "timeout_minutes": 1, "checkpoint_type": kind}
+    saver = Saver(Namespace(**flags, keep_checkpoints=1), tmp_path, saved_state)
+    loaders = []
+    for name in ("_SerialCpuLoader", "_OverlappingCpuLoader"):
+        real = getattr(filesystem, name)
+
+        def new(*args, real=real, **options):
+            loaders.append(real.__name__)
+            return real(*args, **options)
+
+        monkeypatch.setattr(filesystem, name, new)
+    sums = []
+    monkeypatch.setattr(checkpoints, "file_sum", lambda path: sums.append(path))
+    available = torch.cuda.is_available
+    monkeypatch.setattr(
+        torch.cuda, "is_available",
+        lambda: "filesystem" in sys._getframe(1).f_code.co_filename or available(),
+    )  # fmt: skip
+    assert saver.save()
+    saver.finish()
+    monkeypatch.undo()
+    assert loaders == ["_SerialCpuLoader"]
+    assert not sums
+    path = next((tmp_path / "checkpoints").iterdir())
+    files = json.loads((path / checkpoints.STATE).read_text())["files"]
+    assert len(files) == (1 if kind == "full" else 2)
+    for name, expected in files.items():
+        assert checkpoints.file_sum(path / name) == expected
 
 
 @pytest.mark.slow

@@ -12,12 +12,12 @@ pass to see which tensors autograd keeps.
 "fits" compares the largest of three peaks (training, saving, resuming) with the GPU's memory less
 --reserve-gb. The reserve is for the CUDA context, NCCL's buffers, workspaces of kernels, and memory
 that the allocator reserves but does not use. The last can be large: torchtitan's issue 165 has
-32.14 GiB reserved for 23.58 GiB active. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces
-it. CPU memory excludes the processes and the page cache.
+32.14 GiB reserved for 23.58 GiB active. PYTORCH_ALLOC_CONF=expandable_segments:True reduces it. CPU
+memory excludes the processes and the page cache.
 
 Saves are sharded and synchronous. With --checkpoint-type full, rank 0 also holds 12 bytes per
 parameter twice in CPU memory. With --async-save, FSDP2 and DDP also copy to the CPU what a rank
-trains, 12 to 24 bytes per parameter. With --accumulate-no-sync, every GPU holds the whole gradient,
+trains, 12 bytes per parameter. With --accumulate-no-sync, every GPU holds the whole gradient,
 2 or 4 bytes per parameter. DDP is shown with the activations of FSDP; autocast keeps 5% (GPT-2, T5)
 to 22% (Llama) more, because residuals and norms stay in fp32.
 """
@@ -138,7 +138,7 @@ class Machine:
     nodes: int = flag(1, "number of machines", low=1)
     gpus_per_node: int = flag(8, "GPUs in each machine", low=1)
     gpu_memory_gb: float = flag(80.0, "memory of each GPU", above=0)
-    reserve_gb: float = flag(2.0, "GPU memory for what is not counted", low=0)
+    reserve_gb: float = flag(4.0, "GPU memory for what is not counted", low=0)
     intranode_gbps: float = flag(2400.0, "Gbit/s that a GPU sends in its node", above=0)
     internode_gbps: float = flag(1600.0, "Gbit/s that a node sends", above=0)
     peak_tflops: float = flag(312.0, "TFLOP/s of a GPU at --precision", above=0)
@@ -337,7 +337,7 @@ def read_model(args: Options) -> Model:
     compute = policies.PRECISIONS[args.precision].param_dtype
     with torch.device("meta"):
         model = model_class(script)(config)
-    policies.fuse_gelu(model)
+    policies.fuse(model)
     if args.lora_rank:
         add_adapters(args, script, model, compute)
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
@@ -619,11 +619,12 @@ def pinned_bytes(model: Model, args: Options, units: list[Unit], shards: int) ->
 def loss_bytes(model: Model, itemsize: int) -> int:
     """Return the peak bytes of the loss; `itemsize` is the bytes of the compute dtype. When the
     chunked loss recomputes a chunk, it holds three tensors in fp32 (log-softmax, its gradient, the
-    logits' gradient), and the gradient of a trained head in the compute dtype."""
+    logits' gradient), and the gradient of a trained head in the compute dtype. Later, it holds the
+    logits' gradient and a second one of the head, both in the compute dtype."""
     if not model.chunked:
         return model.logits
     gradient = itemsize * model.head if model.head_is_trained else 0
-    return gradient + 12 * model.logit_count
+    return gradient + max(12 * model.logit_count, gradient + itemsize * model.logit_count)
 
 
 def fsdp1_peak(

@@ -86,7 +86,7 @@ def backward(args: Namespace, model: nn.Module, step: int) -> float:
 def in_buckets(args: Namespace, model: nn.Module) -> dict:
     """Make three DDP steps with the script's wrapping and three with plain DDP. Return for each the
     losses, norms and weights, and the number and bytes of the gradients' storages."""
-    policies.fuse_gelu(model)  # as the script does
+    policies.fuse(model)  # as the script does
     plain = DDP(copy.deepcopy(model))
     results = {}
     for name, wrapped in (
