@@ -5,17 +5,21 @@ Works with any model. All ranks call each function together unless its docstring
 
 import contextlib
 import copy
+import filecmp
 import itertools
 import json
 import os
 import shutil
+import tempfile
 import time
+import warnings
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from .ranks import on_rank_zero, say
@@ -33,6 +43,13 @@ from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
+VOCABULARY = ("*.model", "*.spm", "vocab.*", "merges.txt")  # files that other programs read
+ROPE_KEYS = [  # older names of rope_theta, of rope_theta in sliding windows, of the rotated part
+    ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
+    ("global_rope_theta", "local_rope_theta", "partial_rotary_factor"),
+    ("rotary_emb_base", "", "rotary_pct"),
+    ("rope_theta", "", "partial_rotary_factor"),
+]
 
 
 def export_model(
@@ -95,24 +112,140 @@ def write_model(
     with ThreadPoolExecutor(1) as thread:
         for content in _contents(tensors):
             wait(files)
-            path = directory / f"model-{len(files) + 1:05d}.safetensors"
+            path = directory / f"part-{len(files)}"
             files.append(thread.submit(_save, hf_model, content, path))
 
     def finish() -> None:
-        weight_map = {key: name for file in files for key, name in file.result().items()}
-        if len(files) == 1:
-            (directory / "model-00001.safetensors").rename(directory / "model.safetensors")
-        else:
-            index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
-            (directory / "model.safetensors.index.json").write_text(index)
+        keys = name_files([file.result() for file in files], directory)
         hf_model.config.architectures = [type(hf_model).__name__]
         hf_model.config.dtype = EXPORT_DTYPES[args.export_dtype]
-        hf_model.config.save_pretrained(directory)
-        generation = model.generation_config.to_json_string()  # save_pretrained may reject it
-        (directory / "generation_config.json").write_text(generation)
-        tokenizer.save_pretrained(directory)
+        base = Path(model.config.name_or_path)
+        settings = _read_base(base, "config.json")
+        if settings.get("model_type") != model.config.model_type:  # a multimodal model
+            settings = settings.get("text_config", {})
+        if hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
+            settings.pop("tie_word_embeddings", None)  # as the tensors are, not as T5's file says
+        write_config(hf_model.config, directory, settings)
+        settings = _read_base(base, "generation_config.json")
+        write_config(model.generation_config, directory, settings)
+        write_tokenizer(tokenizer, directory)
 
     on_rank_zero(finish)
+
+
+def name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
+    """Name the weight files as `save_pretrained` does; return the keys of all tensors.
+
+    `sizes` contains the bytes of each tensor by key, for each file.
+    """
+    names = [f"model-{i:05d}-of-{len(sizes):05d}.safetensors" for i in range(1, len(sizes) + 1)]
+    if len(sizes) == 1:
+        names = ["model.safetensors"]
+    for i, name in enumerate(names):
+        (directory / f"part-{i}").rename(directory / name)
+    weight_map = {key: name for keys, name in zip(sizes, names, strict=True) for key in keys}
+    if len(sizes) > 1:
+        metadata = {"total_size": sum(sum(keys.values()) for keys in sizes)}
+        index = {"metadata": metadata, "weight_map": weight_map}
+        _write_json(index, directory / "model.safetensors.index.json")
+    return set(weight_map)
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def _read_base(base: Path, name: str) -> dict[str, Any]:
+    """Return the content of a base model's file; {} if there is none, as for --model-name tiny."""
+    path = base / name
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def write_config(
+    config: PretrainedConfig | GenerationConfig, directory: Path, base: dict[str, Any]
+) -> None:
+    """Write a config as the `base` model's file has it, with the keys that older programs read.
+
+    Keys are added only if Transformers still reads the same config.
+    """
+    is_model = isinstance(config, PretrainedConfig)
+    path = directory / ("config.json" if is_model else "generation_config.json")
+    written = json.loads(config.to_json_string())
+    own = {"transformers_version": written["transformers_version"]}
+    if is_model:
+        own["torch_dtype"] = written["dtype"]
+
+    def read() -> dict[str, Any]:
+        _write_json(written, path)
+        values = type(config).from_pretrained(directory).to_dict()
+        # Copies of values in rope_parameters, which Phi-3 keeps.
+        (values.get("rope_parameters") or {}).pop("type", None)
+        values.pop("partial_rotary_factor", None)
+        return values
+
+    def try_keys(part: dict[str, Any], keys: dict[str, Any]) -> bool:
+        before = part.copy()
+        part.update(keys)
+        # A config may reject keys with any exception.
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+            if read() == expected:
+                return True
+        part.clear()
+        part.update(before)
+        return False
+
+    expected = read()
+    for key, value in [*base.items()] * 2:  # rope_scaling is right only beside rope_theta
+        if key not in written or written[key] != value:
+            try_keys(written, {key: value})
+    for part in [written, *written.values()]:  # an encoder and a decoder have their own
+        if isinstance(part, dict) and part.get("rope_parameters"):
+            any(try_keys(part, keys | part) for keys in older_rope(part))
+    _write_json(written | own, path)
+
+
+def older_rope(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the forms in which older programs may read a config's `rope_parameters`."""
+    rope = settings["rope_parameters"]
+    main = rope.get("full_attention") or rope
+    local = rope.get("sliding_attention") or main
+    theta = main.get("rope_theta")
+    share = main.get("partial_rotary_factor")
+    scaling = {k: v for k, v in main.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    if "original_max_position_embeddings" in settings:  # Phi-3 accepts no other form
+        scaling.pop("original_max_position_embeddings", None)
+        scaling["type"] = scaling.pop("rope_type")
+    is_default = scaling.keys() <= {"rope_type", "type"}
+    for theta_key, local_key, share_key in ROPE_KEYS:
+        keys = {theta_key: theta, "rope_scaling": None if is_default else scaling}
+        if local_key:
+            keys[local_key] = local.get("rope_theta")
+        if share is not None:
+            keys[share_key] = share
+        if theta is not None and (local_key or local.get("rope_theta") == theta):
+            yield keys
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write a tokenizer, with the files of its base that it did not change. Rank 0 only."""
+    if tokenizer.is_fast:  # padding and truncation of its last call would be saved
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(directory)
+    base = Path(tokenizer.name_or_path)
+    if not tokenizer.name_or_path or not base.is_dir():
+        return
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        original = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+        names = [Path(name).name for name in original.save_pretrained(folder)]
+        names = [name for name in names if not name.endswith(".jinja")]
+        _, *changed = filecmp.cmpfiles(folder, directory, names, shallow=False)
+    patterns = VOCABULARY if any(changed) else (*VOCABULARY, "*token*.json")
+    for file in [path for pattern in patterns for path in base.glob(pattern)]:
+        shutil.copyfile(file, directory / file.name)
+    settings = _read_base(directory, "tokenizer_config.json")
+    if settings.get("chat_template", template := tokenizer.chat_template) != template:
+        _write_json(settings | {"chat_template": template}, directory / "tokenizer_config.json")
 
 
 def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -132,15 +265,15 @@ def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
         yield pending
 
 
-def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
-    """Write tensors by name as `save_pretrained` does; return the file's name for each key."""
+def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, int]:
+    """Write tensors by name as `save_pretrained` does; return the bytes of each one by key."""
     stored = revert_weight_conversion(model, tensors)
     stored = {key: tensor.contiguous() for key, tensor in stored.items()}
     try:
         save_file(stored, path, {"format": "pt"})
     except SafetensorError as error:  # for example on a full disk
         raise OSError(str(error)) from None
-    return dict.fromkeys(stored, path.name)
+    return {key: tensor.nbytes for key, tensor in stored.items()}
 
 
 def copy_export(source: Path, path: Path) -> None:
