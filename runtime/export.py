@@ -178,9 +178,7 @@ def write_config(
     def read() -> dict[str, Any]:
         _write_json(written, path)
         values = type(config).from_pretrained(directory).to_dict()
-        # Copies of values in rope_parameters, which Phi-3 keeps.
-        (values.get("rope_parameters") or {}).pop("type", None)
-        values.pop("partial_rotary_factor", None)
+        (values.get("rope_parameters") or {}).pop("type", None)  # an older name of rope_type
         return values
 
     def try_keys(part: dict[str, Any], keys: dict[str, Any]) -> bool:
@@ -224,6 +222,9 @@ def older_rope(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
             keys[share_key] = share
         if theta is not None and (local_key or local.get("rope_theta") == theta):
             yield keys
+            if share == 1.0:  # Phi-3's default, which has no key
+                del keys[share_key]
+                yield keys
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
