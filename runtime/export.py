@@ -44,12 +44,13 @@ from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
 VOCABULARY = ("*.model", "*.spm", "vocab.*", "merges.txt")  # files that other programs read
-ROPE_KEYS = [  # older names of rope_theta, of rope_theta in sliding windows, of the rotated part
-    ("rope_theta", "rope_local_base_freq", "partial_rotary_factor"),
-    ("global_rope_theta", "local_rope_theta", "partial_rotary_factor"),
+ROPE_KEYS = (  # older names: rope_theta, that of sliding windows, partial_rotary_factor
+    ("rope_theta", "rope_local_base_freq", ""),
+    ("global_rope_theta", "local_rope_theta", ""),
     ("rotary_emb_base", "", "rotary_pct"),
     ("rope_theta", "", "partial_rotary_factor"),
-]
+    ("rope_theta", "", ""),  # Phi-3's
+)
 
 
 def export_model(
@@ -117,33 +118,34 @@ def write_model(
 
     def finish() -> None:
         keys = name_files([file.result() for file in files], directory)
-        hf_model.config.architectures = [type(hf_model).__name__]
-        hf_model.config.dtype = EXPORT_DTYPES[args.export_dtype]
-        base = Path(model.config.name_or_path)
-        settings = _read_base(base, "config.json")
-        if settings.get("model_type") != model.config.model_type:  # a multimodal model
+        config, base = hf_model.config, Path(model.config.name_or_path)
+        config.architectures = [type(hf_model).__name__]
+        config.dtype = EXPORT_DTYPES[args.export_dtype]
+        settings = _read_json(base / "config.json")
+        if settings.get("model_type") != config.model_type:  # a multimodal model
             settings = settings.get("text_config", {})
-        if hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
-            settings.pop("tie_word_embeddings", None)  # as the tensors are, not as T5's file says
-        write_config(hf_model.config, directory, settings)
-        settings = _read_base(base, "generation_config.json")
-        write_config(model.generation_config, directory, settings)
+        settings.pop("tie_word_embeddings", None)
+        if not hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
+            settings["tie_word_embeddings"] = False  # T5's config always says true
+        write_config(config, directory / "config.json", settings)
+        path = directory / "generation_config.json"
+        write_config(model.generation_config, path, _read_json(base / path.name))
         write_tokenizer(tokenizer, directory)
 
     on_rank_zero(finish)
 
 
 def name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
-    """Name the weight files as `save_pretrained` does; return the keys of all tensors.
+    """Name the weight files as `save_pretrained` does, and return the keys of their tensors.
 
-    `sizes` contains the bytes of each tensor by key, for each file.
+    `sizes` contains for each file the bytes of its tensors by key.
     """
-    names = [f"model-{i:05d}-of-{len(sizes):05d}.safetensors" for i in range(1, len(sizes) + 1)]
-    if len(sizes) == 1:
-        names = ["model.safetensors"]
-    for i, name in enumerate(names):
+    weight_map = {}
+    for i, keys in enumerate(sizes):
+        name = f"model-{i + 1:05d}-of-{len(sizes):05d}.safetensors"
+        name = name if len(sizes) > 1 else "model.safetensors"
         (directory / f"part-{i}").rename(directory / name)
-    weight_map = {key: name for keys, name in zip(sizes, names, strict=True) for key in keys}
+        weight_map |= dict.fromkeys(keys, name)
     if len(sizes) > 1:
         metadata = {"total_size": sum(sum(keys.values()) for keys in sizes)}
         index = {"metadata": metadata, "weight_map": weight_map}
@@ -151,90 +153,77 @@ def name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
     return set(weight_map)
 
 
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a base model's file; {} if it has no such file."""
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
 def _write_json(value: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
-def _read_base(base: Path, name: str) -> dict[str, Any]:
-    """Return the content of a base model's file; {} if there is none, as for --model-name tiny."""
-    path = base / name
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
 def write_config(
-    config: PretrainedConfig | GenerationConfig, directory: Path, base: dict[str, Any]
+    config: PretrainedConfig | GenerationConfig, path: Path, base: dict[str, Any]
 ) -> None:
-    """Write a config as the `base` model's file has it, with the keys that older programs read.
+    """Write a config with the values of the `base` model's file and the keys of older programs.
 
-    Keys are added only if Transformers still reads the same config.
+    Each is written only if Transformers still reads the same config.
     """
-    is_model = isinstance(config, PretrainedConfig)
-    path = directory / ("config.json" if is_model else "generation_config.json")
     written = json.loads(config.to_json_string())
     own = {"transformers_version": written["transformers_version"]}
-    if is_model:
+    if "dtype" in written:
         own["torch_dtype"] = written["dtype"]
 
-    def read() -> dict[str, Any]:
-        _write_json(written, path)
-        values = type(config).from_pretrained(directory).to_dict()
+    def read(settings: dict[str, Any]) -> dict[str, Any]:
+        _write_json(settings, path)
+        values = type(config).from_pretrained(path.parent).to_dict()
         (values.get("rope_parameters") or {}).pop("type", None)  # an older name of rope_type
         return values
 
-    def try_keys(part: dict[str, Any], keys: dict[str, Any]) -> bool:
-        before = part.copy()
-        part.update(keys)
-        # A config may reject keys with any exception.
+    expected = read(written)
+    # Twice, because rope_scaling is read correctly only beside rope_theta.
+    values = [{key: value} for key, value in base.items() if written.get(key, path) != value] * 2
+    for keys in itertools.chain(values, older_rope(written)):
+        # A config may reject values with any exception.
         with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
-            if read() == expected:
-                return True
-        part.clear()
-        part.update(before)
-        return False
-
-    expected = read()
-    for key, value in [*base.items()] * 2:  # rope_scaling is right only beside rope_theta
-        if key not in written or written[key] != value:
-            try_keys(written, {key: value})
-    for part in [written, *written.values()]:  # an encoder and a decoder have their own
-        if isinstance(part, dict) and part.get("rope_parameters"):
-            any(try_keys(part, keys | part) for keys in older_rope(part))
+            if read(written | keys) == expected:
+                written |= keys
     _write_json(written | own, path)
 
 
 def older_rope(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the forms in which older programs may read a config's `rope_parameters`."""
-    rope = settings["rope_parameters"]
+    """Yield keys in which different older programs may read a config's `rope_parameters`."""
+    for name, part in [*settings.items()]:
+        if isinstance(part, dict) and "rope_parameters" in part:  # an encoder or decoder
+            yield from ({name: part | keys} for keys in older_rope(part))
+    rope = settings.get("rope_parameters") or {}
     main = rope.get("full_attention") or rope
     local = rope.get("sliding_attention") or main
-    theta = main.get("rope_theta")
-    share = main.get("partial_rotary_factor")
+    if "rope_theta" not in main:
+        return
     scaling = {k: v for k, v in main.items() if k not in ("rope_theta", "partial_rotary_factor")}
     if "original_max_position_embeddings" in settings:  # Phi-3 accepts no other form
         scaling.pop("original_max_position_embeddings", None)
         scaling["type"] = scaling.pop("rope_type")
     is_default = scaling.keys() <= {"rope_type", "type"}
-    for theta_key, local_key, share_key in ROPE_KEYS:
-        keys = {theta_key: theta, "rope_scaling": None if is_default else scaling}
-        if local_key:
-            keys[local_key] = local.get("rope_theta")
-        if share is not None:
-            keys[share_key] = share
-        if theta is not None and (local_key or local.get("rope_theta") == theta):
-            yield keys
-            if share == 1.0:  # Phi-3's default, which has no key
-                del keys[share_key]
-                yield keys
+    for theta, local_theta, share in ROPE_KEYS:
+        keys = {theta: main["rope_theta"], "rope_scaling": None if is_default else scaling}
+        if local_theta:
+            keys[local_theta] = local["rope_theta"]
+        if share:
+            keys[share] = main.get("partial_rotary_factor", 1.0)
+        if local_theta or local["rope_theta"] == main["rope_theta"]:
+            yield {key: settings.get(key, value) for key, value in keys.items()}
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write a tokenizer, with the files of its base that it did not change. Rank 0 only."""
-    if tokenizer.is_fast:  # padding and truncation of its last call would be saved
+    if tokenizer.is_fast:  # it would save the padding and truncation of its last call
         tokenizer.backend_tokenizer.no_truncation()
         tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(directory)
     base = Path(tokenizer.name_or_path)
-    if not tokenizer.name_or_path or not base.is_dir():
+    if not (base / "tokenizer_config.json").is_file():
         return
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         original = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
@@ -244,7 +233,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None
     patterns = VOCABULARY if any(changed) else (*VOCABULARY, "*token*.json")
     for file in [path for pattern in patterns for path in base.glob(pattern)]:
         shutil.copyfile(file, directory / file.name)
-    settings = _read_base(directory, "tokenizer_config.json")
+    settings = _read_json(directory / "tokenizer_config.json")
     if settings.get("chat_template", template := tokenizer.chat_template) != template:
         _write_json(settings | {"chat_template": template}, directory / "tokenizer_config.json")
 
