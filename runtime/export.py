@@ -210,8 +210,8 @@ def older_rope(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
         keys = {theta: main["rope_theta"], "rope_scaling": None if is_default else scaling}
         if local_theta:
             keys[local_theta] = local["rope_theta"]
-        if share:
-            keys[share] = main.get("partial_rotary_factor", 1.0)
+        if share and "partial_rotary_factor" in main:
+            keys[share] = main["partial_rotary_factor"]
         if local_theta or local["rope_theta"] == main["rope_theta"]:
             yield {key: settings.get(key, value) for key, value in keys.items()}
 
