@@ -1,5 +1,6 @@
 """An export has its base's files, whatever the run did before, and keys for older programs."""
 
+import copy
 import filecmp
 import json
 import os
@@ -18,7 +19,7 @@ from runtime import weights as hf_weights
 
 SHAPE = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "intermediate_size": 64, "eos_token_id": 1,
-         "bos_token_id": None, "pad_token_id": 0, "max_position_embeddings": 256}  # fmt: skip
+         "bos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 256}  # fmt: skip
 T5 = {"vocab_size": 384, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4,
       "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0,
       "tie_word_embeddings": False}  # fmt: skip
@@ -50,7 +51,8 @@ def save_base(name: str, path: Path) -> dict:
     kind, keys = OLDER[name]
     model_class = getattr(transformers, kind)
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**(SHAPE | keys)))
+    config = model_class.config_class(**copy.deepcopy(SHAPE | keys))  # it changes its arguments
+    model = model_class(config)
     if name == "flan-t5":
         model.lm_head.weight = nn.Parameter(torch.randn(384, 32))
     save(model, path)
