@@ -23,7 +23,7 @@ SHAPE = {"vocab_size": 384, "hidden_size": 64, "num_hidden_layers": 2, "num_atte
                              "original_max_position_embeddings": 64}}  # fmt: skip
 GPT2 = {"vocab_size": 384, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128,
         "bos_token_id": 1, "eos_token_id": 1}  # fmt: skip
-# Tied: under Transformers 5, CTranslate2 scales the head of every T5.
+# Tied, because under Transformers 5 CTranslate2 scales the head of every T5.
 T5 = {"vocab_size": 384, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
       "decoder_start_token_id": 0}  # fmt: skip
 MODELS = {
@@ -95,7 +95,7 @@ def test_mlx_computes_the_same_logits(exports):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", MODELS)
+@pytest.mark.parametrize("script", ["gpt2_fsdp", "T5_training"])  # Llama needs Transformers 4
 def test_ctranslate2_computes_the_same_logits(script, exports, tmp_path):
     ctranslate2 = pytest.importorskip("ctranslate2")
     directory = exports / script / "final"
@@ -114,4 +114,4 @@ def test_ctranslate2_computes_the_same_logits(script, exports, tmp_path):
         generator = ctranslate2.Generator(str(tmp_path / "converted"), **options)
         output = generator.forward_batch([IDS], return_log_probs=True)
         scores = torch.tensor(numpy.array(output)[0])
-    torch.testing.assert_close(scores, expected, atol=5e-3, rtol=0)  # Llama's differ by 0.004
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
