@@ -223,7 +223,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None
         tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(directory)
     base = Path(tokenizer.name_or_path)
-    if not (base / "tokenizer_config.json").is_file():
+    if not tokenizer.name_or_path or not base.is_dir():  # --model-name tiny
         return
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         original = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
