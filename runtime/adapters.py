@@ -133,7 +133,7 @@ class Lora:
             save_file(adapters, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
             (config,) = model.peft_config.values()
             config.save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
+            export.write_tokenizer(tokenizer, temporary)
 
         with export.new_directory(path) as temporary:
             if args.merge:

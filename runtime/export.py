@@ -5,17 +5,21 @@ Works with any model. All ranks call each function together unless its docstring
 
 import contextlib
 import copy
+import filecmp
 import itertools
 import json
 import os
 import shutil
+import tempfile
 import time
+import warnings
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from .ranks import on_rank_zero, say
@@ -33,6 +43,14 @@ from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
+VOCABULARY = ("*.model", "*.spm", "vocab.*", "merges.txt")  # files that other programs read
+ROPE_KEYS = (  # older names: rope_theta, that of sliding windows, partial_rotary_factor
+    ("rope_theta", "rope_local_base_freq", ""),
+    ("global_rope_theta", "local_rope_theta", ""),
+    ("rotary_emb_base", "", "rotary_pct"),
+    ("rope_theta", "", "partial_rotary_factor"),
+    ("rope_theta", "", ""),  # Phi-3's
+)
 
 
 def export_model(
@@ -95,24 +113,129 @@ def write_model(
     with ThreadPoolExecutor(1) as thread:
         for content in _contents(tensors):
             wait(files)
-            path = directory / f"model-{len(files) + 1:05d}.safetensors"
+            path = directory / f"part-{len(files)}"
             files.append(thread.submit(_save, hf_model, content, path))
 
     def finish() -> None:
-        weight_map = {key: name for file in files for key, name in file.result().items()}
-        if len(files) == 1:
-            (directory / "model-00001.safetensors").rename(directory / "model.safetensors")
-        else:
-            index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
-            (directory / "model.safetensors.index.json").write_text(index)
-        hf_model.config.architectures = [type(hf_model).__name__]
-        hf_model.config.dtype = EXPORT_DTYPES[args.export_dtype]
-        hf_model.config.save_pretrained(directory)
-        generation = model.generation_config.to_json_string()  # save_pretrained may reject it
-        (directory / "generation_config.json").write_text(generation)
-        tokenizer.save_pretrained(directory)
+        keys = name_files([file.result() for file in files], directory)
+        config, base = hf_model.config, Path(model.config.name_or_path)
+        config.architectures = [type(hf_model).__name__]
+        config.dtype = EXPORT_DTYPES[args.export_dtype]
+        settings = _read_json(base / "config.json")
+        if settings.get("model_type") != config.model_type:  # a multimodal model
+            settings = settings.get("text_config", {})
+        settings.pop("tie_word_embeddings", None)
+        if not hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
+            settings["tie_word_embeddings"] = False  # T5's config always says true
+        write_config(config, directory / "config.json", settings)
+        path = directory / "generation_config.json"
+        write_config(model.generation_config, path, _read_json(base / path.name))
+        write_tokenizer(tokenizer, directory)
 
     on_rank_zero(finish)
+
+
+def name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
+    """Name the weight files as `save_pretrained` does, and return the keys of their tensors.
+
+    `sizes` contains for each file the bytes of its tensors by key.
+    """
+    weight_map = {}
+    for i, keys in enumerate(sizes):
+        name = f"model-{i + 1:05d}-of-{len(sizes):05d}.safetensors"
+        name = name if len(sizes) > 1 else "model.safetensors"
+        (directory / f"part-{i}").rename(directory / name)
+        weight_map |= dict.fromkeys(keys, name)
+    if len(sizes) > 1:
+        metadata = {"total_size": sum(sum(keys.values()) for keys in sizes)}
+        index = {"metadata": metadata, "weight_map": weight_map}
+        _write_json(index, directory / "model.safetensors.index.json")
+    return set(weight_map)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a base model's file; {} if it has no such file."""
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def write_config(
+    config: PretrainedConfig | GenerationConfig, path: Path, base: dict[str, Any]
+) -> None:
+    """Write a config with the values of the `base` model's file and the keys of older programs.
+
+    Each is written only if Transformers still reads the same config.
+    """
+    written = json.loads(config.to_json_string())
+    own = {"transformers_version": written["transformers_version"]}
+    if "dtype" in written:
+        own["torch_dtype"] = written["dtype"]
+
+    def read(settings: dict[str, Any]) -> dict[str, Any]:
+        _write_json(settings, path)
+        values = type(config).from_pretrained(path.parent).to_dict()
+        (values.get("rope_parameters") or {}).pop("type", None)  # an older name of rope_type
+        return values
+
+    expected = read(written)
+    # Twice, because rope_scaling is read correctly only beside rope_theta.
+    values = [{key: value} for key, value in base.items() if written.get(key, path) != value] * 2
+    for keys in itertools.chain(values, older_rope(written)):
+        # A config may reject values with any exception.
+        with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
+            if read(written | keys) == expected:
+                written |= keys
+    _write_json(written | own, path)
+
+
+def older_rope(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield keys in which different older programs may read a config's `rope_parameters`."""
+    for name, part in [*settings.items()]:
+        if isinstance(part, dict) and "rope_parameters" in part:  # an encoder or decoder
+            yield from ({name: part | keys} for keys in older_rope(part))
+    rope = settings.get("rope_parameters") or {}
+    main = rope.get("full_attention") or rope
+    local = rope.get("sliding_attention") or main
+    if "rope_theta" not in main:
+        return
+    scaling = {k: v for k, v in main.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    if "original_max_position_embeddings" in settings:  # Phi-3 accepts no other form
+        scaling.pop("original_max_position_embeddings", None)
+        scaling["type"] = scaling.pop("rope_type")
+    is_default = scaling.keys() <= {"rope_type", "type"}
+    for theta, local_theta, share in ROPE_KEYS:
+        keys = {theta: main["rope_theta"], "rope_scaling": None if is_default else scaling}
+        if local_theta:
+            keys[local_theta] = local["rope_theta"]
+        if share and "partial_rotary_factor" in main:
+            keys[share] = main["partial_rotary_factor"]
+        if local_theta or local["rope_theta"] == main["rope_theta"]:
+            yield {key: settings.get(key, value) for key, value in keys.items()}
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write a tokenizer, with the files of its base that it did not change. Rank 0 only."""
+    if tokenizer.is_fast:  # it would save the padding and truncation of its last call
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(directory)
+    base = Path(tokenizer.name_or_path)
+    if not tokenizer.name_or_path or not base.is_dir():  # --model-name tiny
+        return
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        original = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+        names = [Path(name).name for name in original.save_pretrained(folder)]
+        names = [name for name in names if not name.endswith(".jinja")]
+        _, *changed = filecmp.cmpfiles(folder, directory, names, shallow=False)
+    patterns = VOCABULARY if any(changed) else (*VOCABULARY, "*token*.json")
+    for file in [path for pattern in patterns for path in base.glob(pattern)]:
+        shutil.copyfile(file, directory / file.name)
+    settings = _read_json(directory / "tokenizer_config.json")
+    if settings.get("chat_template", template := tokenizer.chat_template) != template:
+        _write_json(settings | {"chat_template": template}, directory / "tokenizer_config.json")
 
 
 def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -132,15 +255,15 @@ def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
         yield pending
 
 
-def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
-    """Write tensors by name as `save_pretrained` does; return the file's name for each key."""
+def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, int]:
+    """Write tensors by name as `save_pretrained` does; return the bytes of each one by key."""
     stored = revert_weight_conversion(model, tensors)
     stored = {key: tensor.contiguous() for key, tensor in stored.items()}
     try:
         save_file(stored, path, {"format": "pt"})
     except SafetensorError as error:  # for example on a full disk
         raise OSError(str(error)) from None
-    return dict.fromkeys(stored, path.name)
+    return {key: tensor.nbytes for key, tensor in stored.items()}
 
 
 def copy_export(source: Path, path: Path) -> None:

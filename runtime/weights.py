@@ -246,8 +246,10 @@ def new_model(
             module, _, key = name.rpartition(".")
             untied = nn.Parameter(torch.empty_like(model.get_parameter(name)))
             setattr(model.get_submodule(module), key, untied)
-    if directory is not None and (directory / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    if directory is not None:
+        model.config.name_or_path = str(directory)  # exports keep the form of its files
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model, source
 
 

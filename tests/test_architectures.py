@@ -3,6 +3,7 @@
 Results must match, or the script must refuse the model. Skip architectures that these shapes break.
 """
 
+import json
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator
@@ -56,6 +57,18 @@ IMPORTS = {
     "llama_fsdp": ("models.llama.modeling_llama import LlamaDecoderLayer", "(LlamaDecoderLayer,)",
                    "transformers.LlamaForCausalLM"),
 }  # fmt: skip
+CHANGED = {  # keys of an export's settings that may differ from its base's, and why
+    "torch_dtype": "Transformers 4 reads it",
+    "layerdrop": "fit_config sets it to 0",
+    "encoder_layerdrop": "fit_config sets it to 0",
+    "decoder_layerdrop": "fit_config sets it to 0",
+    "rescale_every": "fit_config sets it to 0",
+    "rope_scaling": "rope_parameters for older programs",
+    **{key: "rope_parameters for older programs" for keys in export.ROPE_KEYS for key in keys},
+    "encoder": "contains rope_parameters",
+    "decoder": "contains rope_parameters",
+    "text_config": "contains rope_parameters",
+}
 STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedule", "step",
          "--gamma", "1", "--max-grad-norm", "10000", "--fsdp", "2", "--export-dtype",
          "fp32"]  # fmt: skip
@@ -144,6 +157,17 @@ def save(model: transformers.PreTrainedModel, path: Path) -> None:
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="</s>"
     ).save_pretrained(path)
+
+
+def check_settings(base: Path, final: Path) -> None:
+    """Check that an export's settings equal those of its base, except for CHANGED."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        one, other = (json.loads((path / name).read_text()) for path in (base, final))
+        changed = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+        assert changed <= CHANGED.keys(), (name, changed)
+    assert (base / "tokenizer.json").read_bytes() == (final / "tokenizer.json").read_bytes()
+    read, expected = (transformers.AutoConfig.from_pretrained(path) for path in (final, base))
+    assert read.to_dict().get("rope_parameters") == expected.to_dict().get("rope_parameters")
 
 
 def predict(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple[Tensor, Tensor]]:
@@ -238,6 +262,7 @@ def test_copy_trains_and_exports_like_plain_pytorch(name, device, chats, pairs, 
             first = 1 if parameter is embedding else 0
             assert torch.equal(parameter[first:], weights.pop(key)[first:]), key
         assert not weights
+        check_settings(tmp_path / "model", final)
         shutil.rmtree(tmp_path)
         print(name, script, *packing, "exact", errors)  # pytest -s shows it
         return
