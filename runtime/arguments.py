@@ -161,6 +161,9 @@ def out_of_range(args: Namespace, limits: dict[str, tuple[float, float]] = LIMIT
 def check_arguments(args: Namespace) -> list[str]:
     """Return an error message for each invalid value of the flags that all scripts share."""
     problems = out_of_range(args)
+    modes = ("evaluate_only", "export_only", "prepare_only")
+    if sum(getattr(args, name) for name in modes) > 1:
+        problems.append("Pass only one of --evaluate-only, --export-only and --prepare-only.")
     for name in args.track:
         if importlib.util.find_spec(name) is None:
             problems.append(f"--track {name} is not installed. {INSTALL}")

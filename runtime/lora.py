@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def resolve_arguments(args: Namespace) -> dict[str, Any]:
     """Return {"fsdp": 2} if adapters are trained and --fsdp is not passed, otherwise {}."""
-    return {"fsdp": 2} if args.lora_rank and args.fsdp is None else {}
+    shards = args.strategy not in ("ddp", "no_shard")  # with these, --fsdp 2 is a second mistake
+    return {"fsdp": 2} if args.lora_rank and args.fsdp is None and shards else {}
 
 
 def check_arguments(args: Namespace) -> list[str]:
@@ -45,6 +46,8 @@ def check_arguments(args: Namespace) -> list[str]:
             if getattr(args, name) != default:
                 problems.append(f"--{name.replace('_', '-')} needs adapters. Pass --lora-rank.")
         return problems
+    if args.strategy in ("ddp", "no_shard"):
+        return [f"--lora-rank cannot be used with --strategy {args.strategy}. Pass full_shard."]
     if args.fsdp == 1:
         problems.append("--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.")
     if args.merge and args.model_name == "tiny":
