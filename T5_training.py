@@ -19,6 +19,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import runtime  # noqa: F401 (first: it checks the versions of packages)
+
+# isort: split
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -39,7 +43,7 @@ import summarization_dataset as data
 from runtime import batches, optimization, options, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
 from runtime.decoder_checks import check_decoder
-from runtime.generation import generation
+from runtime.generation import check_generation, generation
 from runtime.model_checks import check_sum, fit_config
 from runtime.options import flag
 from runtime.run import Loaders, Run, launch
@@ -84,9 +88,10 @@ def fsdp_main(args: Options) -> int:
                 model = wrap_model(args, device, model, init)
                 val_loaders = batches.val_loaders(args, val_sets, data.collator(model))
                 if train(args, model, train_set, val_loaders, run):
+                    run.export(model, tokenizer)
                     triples = summarize(args, device, model, tokenizer, val_loaders)
                     ranks.say(rouge.format_triples(triples[:3]))
-                    run.export(model, tokenizer, **rouge.score(triples))
+                    run.results = rouge.score(triples)
         return run.exit_code
     finally:
         cleanup()
@@ -186,7 +191,8 @@ def model_inputs(batch: Batch) -> Batch:
 
 
 def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError if the loss is a mean or decoder inputs are wrong. Call on all ranks."""
+    """Raise ValueError if the loss is a mean, decoder inputs are wrong, or generation for ROUGE
+    fails. Call on all ranks."""
     rows = data.probe_batch()
     collate = data.collator(model)
     batch, singles = collate(rows), [collate([row]) for row in rows]
@@ -194,6 +200,8 @@ def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     with policies.evaluation(model), policies.autocast(args, device):
         check_decoder(model, model_inputs, batch, singles[2], device, dtype)
         check_sum(summed_loss, model, batch, singles, device)
+        if args.rouge_samples != 0:
+            check_generation(model, device, dtype, args.num_beams, singles[0])
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

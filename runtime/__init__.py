@@ -27,3 +27,17 @@ Optional: leave them out of a copy that does not use them
     lora, adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)
     rouge, generation   trackers   chats (Llama's formats and templates)   tokens (--prepare-only)
 """
+
+from importlib.metadata import version
+
+from packaging.version import Version
+
+# As in requirements.txt. Older versions lack names that these modules import.
+RANGES = {
+    "torch": ("2.13", "2.16"), "transformers": ("5.10.4", "5.25"), "datasets": ("5.0", "5.3"),
+    "safetensors": ("0.7", "0.9"), "filelock": ("4.2.12", "4.4"), "tqdm": ("4.67", "5"),
+}  # fmt: skip
+for package, (low, high) in RANGES.items():
+    if Version(version(package)).release < Version(low).release:
+        wanted = f"{package}>={low},<{high}"
+        raise SystemExit(f"error: {package} {version(package)} is too old: install {wanted}.")

@@ -49,13 +49,16 @@ def add(
         for name, module in projections.items():
             if fits_4bit(model, name):
                 model.set_submodule(name, nf4.Linear4bit(module, dtype))
+    base = args.model_name
+    if Path(base).is_dir():
+        base = str(Path(base).absolute())  # final/ loads from any directory
     config = peft.LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
         target_modules=targets,
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
-        base_model_name_or_path=args.model_name,
+        base_model_name_or_path=base,
     )
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}

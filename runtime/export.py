@@ -281,24 +281,41 @@ def _link(source: str, path: str) -> None:
     shutil.copy2(source, path)
 
 
+def check_target(path: Path) -> Path:
+    """Return the directory that an export to `path` replaces: the target if `path` is a link. Raise
+    ValueError if it cannot be replaced, or if it contains other files than an export's."""
+    target = Path(os.path.realpath(path))
+    is_ours = not path.is_symlink() or (target / "tokenizer_config.json").is_file()
+    is_free = target.is_dir() and (is_ours or not any(target.iterdir())) and not target.is_mount()
+    parent_is_writable = os.access(target.parent, os.W_OK)
+    if not parent_is_writable or (os.path.lexists(target) and not is_free):
+        raise ValueError(
+            f"{path} is {target}, which an export cannot replace. Link it to an empty directory, "
+            "not a mount point, in a directory that you may write to."
+        )
+    return target
+
+
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory that replaces `path` at the end; delete it after an error."""
+    """Yield a temporary directory that replaces `path`, or the target of this link, at the end;
+    delete it after an error."""
+    target = Path(os.path.realpath(path))
     # Never reuse a name: on NFS, a node may see the old directory for up to a minute.
-    temporary = path.with_name(f"tmp-{path.name}-{time.time_ns()}")
-    on_rank_zero(lambda: temporary.mkdir(parents=True))
-    try:
-        yield temporary
-    except BaseException:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    temporary = target.with_name(f"tmp-{target.name}-{time.time_ns()}")
 
     def replace() -> None:
         for file in temporary.glob("*.safetensors"):  # safetensors makes them private to the user
             shutil.copymode(temporary / "tokenizer_config.json", file)
-        shutil.rmtree(path, ignore_errors=True)
-        temporary.rename(path)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
 
-    on_rank_zero(replace)  # the other ranks wait
+    on_rank_zero(lambda: temporary.mkdir(parents=True))
+    try:
+        yield temporary
+        on_rank_zero(replace)  # the other ranks wait
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     say(f"The model is in {path}")

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import transformers
 from datasets import Dataset
 from torch import nn
 from torch.utils.data import DataLoader
@@ -19,6 +20,7 @@ from .weights import unwrapped, whole_shape
 # Keys of a config that describe its files.
 OF_FILES = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 PLACES = {"output_dir", "model_name", "dataset", "val_dataset", "data_dir"}  # may differ by node
+VERSION = "Transformers"  # the key of the library's version
 SAMPLES = 256  # most samples that are read of a data set that is not a `datasets.Dataset`
 
 
@@ -35,6 +37,7 @@ def of_model(args: Namespace, script: str, model: nn.Module, tokenizer: Tokenize
     template = checksum(getattr(tokenizer, "chat_template", None))
     text = f"{model.config.model_type}, {checksum([shapes, settings])}"
     identity = {"script": script, "model": text, "chat template": template}
+    identity[VERSION] = transformers.__version__
     adapters = getattr(unwrapped(model), "adapters", None)
     return identity | (adapters.identity(args, model) if adapters else {})
 
@@ -82,7 +85,7 @@ def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
 def compare(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise ValueError with all differences between the run that saved `path` and this one."""
     was = {name: saved.get(name) for name in here if here[name] != saved.get(name)}
-    if not was:
+    if not was.keys() - {VERSION}:  # may differ, but may explain other differences
         return
     text = "; ".join(f"{name} is {here[name]}, was {was[name]}" for name in was)
     remedy = "Pass the flags, model, data and optimizer of that run, or another --output-dir."

@@ -7,6 +7,8 @@ import torch
 
 from .options import INSTALL, as_flag, defaults, flag
 
+FSDP1_ONLY = ("ddp", "no_shard")  # strategies
+
 
 @dataclass
 class Options:
@@ -22,7 +24,7 @@ class Options:
 
     def derive(self) -> None:
         """Set --fsdp to 2 if adapters are trained and it is not passed."""
-        if self.lora_rank and self.fsdp is None:
+        if self.lora_rank and self.fsdp is None and self.strategy not in FSDP1_ONLY:
             self.fsdp = 2
 
     def problems(self) -> list[str]:
@@ -31,6 +33,8 @@ class Options:
             changed = [k for k, x in defaults(Options).items() if getattr(self, k) != x]
             return [f"{as_flag(name)} needs adapters. Pass --lora-rank." for name in changed]
         problems = []
+        if self.strategy in FSDP1_ONLY:
+            return [f"--lora-rank needs another strategy than {self.strategy}. Pass full_shard."]
         if self.fsdp == 1:
             problems.append("--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.")
         if self.merge and self.model_name == "tiny":

@@ -24,6 +24,7 @@ PEAK_TFLOPS = {
     "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989,
     "NVIDIA H200": 989, "NVIDIA B200": 2250, "NVIDIA L40S": 362,
 }  # fmt: skip
+ONLY_IN_FILE = {"peak_memory_mb", "tokens", "best_step"}  # not in log lines
 SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s", "mfu": "MFU"}  # names in log lines
 
 
@@ -139,7 +140,7 @@ class Metrics:
         self._write(event, values)
         words = [f"{event:5} {self.state.step}/{self.state.total_steps}"]
         for key, value in values.items():
-            if type(value) is float and key != "peak_memory_mb":
+            if isinstance(value, int | float) and key not in ONLY_IN_FILE:
                 number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
                 words.append(f"{SHORT.get(key, key)} {number}")
         ranks.say("  ".join(words))

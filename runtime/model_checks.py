@@ -27,7 +27,7 @@ def fit_config(
     Set the fields in SWITCHED_OFF to 0. Raise ValueError if the model has fewer positions than one
     of the arguments named in `lengths`, or is too large for --model-name tiny.
     """
-    for name in lengths:
+    for name in () if args.export_only else lengths:  # an export reads no data
         check_length(as_flag(name), getattr(args, name), config)
     for name, value in config.to_dict().items():
         if name.endswith(SWITCHED_OFF) and value:

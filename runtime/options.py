@@ -208,9 +208,12 @@ class Run:
     timeout_minutes: float = flag(30.0, "limit for a collective or download", above=0)
 
     def problems(self) -> list[str]:
-        """Return a message for each tracker that is not installed."""
+        """Return a message for each missing tracker, and for flags that contradict."""
         missing = [name for name in self.track if importlib.util.find_spec(name) is None]
-        return [f"--track {name} is not installed. {INSTALL}" for name in missing]
+        problems = [f"--track {name} is not installed. {INSTALL}" for name in missing]
+        if self.evaluate_only + self.export_only + self.prepare_only > 1:
+            problems.append("Pass only one of --evaluate-only, --export-only and --prepare-only.")
+        return problems
 
 
 @dataclass

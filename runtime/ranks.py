@@ -4,6 +4,7 @@ All ranks call each function together unless its docstring says otherwise.
 """
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -195,3 +196,26 @@ def has_failed() -> bool:
     with contextlib.suppress(RuntimeError):
         return _store is not None and _store.check(["failure"])
     return False
+
+
+def _check_environment() -> None:
+    """Exit with a message if some of torchrun's variables are missing. Without RANK, unset the
+    others: this is one process."""
+    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    missing = [name for name in numbers if not os.environ.get(name, "").isdecimal()]
+    missing += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if not os.environ.get("RANK"):
+        ignored = [name for name in numbers[:4] if os.environ.pop(name, None) is not None]
+        if ignored:
+            print(f"RANK is not set: {', '.join(ignored)} ignored, starting one process.")
+    elif missing:
+        raise SystemExit(
+            f"error: RANK is {os.environ['RANK']}, but {', '.join(missing)} is missing or not a "
+            "number. Start the script with torchrun, or unset RANK."
+        )
+
+
+# On import, because the defaults of flags depend on the number of processes.
+_check_environment()
+if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples may not be ASCII, as a log may be

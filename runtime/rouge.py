@@ -43,7 +43,7 @@ def generated_texts(
     ids [batch, length], all int64. Rows whose labels are all -100 are left out.
     """
     is_target = batch["labels"] != -100
-    labels = batch["labels"].masked_fill(~is_target, tokenizer.pad_token_id)
+    labels = [row[row != -100].tolist() for row in batch["labels"]]
     parts = (batch["input_ids"], labels, output)
     decoded = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in parts)
     triples = zip(*decoded, strict=True)

@@ -48,6 +48,7 @@ class Run:
         self.script = script
         self.directory = Path(args.output_dir)
         self.exit_code = 0
+        self.results: dict[str, float] = {}  # logged at the end of the run
         self.checkpoint: Path | None = None
         self.stop = StopRequest(self._end_at_once)
         self.lock = Lock(self.directory)
@@ -95,6 +96,8 @@ class Run:
         self.stop.set_nothing_to_lose(False)  # from here on, ignore requests
         if self.saver is not None:
             self.saver.finish()
+            best = {"best_loss": self.state.best_loss, "best_step": self.state.best_step}
+            self.metrics.log("done", **best, **self.results)
             self._write_status("finished")
 
     def _end_stopped(self) -> None:
@@ -253,7 +256,7 @@ class Run:
             try:
                 self._export(self.state.model, self._tokenizer, self.directory / "best")
             except OSError as error:
-                ranks.say(f"best/ could not be written ({error}). Is the disk full?")
+                ranks.say(f"best/ could not be written ({error}).")
                 return False
         return True
 
@@ -272,14 +275,13 @@ class Run:
             self.metrics.log("save", seconds=time.perf_counter() - start)
         watchdog.touch()
 
-    def export(self, model: nn.Module, tokenizer: Tokenizer, **results: float) -> None:
-        """Write final/, and log the event "done" with `results`."""
+    def export(self, model: nn.Module, tokenizer: Tokenizer) -> None:
+        """Write final/ after the last step."""
         state, final = self.state, self.directory / "final"
         if self.args.save_best and state.best_step == state.step:
             export.copy_export(self.directory / "best", final)
         else:
             self._export(model, tokenizer, final)
-        self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
         self.lock.check()
@@ -314,13 +316,15 @@ class Run:
 
 def prepare_directory(directory: Path) -> bool:
     """Delete unfinished exports; return whether the directory's run is finished; rank 0 only. Raise
-    ValueError if there are exports but no run."""
+    ValueError if there are exports but no run, or best/ or final/ cannot be replaced."""
     status = directory / "status"
     names = {path.name for path in directory.glob("*")}
     if names & {"final", "best"} and not names & {"status", "checkpoints"}:
         raise ValueError(f"{directory} has final/ or best/ but no run. Pass another --output-dir.")
-    for path in [*directory.glob("tmp-final-*"), *directory.glob("tmp-best-*")]:
-        shutil.rmtree(path, ignore_errors=True)
+    for path in (directory / "best", directory / "final"):
+        target = export.check_target(path)
+        for unfinished in target.parent.glob(f"tmp-{target.name}-{19 * '[0-9]'}"):
+            shutil.rmtree(unfinished, ignore_errors=True)
     return status.exists() and status.read_text(errors="replace").startswith("finished")
 
 

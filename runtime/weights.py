@@ -241,11 +241,13 @@ def new_model(
         return first_names(loaded)
 
     firsts = on_rank_zero(read)
+    names = dict(model.named_parameters(remove_duplicate=False))
     for name, first in first_names(model).items():
-        if firsts[name] == name != first:  # rank 0's model has every name
+        if firsts[name] != first and name in names:  # rank 0's model has every name
             module, _, key = name.rpartition(".")
-            untied = nn.Parameter(torch.empty_like(model.get_parameter(name)))
-            setattr(model.get_submodule(module), key, untied)
+            if firsts[name] == name:
+                names[name] = nn.Parameter(torch.empty_like(names[name]))
+            setattr(model.get_submodule(module), key, names[firsts[name]])
     if directory is not None:
         model.config.name_or_path = str(directory)  # exports keep the form of its files
         if (directory / "generation_config.json").is_file():

@@ -351,7 +351,7 @@ def test_routers_and_experts_get_no_adapters():
 
 @pytest.mark.parametrize("flags, message", [
     (["--lora-rank", "4", "--fsdp", "1"], "--lora-rank needs --fsdp 2"),
-    (["--lora-rank", "4", "--strategy", "ddp"], "--strategy ddp needs --fsdp 1"),
+    (["--lora-rank", "4", "--strategy", "ddp"], "cannot be used with --strategy ddp"),
     (["--lora-rank", "-1"], "--lora-rank -1 is out of range"),
     (["--lora-rank", "4", "--lora-dropout", "1"], "--lora-dropout 1.0 is out of range"),
     (["--load-in-4bit"], "--load-in-4bit needs adapters"),

@@ -7,6 +7,7 @@ python tools/generate.py OUTPUT_DIR/final < prompts.txt                # one pro
 import sys
 from pathlib import Path
 
+import torch
 import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
@@ -44,13 +45,15 @@ def main() -> None:
         model = load_model(args.directory)
     except (OSError, ValueError, ImportError) as error:
         ranks.exit_with(f"{args.directory} cannot be loaded: {str(error).splitlines()[0]}")
-    for prompt in [args.prompt] if args.prompt else map(str.rstrip, sys.stdin):
+    for prompt in map(str.rstrip, sys.stdin) if args.prompt is None else [args.prompt]:
         text = prompt
         if tokenizer.chat_template:
             turn = [{"role": "user", "content": prompt}]
             text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=text == prompt)
-        ids, mask = inputs.input_ids.to(model.device), inputs.attention_mask.to(model.device)
+        tokens = tokenizer(text, add_special_tokens=text == prompt).input_ids
+        # EOS also separates documents, so a blank prompt starts a new one.
+        ids = torch.tensor([tokens or [tokenizer.eos_token_id]], device=model.device)
+        mask = torch.ones_like(ids)
         output = model.generate(ids, attention_mask=mask, max_new_tokens=args.max_new_tokens)[0]
         if not model.config.is_encoder_decoder:
             output = output[ids.size(1) :]

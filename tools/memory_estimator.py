@@ -163,6 +163,7 @@ class Options(lora.Options, Machine):
     activation_checkpointing: bool | None = flag(None, "recompute blocks")
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", "paged: moments on the CPU")
     json: bool = flag(False, "print JSON, in bytes and seconds")
+    strategy = "full_shard"  # no flag: the tables show all of them
 
     def derive(self) -> None:
         """Cut --global-batch-size into micro-batches. Raise ValueError if that fails."""

@@ -1,0 +1,132 @@
+"""Environments, versions and settings that used to end a run without its exports."""
+
+import json
+import os
+import runpy
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, error_lines, launch, losses, metrics
+from packaging.requirements import Requirement
+
+import runtime
+from runtime import export, identity
+
+
+@pytest.fixture
+def flags(t5_directory, pairs, tmp_path):
+    """Return flags for two steps of T5 on a copy of the model, which a test may change."""
+    model = shutil.copytree(t5_directory, tmp_path / "model")
+    return ["--model-name", model, "--dataset", pairs, "--output-dir", tmp_path / "run",
+            "--max-steps", 2, "--batch-size", 2, "--rouge-samples", 2]  # fmt: skip
+
+
+def set_generation(model: Path, **values: object) -> None:
+    """Change fields of a model's generation_config.json."""
+    path = model / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_settings_that_change_the_outputs_are_ignored(flags, tmp_path):
+    values = {"num_return_sequences": 2, "num_beams": 2, "return_dict_in_generate": True}
+    set_generation(tmp_path / "model", **values, output_scores=True, stop_strings=["x"])
+    launch(0, "T5_training.py", *flags)
+    (done,) = metrics(tmp_path / "run", "done")
+    assert "rouge1" in done
+    exported = json.loads((tmp_path / "run/final/generation_config.json").read_text())
+    assert exported["num_return_sequences"] == 2  # as the base had it
+
+
+def test_generation_that_fails_is_reported_before_training(flags, tmp_path):
+    set_generation(tmp_path / "model", num_beams=0)
+    result = launch(0, "T5_training.py", *flags, check=False)
+    (message,) = error_lines(result.stderr)
+    assert result.returncode == 1 and "generation_config.json" in message
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_leftover_world_size_is_ignored(flags, tmp_path):
+    environment = os.environ | {"WORLD_SIZE": "4", "LOCAL_RANK": "", "PYTHONIOENCODING": "ascii"}
+    more = ["--global-batch-size", 8, "--rouge-samples", 0]
+    output = launch(0, "T5_training.py", *flags, *more, env=environment).stdout
+    assert "RANK is not set: WORLD_SIZE, LOCAL_RANK ignored" in output
+    assert "global batch 8:" in output and losses(tmp_path / "run", "val")
+
+
+def test_incomplete_environment_is_refused(flags):
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    result = launch(0, "T5_training.py", *flags, env=environment, check=False)
+    assert result.returncode == 1
+    (message,) = error_lines(result.stderr)
+    assert "MASTER_ADDR is missing" in message
+
+
+def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "final"
+    link.symlink_to(tmp_path / "disk/final")
+    assert export.check_target(link) == tmp_path / "disk/final"
+    for text in ("old", "new"):
+        with export.new_directory(link) as temporary:
+            (temporary / "tokenizer_config.json").write_text(text)
+    assert link.is_symlink() and (tmp_path / "disk/final/tokenizer_config.json").exists()
+    with pytest.raises(OSError, match="full"), export.new_directory(link):
+        raise OSError("full")
+    assert (link / "tokenizer_config.json").read_text() == "new"
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["final"]
+
+
+def test_link_to_other_files_is_refused(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk/photo.png").touch()
+    (tmp_path / "final").symlink_to(tmp_path / "disk")
+    with pytest.raises(ValueError, match="Link it to an empty directory"):
+        export.check_target(tmp_path / "final")
+
+
+def test_versions_agree_with_requirements_and_constraints():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    ranges = {x.name: x.specifier for x in map(Requirement, lines[1:])}
+    for name, (low, high) in runtime.RANGES.items():
+        assert {str(x) for x in ranges[name]} == {f">={low}", f"<{high}"}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {x.name: next(iter(x.specifier)).version for x in map(Requirement, lines[1:])}
+    assert all(pins[name] in specifier for name, specifier in ranges.items() if name in pins)
+
+
+@pytest.mark.parametrize("name", ["transformers", "filelock", "torch"])
+def test_old_version_ends_with_one_sentence(name, monkeypatch):
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda x: "1.2" if x == name else version(x))
+    monkeypatch.delitem(sys.modules, "runtime")
+    with pytest.raises(SystemExit, match=f"{name} 1.2 is too old: install {name}>="):
+        runpy.run_path(str(ROOT / "runtime/__init__.py"))
+
+
+def test_refused_checkpoint_names_both_versions():
+    saved = {"model": "t5, crc 1", identity.VERSION: "5.22.0"}
+    identity.compare(Path("step-1"), saved, saved | {identity.VERSION: "5.23.0"})
+    here = {"model": "t5, crc 2", identity.VERSION: "5.23.0"}
+    with pytest.raises(ValueError, match=r"Transformers is 5\.23\.0, was 5\.22\.0"):
+        identity.compare(Path("step-1"), saved, here)
+
+
+def test_meta_model_is_tied_like_the_loaded_one(process_group, gpt2_directory, monkeypatch):
+    """As with Transformers 5.0.0, which left models on meta untied."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from runtime import weights
+
+    class Untied(GPT2LMHeadModel):
+        def tie_weights(self, *args, **options):
+            if self.transformer.wte.weight.is_meta:
+                self.lm_head.weight = torch.nn.Parameter(self.lm_head.weight.detach().clone())
+            else:
+                super().tie_weights(*args, **options)
+
+    model, _ = weights.new_model(Untied, GPT2Config.from_pretrained(gpt2_directory), None)
+    assert model.lm_head.weight is model.transformer.wte.weight
