@@ -239,7 +239,7 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
     if not row_splits[0]:
         bounds = np.cumsum(list(percent.values()))
         if percent is PERCENT["other"]:
-            mask = readers.held_out(name, keys, lambda x: x % 100 >= bounds[0])
+            mask = readers.held_out(name, keys, keys % 100 >= bounds[0])
             row_splits[:] = "train"
             row_splits[mask] = "validation"
         else:

@@ -378,21 +378,19 @@ def map_rows(
     return mapped
 
 
-def held_out(name: str, keys: np.ndarray, preferred: Callable | None = None) -> np.ndarray:
+def held_out(name: str, keys: np.ndarray, usual: np.ndarray) -> np.ndarray:
     """Return a mask of about 5% of the rows with these keys, never more than 10%. Rows with equal
-    keys stay together. Take those for which
-    `preferred` is true, if there are any.
+    keys stay together. The mask is `usual` unless that has too few or too many rows.
 
     Raise ValueError if each key has too many rows.
     """
-    distinct, counts = np.unique(keys, return_counts=True)  # sorted hashes: a random order
     limit = max(1, len(keys) // 20)
+    if limit / 2 <= usual.sum() <= 2 * limit and not usual.all():
+        return usual
+    distinct, counts = np.unique(keys, return_counts=True)  # sorted hashes: a random order
     fits = counts <= 2 * limit
     if not fits.all():
         say(f"{name}: one prompt has {counts.max():,} of {len(keys):,} rows, which all train.")
-    if preferred is not None and (preferred(distinct) & fits).any():
-        fits &= preferred(distinct)
-        limit *= 2
     count = np.searchsorted(np.cumsum(counts[fits]), limit, side="right")
     mask = np.isin(keys, distinct[fits][: max(1, count)])
     if not mask.any() or mask.all():

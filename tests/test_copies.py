@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from conftest import ROOT, launch, losses, metrics, status, weights
+from test_change_a_script import Z_LOSS, apply_diffs
 
 SHORT = {  # flags for short texts
     "gpt2_fsdp.py": ["--dataset", "docstrings", "--block-size", "32"],
@@ -21,7 +22,11 @@ def test_copied_script_trains_resumes_and_exports(script, tmp_path):
     command = [sys.executable, ROOT / "tools/copy_script.py", script, copy]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1].endswith("lines in all")
+    assert result.stdout.splitlines()[-1].startswith(f"Next: cd {copy}; python {script}")
+    for name in ("LICENSE", "README.md", "requirements.txt", "launch.slurm", "tools/generate.py"):
+        assert (copy / name).is_file()
+    assert ("rouge-score" in (copy / "requirements.txt").read_text()) == (script[0] == "T")
+    assert f"python {script} --model-name tiny" in (copy / "README.md").read_text()
     again = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert again.returncode == 1 and "is not empty" in again.stderr
 
@@ -36,3 +41,22 @@ def test_copied_script_trains_resumes_and_exports(script, tmp_path):
     assert [line["step"] for line in metrics(output, "start")] == [0, 2]
     assert list(losses(output)) == [1, 2, 3]
     assert len(weights(output / "final")) > 20
+
+
+@pytest.mark.parametrize(
+    "script, edit",
+    [
+        pytest.param("gpt2_fsdp.py", "", marks=pytest.mark.ci),
+        pytest.param("T5_training.py", "", marks=pytest.mark.slow),
+        pytest.param("llama_fsdp.py", "", marks=pytest.mark.slow),
+        pytest.param("llama_fsdp.py", Z_LOSS, marks=pytest.mark.slow),
+    ],
+)
+def test_the_test_of_a_copy_passes_also_after_an_edit(script, edit, tmp_path):
+    copy = tmp_path / "copy"
+    command = [sys.executable, str(ROOT / "tools/copy_script.py"), script, str(copy)]
+    subprocess.run(command, check=True, capture_output=True)
+    (copy / script).write_text(apply_diffs(script.removesuffix(".py"), edit))
+    test = [sys.executable, "-m", "pytest", "-q", "test_copy.py"]
+    result = subprocess.run(test, cwd=copy, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout

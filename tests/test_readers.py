@@ -353,21 +353,24 @@ def test_columns_that_nobody_asked_for_are_not_decoded(tmp_path):
 
 @pytest.mark.parametrize("groups", [[960] + [1] * 39, [400, 300, 200, *[1] * 100], [3] * 300])
 def test_hold_out_takes_at_most_a_tenth_of_the_rows(groups):
-    for preferred in (None, lambda keys: keys % 100 >= 95):
-        numbers = np.random.default_rng(0).permutation(10**6)[: len(groups)]
-        keys = np.repeat(numbers, groups)
-        mask = readers.held_out("x", keys, preferred)
-        assert 0 < mask.sum() <= len(keys) / 10
+    numbers = np.random.default_rng(0).permutation(10**6)[: len(groups)]
+    keys = np.repeat(numbers, groups)
+    for usual in (keys % 100 >= 95, keys < np.unique(keys)[max(1, len(groups) // 20)]):
+        mask = readers.held_out("x", keys, usual)
+        assert min(39, len(keys) / 40) <= mask.sum() <= len(keys) / 10
         assert not {*keys[mask]} & {*keys[~mask]}
 
 
 def test_blocks_of_a_long_row_take_linear_time():
     seconds = []
-    for count in (200_000, 1_600_000):
-        start = time.process_time()
-        assert sum(1 for _ in block_dataset.blocks([{"input_ids": [5] * count}], 128)) > 1000
-        seconds.append(time.process_time() - start)
-    assert seconds[1] < 24 * seconds[0]  # eight times the tokens
+    for count in (400_000, 3_200_000):
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            assert sum(1 for _ in block_dataset.blocks([{"input_ids": [5] * count}], 128)) > 1000
+            times.append(time.process_time() - start)
+        seconds.append(min(times))
+    assert seconds[1] < 30 * seconds[0]  # eight times the tokens
 
 
 def test_bad_row_stops_a_run_with_one_error(tmp_path, capfd):

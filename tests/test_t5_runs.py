@@ -209,7 +209,7 @@ def test_resume_rejects_changed_seed_data_model_and_batch(run_copy, flags, t5_di
     (["--model-name", "no-such/model"], "is not cached, and the hub cannot be reached"),
     (["--output-dir", "/dev/null/here"], "/dev/null/here"),
     (["--export-only"], "--export-only needs a checkpoint"),
-    (["--source-column", "body"], "has columns text, headline"),
+    (["--source-column", "body"], "has no column"),
 ])  # fmt: skip
 def test_bad_input_exits_with_one_message(more_flags, message, flags, tmp_path, capfd):
     args = [*flags, "--output-dir", str(tmp_path), *more_flags]

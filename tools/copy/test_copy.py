@@ -1,0 +1,106 @@
+"""Test this copy on a CPU: run `pytest test_copy.py` after each change, about a minute.
+
+Two processes with FSDP have the losses of the plain model, a killed run resumes as if it had not
+been, and final/ reloads with the same loss.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+SCRIPT = "gpt2_fsdp"  # the script to test
+FLAGS = {  # those that the script has
+    "model_name": "tiny", "max_steps": 10, "log_every": 1, "save_every": 2, "eval_every": 0,
+    "batch_size": 2, "num_train_samples": 64, "num_val_samples": 8, "precision": "fp32",
+    "block_size": 64, "max_seq_length": 128, "source_length": 64, "target_length": 16,
+    "rouge_samples": 0, "dataset": "docstrings", "export_dtype": "fp32",
+}  # fmt: skip
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def main(plain: bool, output: str, flags: list[str]) -> None:
+    """Run the script without dropout, so that losses do not depend on the number of processes. If
+    `plain`, train the model itself, without FSDP."""
+    script = importlib.import_module(SCRIPT)
+    from runtime import options
+    from runtime.run import launch
+
+    for name, value in script.MODEL.config_class().to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            script.TINY[name] = 0.0
+    if plain:
+        script.wrap_model = lambda args, device, model, init: model.apply(init)
+    words = ["--output-dir", output]
+    for name, value in FLAGS.items():
+        if name in script.Options.__dataclass_fields__:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    args = options.parse(script.Options, [*words, *flags], script.TinyOptions)
+    launch(script.fsdp_main, args)
+
+
+def command(processes: int, kind: str, output: Path, *flags: str) -> list[str]:
+    """Return the command that runs this file in a number of processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return [sys.executable, *launcher, __file__, kind, str(output), *flags]
+
+
+def run(*words: object) -> None:
+    """Run a `command`, and fail with its output if it fails."""
+    result = subprocess.run(
+        command(*words), capture_output=True, text=True, env=ENVIRONMENT, cwd=Path(__file__).parent
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def losses(output: Path, event: str = "train") -> dict[int, float]:
+    """Return the losses in metrics.jsonl by step."""
+    lines = [json.loads(x) for x in (output / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["event"] == event}
+
+
+@contextlib.contextmanager
+def started(words: list[str]) -> Iterator[subprocess.Popen]:
+    """Start a command in a process group of its own, and kill the group at the end."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    folder = Path(__file__).parent
+    process = subprocess.Popen(words, start_new_session=True, env=ENVIRONMENT, cwd=folder, **quiet)
+    try:
+        yield process
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_copy_equals_the_plain_model_resumes_and_reloads(tmp_path):
+    run(2, "fsdp", tmp_path / "whole")
+    expected = losses(tmp_path / "whole")
+    assert list(expected) == list(range(1, 11))
+
+    run(1, "plain", tmp_path / "plain", "--batch-size", "4")
+    plain = losses(tmp_path / "plain")
+    assert all(abs(plain[step] - loss) < 1e-4 for step, loss in expected.items())
+
+    with started(command(2, "fsdp", tmp_path / "killed")):
+        deadline = time.monotonic() + 120
+        while not list((tmp_path / "killed").glob("checkpoints/*/train_state.json")):
+            assert time.monotonic() < deadline, "no checkpoint within two minutes"
+            time.sleep(0.05)
+    run(2, "fsdp", tmp_path / "killed")
+    assert losses(tmp_path / "killed") == expected
+
+    final = str(tmp_path / "whole/final")
+    run(1, "fsdp", tmp_path / "evaluation", "--evaluate-only", "--model-name", final)
+    evaluation = json.loads((tmp_path / "evaluation/evaluation.json").read_text())
+    last = losses(tmp_path / "whole", "val")[10]
+    assert abs(evaluation["loss"] - last) < 1e-4
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] == "plain", sys.argv[2], sys.argv[3:])
