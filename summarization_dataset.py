@@ -273,6 +273,15 @@ def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Token
         rows = encode(spec, rows, args, tokenizer)
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
     say(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
+    tables = rows.with_format("arrow").select_columns("labels").iter(10_000)
+    parts = [table["labels"].combine_chunks().flatten().to_numpy() for table in tables]
+    targets = np.concatenate(parts)
+    unknown = int((targets == tokenizer.unk_token_id).sum())
+    if 100 * unknown > len(targets):
+        say(
+            f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. The "
+            "tokenizer lacks some characters, so the model cannot learn to write them."
+        )
     return rows
 
 

@@ -16,6 +16,13 @@ from .ranks import true_on_any
 # Suffixes of config fields that are set to 0. With layerdrop, ranks would skip different layers and
 # wait for each other forever. With rescale_every, validation would permanently divide weights.
 SWITCHED_OFF = ("layerdrop", "rescale_every")
+# What a config.json may say, and what training needs. Exports keep the base's values.
+FOR_TRAINING = {
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "torchscript": False,
+}
 TINY_LIMIT = 10_000_000  # parameters that --model-name tiny may have
 
 
@@ -24,8 +31,9 @@ def fit_config(
 ) -> None:
     """Prepare a config for training, in place; call it before the model is built.
 
-    Set the fields in SWITCHED_OFF to 0. Raise ValueError if the model has fewer positions than one
-    of the arguments named in `lengths`, or is too large for --model-name tiny.
+    Set the fields in SWITCHED_OFF to 0, and those of FOR_TRAINING. Raise ValueError if the model
+    has fewer positions than one of the arguments named in `lengths`, or is too large for
+    --model-name tiny.
     """
     for name in () if args.export_only else lengths:  # an export reads no data
         check_length(as_flag(name), getattr(args, name), config)
@@ -33,6 +41,12 @@ def fit_config(
         if name.endswith(SWITCHED_OFF) and value:
             setattr(config, name, type(value)(0))
             ranks.say(f"{name} is set to 0 (the model has {value}).")
+    for name, value in FOR_TRAINING.items():
+        if getattr(config, name, value) != value:
+            setattr(config, name, value)
+    padding = getattr(config, "pad_token_id", None)
+    if isinstance(padding, int) and padding >= config.vocab_size:
+        config.pad_token_id = None  # the embedding has no such row
     if args.model_name == "tiny":
         with torch.device("meta"):  # allocates nothing
             size = model_class(config).num_parameters()

@@ -404,6 +404,22 @@ def join(parts: list[Dataset]) -> Dataset:
     return concatenate_datasets(parts).flatten_indices().with_format("numpy")
 
 
+def check_embedded(samples: Any, count: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError, with its text, if a token in a data set of tokens has no row in the model,
+    which has `count` rows. Some tokenizers have special tokens without one."""
+    rows = getattr(samples, "dataset", samples)  # from which packs are made
+    if len(tokenizer) <= count or not isinstance(rows, Dataset):
+        return
+    for column in {"input_ids", "labels"} & {*rows.column_names}:
+        for batch in rows.with_format("arrow").select_columns(column).iter(10_000):
+            for ids in batch[column].to_pylist():
+                if ids and max(ids) >= count:
+                    text = shorten(tokenizer.decode([x for x in ids if x >= 0]))
+                    token = tokenizer.convert_ids_to_tokens(max(ids))
+                    raise ValueError(f"The data have the token {token} ({max(ids):,}), but the model "
+                                     f"has {count:,} rows. It is in: {text}")  # fmt: skip
+
+
 def content_sum(rows: Dataset, crc: int = 0) -> int:
     """Return the CRC-32 of all rows in order, starting from `crc`, however they are stored."""
     for table in rows.select_columns(sorted(rows.column_names)).with_format("arrow").iter(10_000):

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from . import checkpoints, export, identity, ranks, screen, watchdog, weights
+from . import checkpoints, export, identity, ranks, readers, screen, watchdog, weights
 from .batches import Batch
 from .checkpoints import Saver
 from .lock import Lock
@@ -182,6 +182,9 @@ class Run:
         values["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # its state is AdamW's
         values["run.restore's further arguments"] = sorted(others)
         total = args.max_steps or args.epochs * loader.batch_sampler.steps_per_epoch
+        rows = weights.unwrapped(model).config.get_text_config().vocab_size
+        for dataset in (loader.dataset, *(x.dataset for x in val_loaders.values())):
+            readers.check_embedded(dataset, rows, self._tokenizer)
         objects = (model, optimizer, scheduler, scaler)
         self.state = TrainState(*objects, self.device, total, values, others)
         self._loader = loader

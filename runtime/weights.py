@@ -17,6 +17,7 @@ import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -35,6 +36,10 @@ SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory wit
 WEIGHTS = "model*.safetensors"
 TEXT_PART = "language_model."  # prefix of the keys of a multimodal model's text part
 IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, and the rest
+# Buffers in files of older Transformers versions, which compute them now.
+OLD_BUFFERS = re.compile(
+    r"\.(attn|attention)\.(masked_)?bias$|inv_freq$|position_ids$|_float_tensor$"
+)
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 Init = Callable[[nn.Module], None]  # allocates a module on meta and loads its weights
@@ -100,7 +105,7 @@ def open_model(
             f"--model-name {name} has output_router_logits, but the router's auxiliary loss is not "
             "added to the loss here. Set it to false in config.json."
         )
-    return directory, config, load_tokenizer(directory, config.vocab_size)
+    return directory, config, load_tokenizer(directory)
 
 
 def find_directory(name: str, patterns: list[str]) -> Path:
@@ -114,8 +119,15 @@ def find_directory(name: str, patterns: list[str]) -> Path:
         problem = f"is gated. Accept its license at https://huggingface.co/{name}, and set HF_TOKEN"
     except (RepositoryNotFoundError, HFValidationError):
         problem = "is neither a directory nor a model on the hub. If it is private, set HF_TOKEN"
-    except LocalEntryNotFoundError as error:
-        problem = f"is not cached, and the hub cannot be reached ({error.__cause__!r}). Set HF_HOME"
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:  # or a read-only cache
+        reason = error.__cause__ or error
+        problem = f"is not cached, and the hub cannot be reached ({reason!r}). Set HF_HOME"
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        # Incomplete: the cache may still have all files that are needed.
+        if path := getattr(error, "snapshot_path", None):
+            return Path(path)
     raise ValueError(f"--model-name {name} {problem}, or pass a directory that contains the model.")
 
 
@@ -134,20 +146,22 @@ def text_config(
     )
 
 
-def load_tokenizer(directory: Path, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in a directory; raise ValueError if it does not fit the vocabulary."""
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a directory; raise ValueError if it cannot be used."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{directory} has no valid tokenizer ({reason}). Save one.") from None
     # Without their files, Transformers creates some tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # empty if bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
         raise ValueError(f"{directory} has no tokenizer: its vocabulary is missing. Save one.")
-    count = len(tokenizer)
-    if count > vocab_size:
-        raise ValueError(f"{directory} has a tokenizer of {count} tokens, the model {vocab_size}.")
+    if None in (getattr(tokenizer, "src_lang", ""), getattr(tokenizer, "tgt_lang", "")):
+        raise ValueError(
+            f"{directory} has a tokenizer for many languages. Set src_lang and tgt_lang "
+            "in its tokenizer_config.json, for example to codes of its vocabulary."
+        )
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{directory} has a tokenizer without an EOS token. Set its eos_token.")
     return tokenizer
@@ -208,6 +222,8 @@ def read_model(
     model, report = library_class(kind).from_pretrained(
         None, config=config, state_dict=text or tensors, dtype=torch.float32, **options
     )
+    unexpected = [key for key in report["unexpected_keys"] if not OLD_BUFFERS.search(key)]
+    report = report | {"unexpected_keys": unexpected}
     problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
         raise ValueError(f"{directory} does not contain this model; {problems}. Check its files.")
