@@ -19,10 +19,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import runtime  # noqa: F401 (first: it checks the versions of packages)
-
-# isort: split
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -18,10 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import runtime  # noqa: F401 (first: it checks the versions of packages)
-
-# isort: split
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

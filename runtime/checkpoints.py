@@ -195,21 +195,18 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator[io.IOBase]:
-        """Open a file to write. Sum what is written, because to read it again would take time."""
-        with _SummedFile(io.FileIO(path, mode)) as file:
+        """Open a file, and sum what is written. To read it again would take time."""
+        total = self.sums[path.name] = [0, 0]
+        with super().create_stream(path, mode) as file:
+            write = file.write
+
+            def write_and_sum(data: bytes) -> int:
+                total[0] += len(data)
+                total[1] = zlib.crc32(data, total[1])
+                return write(data)
+
+            file.write = write_and_sum
             yield file
-        self.sums[path.name] = file.sum
-
-
-class _SummedFile(io.BufferedWriter):
-    def __init__(self, raw: io.RawIOBase) -> None:
-        super().__init__(raw)
-        self.sum = [0, 0]
-
-    def write(self, data: Any) -> int:
-        size = super().write(data)
-        self.sum = [self.sum[0] + size, zlib.crc32(data, self.sum[1])]
-        return size
 
 
 def file_sum(path: Path) -> list[int]:

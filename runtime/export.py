@@ -5,12 +5,10 @@ Works with any model. All ranks call each function together unless its docstring
 
 import contextlib
 import copy
-import filecmp
 import itertools
 import json
 import os
 import shutil
-import tempfile
 import time
 import warnings
 from argparse import Namespace
@@ -44,13 +42,15 @@ from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
 VOCABULARY = ("*.model", "*.spm", "vocab.*", "merges.txt")  # files that other programs read
-ROPE_KEYS = (  # older names: rope_theta, that of sliding windows, partial_rotary_factor
-    ("rope_theta", "rope_local_base_freq", ""),
-    ("global_rope_theta", "local_rope_theta", ""),
-    ("rotary_emb_base", "", "rotary_pct"),
-    ("rope_theta", "", "partial_rotary_factor"),
-    ("rope_theta", "", ""),  # Phi-3's
-)
+ROPE_KEYS = {  # of older programs: the layers and the key of `rope_parameters`
+    "rope_theta": ("full_attention", "rope_theta"),
+    "global_rope_theta": ("full_attention", "rope_theta"),
+    "rotary_emb_base": ("full_attention", "rope_theta"),
+    "rope_local_base_freq": ("sliding_attention", "rope_theta"),
+    "local_rope_theta": ("sliding_attention", "rope_theta"),
+    "partial_rotary_factor": ("full_attention", "partial_rotary_factor"),
+    "rotary_pct": ("full_attention", "partial_rotary_factor"),
+}
 
 
 def export_model(
@@ -169,51 +169,42 @@ def write_config(
 
     Each is written only if Transformers still reads the same config.
     """
+
+    def read(settings: dict[str, Any]) -> dict[str, Any]:
+        values = type(config).from_dict(copy.deepcopy(settings)).to_dict()
+        (values.get("rope_parameters") or {}).pop("type", None)  # an older name of rope_type
+        return values
+
     written = json.loads(config.to_json_string())
     own = {"transformers_version": written["transformers_version"]}
     if "dtype" in written:
         own["torch_dtype"] = written["dtype"]
-
-    def read(settings: dict[str, Any]) -> dict[str, Any]:
-        _write_json(settings, path)
-        values = type(config).from_pretrained(path.parent).to_dict()
-        (values.get("rope_parameters") or {}).pop("type", None)  # an older name of rope_type
-        return values
-
     expected = read(written)
-    # Twice, because rope_scaling is read correctly only beside rope_theta.
-    values = [{key: value} for key, value in base.items() if written.get(key, path) != value] * 2
-    for keys in itertools.chain(values, older_rope(written)):
+    # The base's values again, because rope_scaling is read correctly only beside rope_theta.
+    for key, value in [*base.items(), *older_rope(written), *base.items()]:
         # A config may reject values with any exception.
         with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
-            if read(written | keys) == expected:
-                written |= keys
+            if read(written | {key: value}) == expected:
+                written[key] = value
     _write_json(written | own, path)
 
 
-def older_rope(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield keys in which different older programs may read a config's `rope_parameters`."""
-    for name, part in [*settings.items()]:
-        if isinstance(part, dict) and "rope_parameters" in part:  # an encoder or decoder
-            yield from ({name: part | keys} for keys in older_rope(part))
+def older_rope(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values in which older programs may read a config's `rope_parameters`."""
     rope = settings.get("rope_parameters") or {}
-    main = rope.get("full_attention") or rope
-    local = rope.get("sliding_attention") or main
-    if "rope_theta" not in main:
-        return
-    scaling = {k: v for k, v in main.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    if "original_max_position_embeddings" in settings:  # Phi-3 accepts no other form
-        scaling.pop("original_max_position_embeddings", None)
-        scaling["type"] = scaling.pop("rope_type")
-    is_default = scaling.keys() <= {"rope_type", "type"}
-    for theta, local_theta, share in ROPE_KEYS:
-        keys = {theta: main["rope_theta"], "rope_scaling": None if is_default else scaling}
-        if local_theta:
-            keys[local_theta] = local["rope_theta"]
-        if share and "partial_rotary_factor" in main:
-            keys[share] = main["partial_rotary_factor"]
-        if local_theta or local["rope_theta"] == main["rope_theta"]:
-            yield {key: settings.get(key, value) for key, value in keys.items()}
+    for name, (layers, key) in ROPE_KEYS.items():
+        values = rope.get(layers, rope)
+        if key in values:
+            yield name, values[key]
+    scaling = {**rope.get("full_attention", rope)}
+    scaling.pop("rope_theta", None)
+    scaling.pop("partial_rotary_factor", None)
+    if scaling.get("rope_type", "default") != "default":
+        older = {"type": scaling["rope_type"]} | scaling
+        del older["rope_type"]
+        older.pop("original_max_position_embeddings", None)
+        yield "rope_scaling", older  # the only form that Phi-3 accepts
+        yield "rope_scaling", scaling
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -225,17 +216,17 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None
     base = Path(tokenizer.name_or_path)
     if not tokenizer.name_or_path or not base.is_dir():  # --model-name tiny
         return
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        original = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-        names = [Path(name).name for name in original.save_pretrained(folder)]
-        names = [name for name in names if not name.endswith(".jinja")]
-        _, *changed = filecmp.cmpfiles(folder, directory, names, shallow=False)
-    patterns = VOCABULARY if any(changed) else (*VOCABULARY, "*token*.json")
-    for file in [path for pattern in patterns for path in base.glob(pattern)]:
-        shutil.copyfile(file, directory / file.name)
+    original = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    patterns = VOCABULARY
+    if repr(tokenizer) == repr(original):  # it contains all settings but the chat template
+        patterns = (*VOCABULARY, "*token*.json")
+    for pattern in patterns:
+        for file in base.glob(pattern):
+            shutil.copyfile(file, directory / file.name)
     settings = _read_json(directory / "tokenizer_config.json")
-    if settings.get("chat_template", template := tokenizer.chat_template) != template:
-        _write_json(settings | {"chat_template": template}, directory / "tokenizer_config.json")
+    if settings.get("chat_template", tokenizer.chat_template) != tokenizer.chat_template:
+        settings["chat_template"] = tokenizer.chat_template
+        _write_json(settings, directory / "tokenizer_config.json")
 
 
 def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -281,18 +272,15 @@ def _link(source: str, path: str) -> None:
     shutil.copy2(source, path)
 
 
-def check_target(path: Path) -> Path:
-    """Return the directory that an export to `path` replaces: the target if `path` is a link. Raise
-    ValueError if it cannot be replaced, or if it contains other files than an export's."""
-    target = Path(os.path.realpath(path))
-    is_ours = not path.is_symlink() or (target / "tokenizer_config.json").is_file()
-    is_free = target.is_dir() and (is_ours or not any(target.iterdir())) and not target.is_mount()
-    parent_is_writable = os.access(target.parent, os.W_OK)
-    if not parent_is_writable or (os.path.lexists(target) and not is_free):
-        raise ValueError(
-            f"{path} is {target}, which an export cannot replace. Link it to an empty directory, "
-            "not a mount point, in a directory that you may write to."
-        )
+def target_of(path: Path) -> Path:
+    """Return the directory that an export to `path` replaces: the target if `path` is a link.
+
+    Raise ValueError if it contains other files than an export.
+    """
+    target = path.resolve()
+    is_ours = not path.is_symlink() or (target / "tokenizer_config.json").exists()
+    if target.is_dir() and any(target.iterdir()) and not is_ours:
+        raise ValueError(f"{path} is a link to {target}, which an export would delete. Empty it.")
     return target
 
 
@@ -300,7 +288,7 @@ def check_target(path: Path) -> Path:
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory that replaces `path`, or the target of this link, at the end;
     delete it after an error."""
-    target = Path(os.path.realpath(path))
+    target = path.resolve()
     # Never reuse a name: on NFS, a node may see the old directory for up to a minute.
     temporary = target.with_name(f"tmp-{target.name}-{time.time_ns()}")
 

@@ -322,7 +322,7 @@ def prepare_directory(directory: Path) -> bool:
     if names & {"final", "best"} and not names & {"status", "checkpoints"}:
         raise ValueError(f"{directory} has final/ or best/ but no run. Pass another --output-dir.")
     for path in (directory / "best", directory / "final"):
-        target = export.check_target(path)
+        target = export.target_of(path)
         for unfinished in target.parent.glob(f"tmp-{target.name}-{19 * '[0-9]'}"):
             shutil.rmtree(unfinished, ignore_errors=True)
     return status.exists() and status.read_text(errors="replace").startswith("finished")

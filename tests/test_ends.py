@@ -49,27 +49,32 @@ def test_generation_that_fails_is_reported_before_training(flags, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_leftover_world_size_is_ignored(flags, tmp_path):
-    environment = os.environ | {"WORLD_SIZE": "4", "LOCAL_RANK": "", "PYTHONIOENCODING": "ascii"}
-    more = ["--global-batch-size", 8, "--rouge-samples", 0]
-    output = launch(0, "T5_training.py", *flags, *more, env=environment).stdout
-    assert "RANK is not set: WORLD_SIZE, LOCAL_RANK ignored" in output
-    assert "global batch 8:" in output and losses(tmp_path / "run", "val")
-
-
-def test_incomplete_environment_is_refused(flags):
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    result = launch(0, "T5_training.py", *flags, env=environment, check=False)
+@pytest.mark.parametrize(
+    "variables, missing",
+    [({"WORLD_SIZE": "4"}, "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+     ({"WORLD_SIZE": ""}, "RANK, WORLD_SIZE, LOCAL_RANK"),
+     ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+      "MASTER_ADDR, MASTER_PORT")],
+)  # fmt: skip
+def test_part_of_the_environment_of_torchrun_is_refused(variables, missing, flags):
+    result = launch(0, "T5_training.py", *flags, env=os.environ | variables, check=False)
     assert result.returncode == 1
     (message,) = error_lines(result.stderr)
-    assert "MASTER_ADDR is missing" in message
+    assert f"{', '.join(variables)} set, but not {missing}" in message
+
+
+def test_address_of_a_master_alone_means_one_process(flags, tmp_path):
+    variables = {"MASTER_ADDR": "localhost", "PYTHONIOENCODING": "ascii"}
+    more = ["--global-batch-size", 8, "--rouge-samples", 0]
+    output = launch(0, "T5_training.py", *flags, *more, env=os.environ | variables).stdout
+    assert "global batch 8:" in output and losses(tmp_path / "run", "val")
 
 
 def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
     (tmp_path / "disk").mkdir()
     link = tmp_path / "final"
     link.symlink_to(tmp_path / "disk/final")
-    assert export.check_target(link) == tmp_path / "disk/final"
+    assert export.target_of(link) == tmp_path / "disk/final"
     for text in ("old", "new"):
         with export.new_directory(link) as temporary:
             (temporary / "tokenizer_config.json").write_text(text)
@@ -84,8 +89,8 @@ def test_link_to_other_files_is_refused(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk/photo.png").touch()
     (tmp_path / "final").symlink_to(tmp_path / "disk")
-    with pytest.raises(ValueError, match="Link it to an empty directory"):
-        export.check_target(tmp_path / "final")
+    with pytest.raises(ValueError, match="Empty it"):
+        export.target_of(tmp_path / "final")
 
 
 def test_versions_agree_with_requirements_and_constraints():
