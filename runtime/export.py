@@ -199,12 +199,12 @@ def older_rope(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     scaling = {**rope.get("full_attention", rope)}
     scaling.pop("rope_theta", None)
     scaling.pop("partial_rotary_factor", None)
-    if scaling.get("rope_type", "default") != "default":
-        older = {"type": scaling["rope_type"]} | scaling
-        del older["rope_type"]
-        older.pop("original_max_position_embeddings", None)
-        yield "rope_scaling", older  # the only form that Phi-3 accepts
-        yield "rope_scaling", scaling
+    if scaling.get("rope_type", "default") == "default":
+        return
+    if "original_max_position_embeddings" in settings:  # Phi-3 accepts no other form
+        scaling.pop("original_max_position_embeddings", None)
+        scaling["type"] = scaling.pop("rope_type")
+    yield "rope_scaling", scaling
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
