@@ -137,7 +137,7 @@ def setup(args: Options) -> torch.device:
             device_id=None if device.type == "cpu" else device,
             **group_args,
         )
-    ranks.set_seed(args.seed)
+    transformers.set_seed(args.seed)
     if args.cpu_offload:
         ranks.use_all_cores()  # because the optimizer runs on the CPU
     return device

@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
+from transformers import set_seed
 
 from . import identity, ranks
 from .checkpoint_reader import FULL, open_checkpoint
@@ -430,5 +431,5 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
         for generator, value in zip(_generators(), states.values(), strict=True):
             generator.set_rng_state(value)
         return
-    ranks.set_seed(args.seed + state.step * here[0] + dist.get_rank())
+    set_seed(args.seed + state.step * here[0] + dist.get_rank())
     ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: dropout reseeded.")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -141,12 +142,12 @@ def name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
     `sizes` contains for each file the bytes of its tensors by key.
     """
     weight_map = {}
+    count = len(sizes)
     for i, keys in enumerate(sizes):
-        name = f"model-{i + 1:05d}-of-{len(sizes):05d}.safetensors"
-        name = name if len(sizes) > 1 else "model.safetensors"
+        name = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
         (directory / f"part-{i}").rename(directory / name)
         weight_map |= dict.fromkeys(keys, name)
-    if len(sizes) > 1:
+    if count > 1:
         metadata = {"total_size": sum(sum(keys.values()) for keys in sizes)}
         index = {"metadata": metadata, "weight_map": weight_map}
         _write_json(index, directory / "model.safetensors.index.json")
@@ -176,17 +177,17 @@ def write_config(
         return values
 
     written = json.loads(config.to_json_string())
-    own = {"transformers_version": written["transformers_version"]}
-    if "dtype" in written:
-        own["torch_dtype"] = written["dtype"]
     expected = read(written)
-    # The base's values again, because rope_scaling is read correctly only beside rope_theta.
-    for key, value in [*base.items(), *older_rope(written), *base.items()]:
+    # The base's keys last, because its rope_scaling is read correctly only beside rope_theta.
+    for key, value in [*older_rope(written), *base.items()]:
         # A config may reject values with any exception.
         with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
             if read(written | {key: value}) == expected:
                 written[key] = value
-    _write_json(written | own, path)
+    written["transformers_version"] = transformers.__version__
+    if "dtype" in written:
+        written["torch_dtype"] = written["dtype"]
+    _write_json(written, path)
 
 
 def older_rope(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -270,18 +271,6 @@ def _link(source: str, path: str) -> None:
             os.link(source, path)
             return
     shutil.copy2(source, path)
-
-
-def target_of(path: Path) -> Path:
-    """Return the directory that an export to `path` replaces: the target if `path` is a link.
-
-    Raise ValueError if it contains other files than an export.
-    """
-    target = path.resolve()
-    is_ours = not path.is_symlink() or (target / "tokenizer_config.json").exists()
-    if target.is_dir() and any(target.iterdir()) and not is_ours:
-        raise ValueError(f"{path} is a link to {target}, which an export would delete. Empty it.")
-    return target
 
 
 @contextlib.contextmanager

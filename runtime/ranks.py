@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import random
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from typing import Any, NoReturn
 
 import datasets
 import huggingface_hub
-import numpy
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -54,13 +52,6 @@ def has_bf16() -> bool:
     if accelerator() is None:
         return False
     return torch.get_device_module().is_bf16_supported(including_emulation=False)
-
-
-def set_seed(seed: int) -> None:
-    """Seed Python, NumPy and PyTorch, on all devices."""
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def use_all_cores() -> None:
