@@ -12,7 +12,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
-from runtime import arguments, ranks
+from runtime import options, ranks
 
 
 def load_model(directory: Path) -> transformers.PreTrainedModel:
@@ -29,7 +29,7 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
 
 def main() -> None:
     """Print the model's answer to each prompt, which is a user turn if there is a chat template."""
-    parser = arguments.Parser(__doc__)
+    parser = options.Parser(__doc__)
     parser.add_argument("directory", type=Path, help="final/ or best/ of a run")
     parser.add_argument("prompt", nargs="?", help="text to continue (default: each line of stdin)")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="limit for an answer")
