@@ -84,6 +84,7 @@ def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
 def test_link_to_other_files_is_refused(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk/photo.png").touch()
+    (tmp_path / "status").touch()
     (tmp_path / "final").symlink_to(tmp_path / "disk")
     with pytest.raises(ValueError, match="Empty it"):
         prepare_directory(tmp_path)
