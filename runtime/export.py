@@ -7,7 +7,6 @@ import contextlib
 import copy
 import itertools
 import json
-import os
 import shutil
 import time
 import warnings
@@ -256,21 +255,6 @@ def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dic
     except SafetensorError as error:  # for example on a full disk
         raise OSError(str(error)) from None
     return {key: tensor.nbytes for key, tensor in stored.items()}
-
-
-def copy_export(source: Path, path: Path) -> None:
-    """Make `path` a copy of an exported directory, with hard links to its weights if possible."""
-    with new_directory(path) as temporary:
-        if dist.get_rank() == 0:
-            shutil.copytree(source, temporary, copy_function=_link, dirs_exist_ok=True)
-
-
-def _link(source: str, path: str) -> None:
-    if source.endswith(".safetensors"):
-        with contextlib.suppress(OSError):
-            os.link(source, path)
-            return
-    shutil.copy2(source, path)
 
 
 @contextlib.contextmanager

@@ -196,8 +196,8 @@ def _check_environment() -> None:
     missing = [x for x in (*of_ranks, "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(x)]
     if present and missing:
         raise SystemExit(
-            f"error: {', '.join(present)} set, but not {', '.join(missing)}. Start the script with "
-            f"torchrun, or for one process run: unset {' '.join(present)}"
+            f"error: The environment has {', '.join(present)}, but not {', '.join(missing)}. Start "
+            f"the script with torchrun, or for one process: unset {' '.join(present)}"
         )
 
 

@@ -278,11 +278,7 @@ class Run:
 
     def export(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Write final/ after the last step."""
-        state, final = self.state, self.directory / "final"
-        if self.args.save_best and state.best_step == state.step:
-            export.copy_export(self.directory / "best", final)
-        else:
-            self._export(model, tokenizer, final)
+        self._export(model, tokenizer, self.directory / "final")
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
         self.lock.check()
@@ -297,7 +293,7 @@ class Run:
         saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())
         identity.compare(self.checkpoint, saved["identity"], self._identity)
         checkpoints.load_weights(self.checkpoint, model)
-        self._export(model, tokenizer, self.directory / "final")
+        self.export(model, tokenizer)
 
     def load_evaluated(self, model: nn.Module) -> None:
         """With --lora-rank, load the newest adapters; raise ValueError if there are none."""

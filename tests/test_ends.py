@@ -55,7 +55,7 @@ def test_generation_that_fails_is_reported_before_training(flags, tmp_path):
 @pytest.mark.parametrize("value", ["", "2"])
 def test_part_of_the_environment_of_torchrun_is_refused(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match=f"{name} set, but not .*MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(SystemExit, match=f"has {name}, but not .*MASTER_ADDR, MASTER_PORT"):
         ranks._check_environment()
 
 
