@@ -202,9 +202,10 @@ class _SummedFiles(FileSystem):
             write = file.write
 
             def write_and_sum(data: bytes) -> int:
-                total[0] += len(data)
+                size = write(data)
+                total[0] += size
                 total[1] = zlib.crc32(data, total[1])
-                return write(data)
+                return size
 
             file.write = write_and_sum
             yield file

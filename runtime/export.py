@@ -193,10 +193,10 @@ def older_rope(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield keys and values in which older programs may read a config's `rope_parameters`."""
     rope = settings.get("rope_parameters") or {}
     for name, (layers, key) in ROPE_KEYS.items():
-        values = rope.get(layers, rope)
+        values = rope.get(layers) or rope
         if key in values:
             yield name, values[key]
-    scaling = {**rope.get("full_attention", rope)}
+    scaling = {**(rope.get("full_attention") or rope)}
     scaling.pop("rope_theta", None)
     scaling.pop("partial_rotary_factor", None)
     if scaling.get("rope_type", "default") == "default":
