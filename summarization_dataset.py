@@ -279,8 +279,8 @@ def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Token
     unknown = int((targets == tokenizer.unk_token_id).sum())
     if 100 * unknown > len(targets):
         say(
-            f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. The "
-            "tokenizer lacks some characters, so the model cannot learn to write them."
+            f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. "
+            "The tokenizer lacks some characters, so the model cannot learn to write them."
         )
     return rows
 

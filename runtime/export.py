@@ -35,6 +35,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
+from .model_checks import FOR_TRAINING
 from .ranks import on_rank_zero, say
 from .watchdog import touch
 from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
@@ -183,6 +184,8 @@ def write_config(
         with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
             if read(written | {key: value}) == expected:
                 written[key] = value
+    for key in base.keys() & {*FOR_TRAINING, "pad_token_id"}:  # training changed these
+        written[key] = base[key]
     written["transformers_version"] = transformers.__version__
     if "dtype" in written:
         written["torch_dtype"] = written["dtype"]

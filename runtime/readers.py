@@ -416,8 +416,10 @@ def check_embedded(samples: Any, count: int, tokenizer: PreTrainedTokenizerBase)
                 if ids and max(ids) >= count:
                     text = shorten(tokenizer.decode([x for x in ids if x >= 0]))
                     token = tokenizer.convert_ids_to_tokens(max(ids))
-                    raise ValueError(f"The data have the token {token} ({max(ids):,}), but the model "
-                                     f"has {count:,} rows. It is in: {text}")  # fmt: skip
+                    raise ValueError(
+                        f"The data have the token {token} ({max(ids):,}), but the model has "
+                        f"{count:,} rows. It is in: {text}"
+                    )
 
 
 def content_sum(rows: Dataset, crc: int = 0) -> int:
