@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 CHUNK = 1024  # positions whose logits are in memory at a time
@@ -20,12 +19,7 @@ class LossHead(nn.Linear):
     sums. The loss is part of this module's forward, because FSDP gathers the weight only there.
     """
 
-    def __init__(
-        self,
-        head: nn.Linear,
-        config: PretrainedConfig,
-        token_loss: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
+    def __init__(self, head: nn.Linear, config: PretrainedConfig, token_loss: Callable) -> None:
         super().__init__(head.in_features, head.out_features, bias=head.bias is not None)
         self.scale = getattr(config, "logit_scale", None) or 1.0  # Cohere's name for it
         self.scale /= getattr(config, "logits_scaling", None) or 1.0  # Granite's, the inverse
@@ -45,8 +39,8 @@ class LossHead(nn.Linear):
         self, hidden: Tensor, targets: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the loss and, if `factors` has its shape, the gradients of (loss * factors).sum()
-        for those of hidden states, weight and bias that require one. The weight's gradient is in
-        fp32 if there are several chunks, so that the sum is rounded only once."""
+        for those of hidden states, weight and bias that need one. Several chunks are summed in
+        fp32, to be rounded once."""
         total, hidden_gradients, sums = torch.zeros((), device=hidden.device), [], []
         weights = [w for w in (self.weight, self.bias) if w is not None and w.requires_grad]
         for part, labels in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
@@ -54,17 +48,14 @@ class LossHead(nn.Linear):
                 part = part.detach().requires_grad_(hidden.requires_grad)
                 loss = self.token_loss(self.loss_logits(part), labels)
             total = total + loss.detach()
-            inputs = [part, *weights] if hidden.requires_grad else weights
-            if factors is None or factors.shape != loss.shape or not inputs:
-                continue
-            gradients = list(torch.autograd.grad(loss, inputs, factors))
-            if hidden.requires_grad:
-                hidden_gradients.append(gradients.pop(0))
-            if not sums:
-                sums = [g.float() if len(hidden) > CHUNK else g for g in gradients]
-                continue
-            for one_sum, gradient in zip(sums, gradients, strict=True):
-                one_sum += gradient
+            if factors is not None and factors.shape == loss.shape and loss.requires_grad:
+                inputs = [part, *weights] if hidden.requires_grad else weights
+                gradients = list(torch.autograd.grad(loss, inputs, factors))
+                hidden_gradients += [gradients.pop(0)] if hidden.requires_grad else []
+                if sums:
+                    sums = [a.add_(b) for a, b in zip(sums, gradients, strict=True)]
+                else:
+                    sums = [g.float() if len(hidden) > CHUNK else g for g in gradients]
         return total, [torch.cat(hidden_gradients), *sums] if hidden_gradients else sums
 
     def loss_logits(self, hidden: Tensor) -> Tensor:
@@ -77,47 +68,33 @@ class LossHead(nn.Linear):
         return logits
 
 
-def _fp16_scale(hidden: Tensor, targets: Tensor) -> Tensor:
-    """Return a factor that keeps small gradients in fp16. A logit's gradient is at most 1, so that
-    sums over the targets of a chunk stay below 2**13, one eighth of the largest number."""
-    chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
-    sums = [(labels != -100).float() @ part.float().abs() for part, labels in chunks]
-    return 2**13 / torch.stack(sums).max().clamp(min=1)
-
-
 class _ChunkedLoss(torch.autograd.Function):
     """`LossHead.run_chunks`. A scalar's gradients are computed in the forward pass, when the logits
     are in memory; a vector's in the backward pass, when the factor of each term is known."""
 
     @staticmethod
-    def forward(ctx: Any, head: LossHead, targets: Tensor, *inputs: Tensor | None) -> Tensor:
-        hidden = inputs[0]
-        device = hidden.device.type
-        ctx.head, ctx.autocast = head, torch.is_autocast_enabled(device)
-        ctx.dtype = torch.get_autocast_dtype(device) if ctx.autocast else hidden.dtype
-        ctx.dtypes = [x.dtype for x in inputs if x is not None and x.requires_grad]
-        is_fp16 = ctx.dtype == torch.float16
-        ctx.scale = (
-            _fp16_scale(hidden, targets) if is_fp16 else hidden.new_ones((), dtype=torch.float32)
-        )
+    def forward(ctx: Any, head: LossHead, targets: Tensor, hidden: Tensor, *weights: Any) -> Tensor:
+        kind = hidden.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.head, ctx.scale = head, torch.ones((), device=hidden.device)
+        if torch.float16 == (ctx.autocast[1] if ctx.autocast[2] else hidden.dtype):
+            # Keep small gradients. A logit's is at most 1, so those of the weight fit eight times.
+            chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+            sums = [(labels != -100).float() @ part.float().abs() for part, labels in chunks]
+            ctx.scale = 2**13 / torch.stack(sums).max().clamp(min=1)
         loss, gradients = head.run_chunks(hidden, targets, ctx.scale)
-        ctx.is_scalar = loss.dim() == 0
-        ctx.save_for_backward(*gradients if ctx.is_scalar else (hidden, targets))
+        ctx.dtypes = [x.dtype for x in (hidden, *weights) if x is not None and x.requires_grad]
+        ctx.save_for_backward(*(hidden, targets) if loss.dim() else gradients)
         return loss
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        gradients, factor = ctx.saved_tensors, upstream
-        if not ctx.is_scalar:
-            # Divided by their maximum, the factors of a loss and an accuracy are 1 and 0.
-            factor = upstream.abs().max().clamp(min=1e-30)
-            with torch.autocast(upstream.device.type, ctx.dtype, ctx.autocast):
-                _, gradients = ctx.head.run_chunks(*gradients, upstream / factor * ctx.scale)
-        # With a dimension, the factor stays in fp32: 65,536 is infinite in fp16.
-        factor = (factor / ctx.scale).reshape(1)
-        results = (
-            torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
-        )
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        if factor.dim():  # normalized, so that a logged term leaves the bits of the others alone
+            factors, factor = factor, factor.abs().max().clamp(min=1e-30)
+            with torch.autocast(*ctx.autocast):
+                _, gradients = ctx.head.run_chunks(*gradients, factors / factor * ctx.scale)
+        factor = (factor / ctx.scale)[None]  # a dimension, as scalars become fp16 or bf16 here
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        results = (torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype)) for g, dtype in pairs)
         return tuple(next(results) if needed else None for needed in ctx.needs_input_grad)
