@@ -47,7 +47,7 @@ def head_gradients(
     torch.manual_seed(0)
     head = LossHead(nn.Linear(64, 500), GPT2Config(), token_loss)
     hidden = torch.randn(600, 64)
-    nn.init.normal_(head.weight, std=0.3)
+    nn.init.normal_(head.weight, std=0.6)
     labels = torch.randint(0, 500, (600,)).index_fill(0, torch.randperm(600)[targets:], -100)
     if not autocast:
         head, hidden = head.to(dtype), hidden.to(dtype)
@@ -83,16 +83,14 @@ def test_logged_term_does_not_change_the_bits_of_the_gradients(monkeypatch):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("edit", ["plain", "terms with weights"])
 def test_small_gradients_survive_in_fp16(edit, autocast):
-    """A scale of 65,536 and 8 targets: without it, or a factor of our own, they would be 0."""
+    """With a scale of 65,536 and 8 targets. Without our own factor, 1% of the weight's are 0."""
     options = {"dtype": torch.float16, "targets": 8, "autocast": autocast}
     exact = head_gradients(*EDITS[edit], plain=True, targets=8)
     plain = head_gradients(*EDITS[edit], plain=True, scale=65_536, **options)
     ours = head_gradients(*EDITS[edit], plain=False, scale=65_536, **options)
     for one, other, fp32 in zip(ours, plain, exact, strict=True):
-        small = fp32.abs() < fp32.abs().max() * 1e-5
-        for part in (small, ~small):
-            error, allowed = ((x - fp32)[part].norm() for x in (one, other))
-            assert error <= 2 * allowed + 1e-9
+        assert (one == 0).sum() == (fp32 == 0).sum()
+        assert (one - fp32).norm() <= 2 * (other - fp32).norm()
 
 
 def test_large_hidden_states_do_not_overflow_in_fp16():
