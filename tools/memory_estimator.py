@@ -718,7 +718,7 @@ def traffic(
     a node and all-reduces shards between nodes. A ring leaves each node once.
 
     A step takes the FLOPs of three forward passes, or of two for frozen weights, plus those of
-    recomputed blocks and chunked logits. PCIe traffic and the optimizer's step are not counted.
+    recomputed blocks. PCIe traffic and the optimizer's step are not counted.
     """
     precision = policies.PRECISIONS[args.precision]
     steps = args.gradient_accumulation_steps
@@ -739,8 +739,6 @@ def traffic(
     if ring_size > args.gpus_per_node:
         node += ring
     flops = (2 + model.trained / model.parameters) * model.flops
-    if model.chunked:
-        flops += model.head_flops
     if checkpointing:
         flops += model.flops - model.head_flops
     seconds = {
