@@ -617,15 +617,18 @@ def pinned_bytes(model: Model, args: Options, units: list[Unit], shards: int) ->
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
-def loss_bytes(model: Model, itemsize: int) -> int:
-    """Return the peak bytes of the loss; `itemsize` is the bytes of the compute dtype. When the
-    chunked loss recomputes a chunk, it holds three tensors in fp32 (log-softmax, its gradient, the
-    logits' gradient), and the gradient of a trained head in the compute dtype. Later, it holds the
-    logits' gradient and a second one of the head, both in the compute dtype."""
+def loss_bytes(model: Model, args: Options, itemsize: int) -> int:
+    """Return the peak bytes of the loss; `itemsize` is the bytes of the compute dtype. For a chunk,
+    it holds three tensors in fp32 (log-softmax, its gradient, the logits' gradient), then the
+    logits' gradient and that of a trained head in the compute dtype, beside the head's sum over
+    several chunks in fp32. The backward pass multiplies a gradient by a factor."""
     if not model.chunked:
         return model.logits
     gradient = itemsize * model.head if model.head_is_trained else 0
-    return gradient + max(12 * model.logit_count, gradient + itemsize * model.logit_count)
+    several = args.batch_size * args.seq_length > chunked_loss.CHUNK
+    held = 4 * model.head if several and model.head_is_trained else 0
+    at_work = max(12 * model.logit_count, gradient + itemsize * model.logit_count)
+    return max(held + at_work, 2 * gradient)
 
 
 def fsdp1_peak(
@@ -656,7 +659,7 @@ def fsdp1_peak(
     unsharded = itemsize * (parameters + at_work)
     if strategy == "ddp":
         unsharded = root * (itemsize % 4)
-    logits = loss_bytes(model, itemsize)
+    logits = loss_bytes(model, args, itemsize)
     in_loss = kept + logits
     in_block = kept + states[1] + block
     if args.gradient_accumulation_steps > 1 or strategy == "ddp":
@@ -672,10 +675,10 @@ def fsdp2_peak(
     """Return FSDP2's bytes of unsharded tensors in a block's backward pass, of the loss, and at
     the peak. The arguments are those of `fsdp1_peak`.
 
-    The peak is in one of three phases, according to FSDPMemTracker of torch 2.13: the loss, with
-    the last block gathered if the head is frozen; a block, with its parameters and gradients, the
-    next block's parameters and the previous block's gradients; or the root, with all gradients and,
-    for a tied weight, those of both uses and their sum.
+    The peak is in one of three phases, according to FSDPMemTracker of torch 2.13: the loss; a
+    block, with its parameters and gradients, the next block's parameters and the previous block's
+    gradients; or the root, with all gradients and, for a tied weight, those of both uses and their
+    sum.
     """
     precision = policies.PRECISIONS[args.precision]
     compute, reduce = precision.param_dtype.itemsize, precision.reduce_dtype.itemsize
@@ -691,10 +694,8 @@ def fsdp2_peak(
     tied_gradient = 0
     if model.tied and model.head_is_trained:
         tied_gradient = compute * model.head
-    logits = loss_bytes(model, compute)
+    logits = loss_bytes(model, args, compute)
     in_loss = kept + others[-1].gathered + logits
-    if model.chunked and not model.head_is_trained:
-        in_loss += others[-2].gathered
     in_block = kept + states[1] + at_work + tied_gradient + block
     in_root = states[1] + reduce * others[-1].trained + 3 * tied_gradient
     if args.gradient_accumulation_steps == 1:
@@ -717,7 +718,7 @@ def traffic(
     a node and all-reduces shards between nodes. A ring leaves each node once.
 
     A step takes the FLOPs of three forward passes, or of two for frozen weights, plus those of
-    recomputed blocks and chunked logits. PCIe traffic and the optimizer's step are not counted.
+    recomputed blocks. PCIe traffic and the optimizer's step are not counted.
     """
     precision = policies.PRECISIONS[args.precision]
     steps = args.gradient_accumulation_steps
@@ -738,8 +739,6 @@ def traffic(
     if ring_size > args.gpus_per_node:
         node += ring
     flops = (2 + model.trained / model.parameters) * model.flops
-    if model.chunked:
-        flops += model.head_flops
     if checkpointing:
         flops += model.flops - model.head_flops
     seconds = {
