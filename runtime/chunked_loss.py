@@ -35,12 +35,10 @@ class LossHead(nn.Linear):
             return _ChunkedLoss.apply(self, targets, hidden, self.weight, self.bias)
         return self.run_chunks(hidden, targets)[0]
 
-    def run_chunks(
-        self, hidden: Tensor, targets: Tensor, factors: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss and, if `factors` has its shape, the gradients of (loss * factors).sum()
-        for those of hidden states, weight and bias that need one. Several chunks are summed in
-        fp32, to be rounded once."""
+    def run_chunks(self, hidden: Tensor, targets: Tensor, factors: Tensor | None = None) -> tuple:
+        """Return the loss and a list, empty unless `factors` has its shape: the gradients of
+        (loss * factors).sum() for those of hidden states, weight and bias that need one. Those of
+        several chunks are summed in fp32, to be rounded once."""
         total, hidden_gradients, sums = torch.zeros((), device=hidden.device), [], []
         weights = [w for w in (self.weight, self.bias) if w is not None and w.requires_grad]
         for part, labels in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
@@ -79,8 +77,8 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx.head, ctx.scale = head, torch.ones((), device=hidden.device)
         if torch.float16 == (ctx.autocast[1] if ctx.autocast[2] else hidden.dtype):
             # Keep small gradients. A logit's is at most 1, so those of the weight fit eight times.
-            chunks = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
-            sums = [(labels != -100).float() @ part.float().abs() for part, labels in chunks]
+            sizes = hidden.abs() * (targets != -100)[:, None]
+            sums = [part.sum(0, dtype=torch.float32) for part in sizes.split(CHUNK)]
             ctx.scale = 2**13 / torch.stack(sums).max().clamp(min=1)
         loss, gradients = head.run_chunks(hidden, targets, ctx.scale)
         ctx.dtypes = [x.dtype for x in (hidden, *weights) if x is not None and x.requires_grad]

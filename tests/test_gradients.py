@@ -93,12 +93,16 @@ def test_small_gradients_survive_in_fp16(edit, autocast):
         assert (one - fp32).norm() <= 2 * (other - fp32).norm()
 
 
-def test_large_hidden_states_do_not_overflow_in_fp16():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_large_hidden_states_do_not_overflow_in_fp16(autocast):
     """The loss scaler cannot lower our own factor."""
-    head = LossHead(nn.Linear(64, 500, bias=False), GPT2Config(), cross_entropy).half()
-    hidden = torch.full((1024, 64), 50.0, dtype=torch.float16, requires_grad=True)
-    head(hidden, torch.zeros(1024, dtype=torch.int64)).div(1024).backward()
-    assert head.weight.grad.isfinite().all() and head.weight.grad[0].abs().max() > 40
+    dtype = torch.float32 if autocast else torch.float16
+    head = LossHead(nn.Linear(64, 500, bias=False), GPT2Config(), cross_entropy).to(dtype)
+    hidden = torch.full((1024, 64), 200.0, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        loss = head(hidden, torch.zeros(1024, dtype=torch.int64))
+    (loss / 1024).backward()
+    assert head.weight.grad.isfinite().all() and head.weight.grad[0].abs().max() > 100
     assert hidden.grad.isfinite().all()
 
 
