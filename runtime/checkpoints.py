@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
+from transformers import set_seed
 
 from . import identity, ranks
 from .checkpoint_reader import FULL, open_checkpoint
@@ -195,21 +196,19 @@ class _SummedFiles(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: Path, mode: str) -> Iterator[io.IOBase]:
-        """Open a file to write. Sum what is written, because to read it again would take time."""
-        with _SummedFile(io.FileIO(path, mode)) as file:
+        """Open a file, and sum what is written. To read it again would take time."""
+        total = self.sums[path.name] = [0, 0]
+        with super().create_stream(path, mode) as file:
+            write = file.write
+
+            def write_and_sum(data: bytes) -> int:
+                size = write(data)
+                total[0] += size
+                total[1] = zlib.crc32(data, total[1])
+                return size
+
+            file.write = write_and_sum
             yield file
-        self.sums[path.name] = file.sum
-
-
-class _SummedFile(io.BufferedWriter):
-    def __init__(self, raw: io.RawIOBase) -> None:
-        super().__init__(raw)
-        self.sum = [0, 0]
-
-    def write(self, data: Any) -> int:
-        size = super().write(data)
-        self.sum = [self.sum[0] + size, zlib.crc32(data, self.sum[1])]
-        return size
 
 
 def file_sum(path: Path) -> list[int]:
@@ -433,5 +432,5 @@ def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
         for generator, value in zip(_generators(), states.values(), strict=True):
             generator.set_rng_state(value)
         return
-    ranks.set_seed(args.seed + state.step * here[0] + dist.get_rank())
+    set_seed(args.seed + state.step * here[0] + dist.get_rank())
     ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: dropout reseeded.")
