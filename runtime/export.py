@@ -5,12 +5,9 @@ Works with any model. All ranks call each function together unless its docstring
 
 import contextlib
 import copy
-import filecmp
 import itertools
 import json
-import os
 import shutil
-import tempfile
 import time
 import warnings
 from argparse import Namespace
@@ -23,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -44,13 +42,15 @@ from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
 VOCABULARY = ("*.model", "*.spm", "vocab.*", "merges.txt")  # files that other programs read
-ROPE_KEYS = (  # older names: rope_theta, that of sliding windows, partial_rotary_factor
-    ("rope_theta", "rope_local_base_freq", ""),
-    ("global_rope_theta", "local_rope_theta", ""),
-    ("rotary_emb_base", "", "rotary_pct"),
-    ("rope_theta", "", "partial_rotary_factor"),
-    ("rope_theta", "", ""),  # Phi-3's
-)
+ROPE_KEYS = {  # of older programs: the layers and the key of `rope_parameters`
+    "rope_theta": ("full_attention", "rope_theta"),
+    "global_rope_theta": ("full_attention", "rope_theta"),
+    "rotary_emb_base": ("full_attention", "rope_theta"),
+    "rope_local_base_freq": ("sliding_attention", "rope_theta"),
+    "local_rope_theta": ("sliding_attention", "rope_theta"),
+    "partial_rotary_factor": ("full_attention", "partial_rotary_factor"),
+    "rotary_pct": ("full_attention", "partial_rotary_factor"),
+}
 
 
 def export_model(
@@ -141,12 +141,12 @@ def name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
     `sizes` contains for each file the bytes of its tensors by key.
     """
     weight_map = {}
+    count = len(sizes)
     for i, keys in enumerate(sizes):
-        name = f"model-{i + 1:05d}-of-{len(sizes):05d}.safetensors"
-        name = name if len(sizes) > 1 else "model.safetensors"
+        name = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
         (directory / f"part-{i}").rename(directory / name)
         weight_map |= dict.fromkeys(keys, name)
-    if len(sizes) > 1:
+    if count > 1:
         metadata = {"total_size": sum(sum(keys.values()) for keys in sizes)}
         index = {"metadata": metadata, "weight_map": weight_map}
         _write_json(index, directory / "model.safetensors.index.json")
@@ -169,51 +169,42 @@ def write_config(
 
     Each is written only if Transformers still reads the same config.
     """
-    written = json.loads(config.to_json_string())
-    own = {"transformers_version": written["transformers_version"]}
-    if "dtype" in written:
-        own["torch_dtype"] = written["dtype"]
 
     def read(settings: dict[str, Any]) -> dict[str, Any]:
-        _write_json(settings, path)
-        values = type(config).from_pretrained(path.parent).to_dict()
+        values = type(config).from_dict(copy.deepcopy(settings)).to_dict()
         (values.get("rope_parameters") or {}).pop("type", None)  # an older name of rope_type
         return values
 
+    written = json.loads(config.to_json_string())
     expected = read(written)
-    # Twice, because rope_scaling is read correctly only beside rope_theta.
-    values = [{key: value} for key, value in base.items() if written.get(key, path) != value] * 2
-    for keys in itertools.chain(values, older_rope(written)):
+    # The base's keys last, because its rope_scaling is read correctly only beside rope_theta.
+    for key, value in [*older_rope(written), *base.items()]:
         # A config may reject values with any exception.
         with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
-            if read(written | keys) == expected:
-                written |= keys
-    _write_json(written | own, path)
+            if read(written | {key: value}) == expected:
+                written[key] = value
+    written["transformers_version"] = transformers.__version__
+    if "dtype" in written:
+        written["torch_dtype"] = written["dtype"]
+    _write_json(written, path)
 
 
-def older_rope(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield keys in which different older programs may read a config's `rope_parameters`."""
-    for name, part in [*settings.items()]:
-        if isinstance(part, dict) and "rope_parameters" in part:  # an encoder or decoder
-            yield from ({name: part | keys} for keys in older_rope(part))
+def older_rope(settings: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield keys and values in which older programs may read a config's `rope_parameters`."""
     rope = settings.get("rope_parameters") or {}
-    main = rope.get("full_attention") or rope
-    local = rope.get("sliding_attention") or main
-    if "rope_theta" not in main:
+    for name, (layers, key) in ROPE_KEYS.items():
+        values = rope.get(layers) or rope
+        if key in values:
+            yield name, values[key]
+    scaling = {**(rope.get("full_attention") or rope)}
+    scaling.pop("rope_theta", None)
+    scaling.pop("partial_rotary_factor", None)
+    if scaling.get("rope_type", "default") == "default":
         return
-    scaling = {k: v for k, v in main.items() if k not in ("rope_theta", "partial_rotary_factor")}
     if "original_max_position_embeddings" in settings:  # Phi-3 accepts no other form
         scaling.pop("original_max_position_embeddings", None)
         scaling["type"] = scaling.pop("rope_type")
-    is_default = scaling.keys() <= {"rope_type", "type"}
-    for theta, local_theta, share in ROPE_KEYS:
-        keys = {theta: main["rope_theta"], "rope_scaling": None if is_default else scaling}
-        if local_theta:
-            keys[local_theta] = local["rope_theta"]
-        if share and "partial_rotary_factor" in main:
-            keys[share] = main["partial_rotary_factor"]
-        if local_theta or local["rope_theta"] == main["rope_theta"]:
-            yield {key: settings.get(key, value) for key, value in keys.items()}
+    yield "rope_scaling", scaling
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
@@ -225,17 +216,17 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None
     base = Path(tokenizer.name_or_path)
     if not tokenizer.name_or_path or not base.is_dir():  # --model-name tiny
         return
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
-        original = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-        names = [Path(name).name for name in original.save_pretrained(folder)]
-        names = [name for name in names if not name.endswith(".jinja")]
-        _, *changed = filecmp.cmpfiles(folder, directory, names, shallow=False)
-    patterns = VOCABULARY if any(changed) else (*VOCABULARY, "*token*.json")
-    for file in [path for pattern in patterns for path in base.glob(pattern)]:
-        shutil.copyfile(file, directory / file.name)
+    original = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    patterns = VOCABULARY
+    if repr(tokenizer) == repr(original):  # it contains all settings but the chat template
+        patterns = (*VOCABULARY, "*token*.json")
+    for pattern in patterns:
+        for file in base.glob(pattern):
+            shutil.copyfile(file, directory / file.name)
     settings = _read_json(directory / "tokenizer_config.json")
-    if settings.get("chat_template", template := tokenizer.chat_template) != template:
-        _write_json(settings | {"chat_template": template}, directory / "tokenizer_config.json")
+    if settings.get("chat_template", tokenizer.chat_template) != tokenizer.chat_template:
+        settings["chat_template"] = tokenizer.chat_template
+        _write_json(settings, directory / "tokenizer_config.json")
 
 
 def _contents(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -266,41 +257,11 @@ def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dic
     return {key: tensor.nbytes for key, tensor in stored.items()}
 
 
-def copy_export(source: Path, path: Path) -> None:
-    """Make `path` a copy of an exported directory, with hard links to its weights if possible."""
-    with new_directory(path) as temporary:
-        if dist.get_rank() == 0:
-            shutil.copytree(source, temporary, copy_function=_link, dirs_exist_ok=True)
-
-
-def _link(source: str, path: str) -> None:
-    if source.endswith(".safetensors"):
-        with contextlib.suppress(OSError):
-            os.link(source, path)
-            return
-    shutil.copy2(source, path)
-
-
-def check_target(path: Path) -> Path:
-    """Return the directory that an export to `path` replaces: the target if `path` is a link. Raise
-    ValueError if it cannot be replaced, or if it contains other files than an export's."""
-    target = Path(os.path.realpath(path))
-    is_ours = not path.is_symlink() or (target / "tokenizer_config.json").is_file()
-    is_free = target.is_dir() and (is_ours or not any(target.iterdir())) and not target.is_mount()
-    parent_is_writable = os.access(target.parent, os.W_OK)
-    if not parent_is_writable or (os.path.lexists(target) and not is_free):
-        raise ValueError(
-            f"{path} is {target}, which an export cannot replace. Link it to an empty directory, "
-            "not a mount point, in a directory that you may write to."
-        )
-    return target
-
-
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory that replaces `path`, or the target of this link, at the end;
     delete it after an error."""
-    target = Path(os.path.realpath(path))
+    target = path.resolve()
     # Never reuse a name: on NFS, a node may see the old directory for up to a minute.
     temporary = target.with_name(f"tmp-{target.name}-{time.time_ns()}")
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import set_seed
 
 from . import checkpoints, export, identity, ranks, screen, watchdog, weights
 from .batches import Batch
@@ -185,7 +186,7 @@ class Run:
         objects = (model, optimizer, scheduler, scaler)
         self.state = TrainState(*objects, self.device, total, values, others)
         self._loader = loader
-        ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
+        set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, self.state, args)
 
@@ -277,11 +278,7 @@ class Run:
 
     def export(self, model: nn.Module, tokenizer: Tokenizer) -> None:
         """Write final/ after the last step."""
-        state, final = self.state, self.directory / "final"
-        if self.args.save_best and state.best_step == state.step:
-            export.copy_export(self.directory / "best", final)
-        else:
-            self._export(model, tokenizer, final)
+        self._export(model, tokenizer, self.directory / "final")
 
     def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
         self.lock.check()
@@ -296,7 +293,7 @@ class Run:
         saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())
         identity.compare(self.checkpoint, saved["identity"], self._identity)
         checkpoints.load_weights(self.checkpoint, model)
-        self._export(model, tokenizer, self.directory / "final")
+        self.export(model, tokenizer)
 
     def load_evaluated(self, model: nn.Module) -> None:
         """With --lora-rank, load the newest adapters; raise ValueError if there are none."""
@@ -316,13 +313,16 @@ class Run:
 
 def prepare_directory(directory: Path) -> bool:
     """Delete unfinished exports; return whether the directory's run is finished; rank 0 only. Raise
-    ValueError if there are exports but no run, or best/ or final/ cannot be replaced."""
+    ValueError if there are exports but no run, or best/ or final/ links to other files."""
     status = directory / "status"
     names = {path.name for path in directory.glob("*")}
     if names & {"final", "best"} and not names & {"status", "checkpoints"}:
         raise ValueError(f"{directory} has final/ or best/ but no run. Pass another --output-dir.")
     for path in (directory / "best", directory / "final"):
-        target = export.check_target(path)
+        target = path.resolve()
+        is_export = (target / "tokenizer_config.json").exists()
+        if path.is_symlink() and any(target.glob("*")) and not is_export:
+            raise ValueError(f"{path} is a link to {target}, which has other files. Empty it.")
         for unfinished in target.parent.glob(f"tmp-{target.name}-{19 * '[0-9]'}"):
             shutil.rmtree(unfinished, ignore_errors=True)
     return status.exists() and status.read_text(errors="replace").startswith("finished")

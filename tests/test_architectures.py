@@ -64,10 +64,7 @@ CHANGED = {  # keys of an export's settings that may differ from its base's, and
     "decoder_layerdrop": "fit_config sets it to 0",
     "rescale_every": "fit_config sets it to 0",
     "rope_scaling": "rope_parameters for older programs",
-    **{key: "rope_parameters for older programs" for keys in export.ROPE_KEYS for key in keys},
-    "encoder": "contains rope_parameters",
-    "decoder": "contains rope_parameters",
-    "text_config": "contains rope_parameters",
+    **dict.fromkeys(export.ROPE_KEYS, "rope_parameters for older programs"),
 }
 STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedule", "step",
          "--gamma", "1", "--max-grad-norm", "10000", "--fsdp", "2", "--export-dtype",
