@@ -18,10 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import runtime  # noqa: F401 (first: it checks the versions of packages)
-
-# isort: split
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -141,7 +137,7 @@ def setup(args: Options) -> torch.device:
             device_id=None if device.type == "cpu" else device,
             **group_args,
         )
-    ranks.set_seed(args.seed)
+    transformers.set_seed(args.seed)
     if args.cpu_offload:
         ranks.use_all_cores()  # because the optimizer runs on the CPU
     return device

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import random
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from typing import Any, NoReturn
 
 import datasets
 import huggingface_hub
-import numpy
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -54,13 +52,6 @@ def has_bf16() -> bool:
     if accelerator() is None:
         return False
     return torch.get_device_module().is_bf16_supported(including_emulation=False)
-
-
-def set_seed(seed: int) -> None:
-    """Seed Python, NumPy and PyTorch, on all devices."""
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def use_all_cores() -> None:
@@ -199,19 +190,14 @@ def has_failed() -> bool:
 
 
 def _check_environment() -> None:
-    """Exit with a message if some of torchrun's variables are missing. Without RANK, unset the
-    others: this is one process."""
-    numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    missing = [name for name in numbers if not os.environ.get(name, "").isdecimal()]
-    missing += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
-    if not os.environ.get("RANK"):
-        ignored = [name for name in numbers[:4] if os.environ.pop(name, None) is not None]
-        if ignored:
-            print(f"RANK is not set: {', '.join(ignored)} ignored, starting one process.")
-    elif missing:
+    """Exit with a message if some of torchrun's variables are set, and others are not."""
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    present = [name for name in of_ranks if name in os.environ]
+    missing = [x for x in (*of_ranks, "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(x)]
+    if present and missing:
         raise SystemExit(
-            f"error: RANK is {os.environ['RANK']}, but {', '.join(missing)} is missing or not a "
-            "number. Start the script with torchrun, or unset RANK."
+            f"error: The environment has {', '.join(present)}, but not {', '.join(missing)}. Start "
+            f"the script with torchrun, or for one process: unset {' '.join(present)}"
         )
 
 

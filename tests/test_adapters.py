@@ -159,7 +159,8 @@ def flags(wide_llama: Path, chats: Path) -> list[str]:
     """Return flags for eight steps with a global batch of 4 and dropout in the adapters."""
     return ["--model-name", str(wide_llama), "--dataset", str(chats), "--max-seq-length", "96",
             "--num-train-samples", "20", "--max-steps", "8", "--log-every", "1", "--eval-every",
-            "4", "--save-every", "2", "--lr", "1e-2", *NF4, "--lora-dropout", "0.1"]  # fmt: skip
+            "4", "--save-every", "2", "--save-best", "--lr", "1e-2", *NF4,
+            "--lora-dropout", "0.1"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +352,7 @@ def test_routers_and_experts_get_no_adapters():
 
 @pytest.mark.parametrize("flags, message", [
     (["--lora-rank", "4", "--fsdp", "1"], "--lora-rank needs --fsdp 2"),
-    (["--lora-rank", "4", "--strategy", "ddp"], "cannot be used with --strategy ddp"),
+    (["--lora-rank", "4", "--strategy", "ddp"], "another strategy than ddp"),
     (["--lora-rank", "-1"], "--lora-rank -1 is out of range"),
     (["--lora-rank", "4", "--lora-dropout", "1"], "--lora-dropout 1.0 is out of range"),
     (["--load-in-4bit"], "--load-in-4bit needs adapters"),

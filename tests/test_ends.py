@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, error_lines, launch, losses, metrics
+from conftest import ROOT, error_lines, launch, metrics
 from packaging.requirements import Requirement
 
 import runtime
-from runtime import export, identity
+from runtime import export, identity, ranks
+from runtime.run import prepare_directory
 
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def set_generation(model: Path, **values: object) -> None:
 def test_settings_that_change_the_outputs_are_ignored(flags, tmp_path):
     values = {"num_return_sequences": 2, "num_beams": 2, "return_dict_in_generate": True}
     set_generation(tmp_path / "model", **values, output_scores=True, stop_strings=["x"])
-    launch(0, "T5_training.py", *flags)
+    environment = os.environ | {"MASTER_ADDR": "localhost", "PYTHONIOENCODING": "ascii"}
+    launch(0, "T5_training.py", *flags, env=environment)
     (done,) = metrics(tmp_path / "run", "done")
     assert "rouge1" in done
     exported = json.loads((tmp_path / "run/final/generation_config.json").read_text())
@@ -49,27 +51,26 @@ def test_generation_that_fails_is_reported_before_training(flags, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-def test_leftover_world_size_is_ignored(flags, tmp_path):
-    environment = os.environ | {"WORLD_SIZE": "4", "LOCAL_RANK": "", "PYTHONIOENCODING": "ascii"}
-    more = ["--global-batch-size", 8, "--rouge-samples", 0]
-    output = launch(0, "T5_training.py", *flags, *more, env=environment).stdout
-    assert "RANK is not set: WORLD_SIZE, LOCAL_RANK ignored" in output
-    assert "global batch 8:" in output and losses(tmp_path / "run", "val")
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["", "2"])
+def test_part_of_the_environment_of_torchrun_is_refused(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=f"has {name}, but not .*MASTER_ADDR, MASTER_PORT"):
+        ranks._check_environment()
 
 
-def test_incomplete_environment_is_refused(flags):
-    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+def test_scripts_check_the_environment(flags):
+    environment = os.environ | {"WORLD_SIZE": "4"}
     result = launch(0, "T5_training.py", *flags, env=environment, check=False)
     assert result.returncode == 1
     (message,) = error_lines(result.stderr)
-    assert "MASTER_ADDR is missing" in message
+    assert "unset WORLD_SIZE" in message
 
 
 def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
     (tmp_path / "disk").mkdir()
     link = tmp_path / "final"
     link.symlink_to(tmp_path / "disk/final")
-    assert export.check_target(link) == tmp_path / "disk/final"
     for text in ("old", "new"):
         with export.new_directory(link) as temporary:
             (temporary / "tokenizer_config.json").write_text(text)
@@ -83,9 +84,10 @@ def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
 def test_link_to_other_files_is_refused(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk/photo.png").touch()
+    (tmp_path / "status").touch()
     (tmp_path / "final").symlink_to(tmp_path / "disk")
-    with pytest.raises(ValueError, match="Link it to an empty directory"):
-        export.check_target(tmp_path / "final")
+    with pytest.raises(ValueError, match="Empty it"):
+        prepare_directory(tmp_path)
 
 
 def test_versions_agree_with_requirements_and_constraints():
