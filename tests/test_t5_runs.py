@@ -209,7 +209,7 @@ def test_resume_rejects_changed_seed_data_model_and_batch(run_copy, flags, t5_di
     (["--model-name", "no-such/model"], "is not cached, and the hub cannot be reached"),
     (["--output-dir", "/dev/null/here"], "/dev/null/here"),
     (["--export-only"], "--export-only needs a checkpoint"),
-    (["--source-column", "body"], "has columns text, headline"),
+    (["--source-column", "body"], "Its columns are: text, headline"),
 ])  # fmt: skip
 def test_bad_input_exits_with_one_message(more_flags, message, flags, tmp_path, capfd):
     args = [*flags, "--output-dir", str(tmp_path), *more_flags]
@@ -253,7 +253,7 @@ def test_two_ranks_report_bad_data_once(flags, tmp_path):
     command = [*flags, "--dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
     result = launch(2, "T5_training.py", *command, check=False)
     assert result.returncode != 0
-    assert len(error_lines(result.stderr)) == 1 and "has columns a, b" in result.stderr
+    assert len(error_lines(result.stderr)) == 1 and "Its columns are: a, b" in result.stderr
     script_output = result.stderr[: result.stderr.index("torch/distributed/elastic")]
     assert "Traceback" not in script_output and "Connection closed" not in result.stderr
 
