@@ -253,7 +253,7 @@ def test_two_ranks_report_bad_data_once(flags, tmp_path):
     command = [*flags, "--dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
     result = launch(2, "T5_training.py", *command, check=False)
     assert result.returncode != 0
-    assert len(error_lines(result.stderr)) == 1 and "has columns a, b" in result.stderr
+    assert len(error_lines(result.stderr)) == 1 and "Its columns are: a, b" in result.stderr
     script_output = result.stderr[: result.stderr.index("torch/distributed/elastic")]
     assert "Traceback" not in script_output and "Connection closed" not in result.stderr
 
