@@ -213,15 +213,22 @@ def fuse(model: nn.Module) -> None:
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
                 setattr(module, name, nn.GELU(approximate="tanh"))
-        for eps in [x for x in vars(module).values() if isinstance(x, float)]:
-            if _is_rms_norm(module, eps):
-                module.forward = functools.partial(_rms_norm, module, eps)
+        for name in [name for name, x in vars(module).items() if isinstance(x, float)]:
+            if _is_rms_norm(module, getattr(module, name)):
+                module.__class__ = _fused_class(type(module), name)
 
 
-def _rms_norm(norm: nn.Module, eps: float, hidden: torch.Tensor) -> torch.Tensor:
-    if hidden.dtype != norm.weight.dtype:  # models differ in the dtype that they return
-        return type(norm).forward(norm, hidden)
-    return F.rms_norm(hidden, norm.weight.shape, norm.weight, eps)
+@functools.cache
+def _fused_class(kind: type[nn.Module], eps: str) -> type[nn.Module]:
+    """Return a class of RMS norms whose field `eps` has the epsilon. All layers share it, so that
+    torch.compile shares their graphs."""
+
+    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.dtype != self.weight.dtype:  # models differ in the dtype that they return
+            return kind.forward(self, hidden)
+        return F.rms_norm(hidden, self.weight.shape, self.weight, getattr(self, eps))
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 @torch.no_grad()
