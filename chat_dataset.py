@@ -3,6 +3,7 @@
 Copy this file along with llama_fsdp.py and the folder runtime/.
 """
 
+import functools
 import hashlib
 import itertools
 import json
@@ -75,6 +76,7 @@ class Options:
         return ["Pass both --prompt-column and --completion-column."]
 
 
+@functools.cache
 def fix_date(template: str) -> str:
     """Return a chat template that writes DATE instead of today's date, so that all nodes and all
     starts of a run render the same text. Raise ValueError if a date format is not a literal."""
@@ -163,8 +165,12 @@ class AnswerTokens:
     def ids_of(self, text: str) -> list[int]:
         """Return the token ids of a text."""
         if text not in self.known:
-            encoded = self.tokenizer(text, verbose=False, **self.options)
-            self.known[text] = encoded["input_ids"]
+            if self.tokenizer.is_fast:  # several times as fast, without truncation since `encode`
+                backend = self.tokenizer.backend_tokenizer
+                self.known[text] = backend.encode(text, add_special_tokens=False).ids
+            else:
+                encoded = self.tokenizer(text, verbose=False, **self.options)
+                self.known[text] = encoded["input_ids"]
         return self.known[text]
 
     def encode(

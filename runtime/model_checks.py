@@ -45,7 +45,7 @@ def fit_config(
         if getattr(config, name, value) != value:
             setattr(config, name, value)
     padding = getattr(config, "pad_token_id", None)
-    if isinstance(padding, int) and padding >= config.vocab_size:
+    if isinstance(padding, int) and padding >= getattr(config, "vocab_size", padding + 1):
         config.pad_token_id = None  # the embedding has no such row
     if args.model_name == "tiny":
         with torch.device("meta"):  # allocates nothing

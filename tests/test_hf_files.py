@@ -6,7 +6,11 @@ import time
 from pathlib import Path
 
 import datasets
-import httpx2
+
+try:
+    import httpx2
+except ImportError:  # of an older huggingface_hub
+    import httpx as httpx2
 import huggingface_hub
 import pytest
 import torch
