@@ -43,7 +43,7 @@ def test_micro_batches_keep_the_global_batch(total, limit, processes, micro_batc
     [
         (["--global-batch-size", "12"], "12 is not a multiple of 8 processes. Pass 16."),
         (["--global-batch-size", "4"], "4 is not a multiple of 8 processes. Pass 8."),
-        (["--global-batch-size", "-8"], "-8 is out of range. It must be at least 0."),
+        (["--global-batch-size", "-8"], "-8 is out of range. It must be at least 0, below"),
         (["--global-batch-size", "8", "--gradient-accumulation-steps", "2"],
          "Pass --global-batch-size or --gradient-accumulation-steps, not both."),
     ],

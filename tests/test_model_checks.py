@@ -460,7 +460,7 @@ def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, process_grou
 
 def fit(config: transformers.PretrainedConfig, model_class: type, model_name: str = "path") -> None:
     """Call `fit_config` without a sequence length to check."""
-    args = argparse.Namespace(model_name=model_name)
+    args = argparse.Namespace(model_name=model_name, export_only=False)
     fit_config(args, model_class, config)
 
 

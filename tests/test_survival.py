@@ -90,7 +90,8 @@ def test_signal_to_torchrun_saves_and_resumes_bit_for_bit(uninterrupted, flags, 
     assert status(tmp_path) == "stopped"
     last = max(losses(tmp_path))
     assert last < 10 and (tmp_path / f"checkpoints/step-{last:08d}").is_dir()
-    for name in ("checkpoints/step-00000099", "tmp-final-7"):  # left by a kill during a save
+    # Left by a kill during a save.
+    for name in ("checkpoints/step-00000099", "tmp-final-1764115200000000000"):
         (tmp_path / name).mkdir()
     launch(2, "gpt2_fsdp.py", *command)
     check_equal(tmp_path, uninterrupted)
