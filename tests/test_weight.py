@@ -11,7 +11,7 @@ from tools.copy_script import needed_files
 LIMITS = {  # lines, syntax nodes
     "T5_training.py": (4929, 35640),
     "gpt2_fsdp.py": (4729, 34090),
-    "llama_fsdp.py": (5967, 43970),
+    "llama_fsdp.py": (5973, 44020),
     "runtime/": (4895, 34950),
 }
 
