@@ -28,6 +28,7 @@ Optional: leave them out of a copy that does not use them
     rouge, generation   trackers   chats (Llama's formats and templates)   tokens (--prepare-only)
 """
 
+import logging
 from importlib.metadata import version
 
 from packaging.version import Version
@@ -41,3 +42,6 @@ for package, (low, high) in RANGES.items():
     if Version(version(package)).release < Version(low).release:
         wanted = f"{package}>={low},<{high}"
         raise SystemExit(f"error: {package} {version(package)} is too old: install {wanted}.")
+
+# peft imports bitsandbytes, which then asks for a kernel that only 4 bits on a CPU would use.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -84,7 +84,7 @@ def test_custom_tokenizer_code_is_refused(llama_directory, marker, code, tmp_pat
     settings = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["theirs.Theirs", None]}}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="custom code"):
-        weights.load_tokenizer(directory, 1000)
+        weights.load_tokenizer(directory)
     assert not marker.exists()
 
 
