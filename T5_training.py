@@ -15,6 +15,7 @@ and in `train` the optimizer, the schedule and the step.
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,14 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset as data
-from runtime import batches, optimization, options, ranks, rouge, screen, tokens, weights
+from runtime import batches, options, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
 from runtime.decoder_checks import check_decoder
 from runtime.generation import check_generation, generation
 from runtime.model_checks import check_sum, fit_config
 from runtime.options import flag
-from runtime.run import Loaders, Run, launch
+from runtime.run import Loaders, Output, launch
+from runtime.state import Facts, State
 
 # Change these to train another model. tools/memory_estimator.py reads them too.
 MODEL = transformers.T5ForConditionalGeneration
@@ -57,6 +59,7 @@ class Options(data.Options, rouge.Options, options.Run, options.Optimization, po
     """model"""
 
     model_name: str = flag("google-t5/t5-base", options.MODEL_NAME)
+    output_dir: str = f"output/{SCRIPT}"
 
 
 @dataclass
@@ -74,21 +77,21 @@ def fsdp_main(args: Options) -> int:
     """Train from pretrained weights or a checkpoint, then export; return the exit code."""
     device = setup(args)
     try:
-        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR and finds its newest checkpoint
-            model, tokenizer, init = load_model(args, device, run.checkpoint)
-            run.describe(model, tokenizer)
+        with Output(args, device, SCRIPT) as output:  # locks OUTPUT_DIR, finds its checkpoint
+            model, facts, init = load_model(args, device, output.checkpoint)
+            output.describe(model, facts)
             if args.prepare_only or args.export_only or args.evaluate_only:
-                run_without_training(args, model, tokenizer, init, run)
+                run_without_training(args, model, facts, init, output)
             else:
-                train_set, val_sets = load_data(args, tokenizer)
+                train_set, val_sets = load_data(args, facts.tokenizer)
                 model = wrap_model(args, device, model, init)
-                val_loaders = batches.val_loaders(args, val_sets, data.collator(model))
-                if train(args, model, train_set, val_loaders, run):
-                    run.export(model, tokenizer)
-                    triples = summarize(args, device, model, tokenizer, val_loaders)
+                val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collator(model))
+                if train(args, model, facts, train_set, val_loaders, output):
+                    output.export(model, facts)
+                    triples = summarize(args, device, model, facts.tokenizer, val_loaders)
                     ranks.say(rouge.format_triples(triples[:3]))
-                    run.results = rouge.score(triples)
-        return run.exit_code
+                    output.results = rouge.score(triples)
+        return output.exit_code
     finally:
         cleanup()
 
@@ -118,9 +121,9 @@ def cleanup() -> None:
 
 def load_model(
     args: Options, device: torch.device, checkpoint: Path | None = None
-) -> tuple[nn.Module, Tokenizer, weights.Init]:
-    """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
-    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit `args`."""
+) -> tuple[nn.Module, Facts, weights.Init]:
+    """Return the model on meta, what is known of it, and `init`, which gives a module its storage
+    and, unless a checkpoint will be loaded, its weights. Raise ValueError if it does not fit."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -129,7 +132,8 @@ def load_model(
         directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
     fit_config(args, MODEL, config, "source_length", "target_length")
     model, source = weights.new_model(MODEL, config, directory, checkpoint is None)
-    return model, tokenizer, weights.Loader(args, model, source, device).fill
+    init = weights.Loader(model, source, device, args.cpu_offload).fill
+    return model, Facts.of(model, tokenizer), init
 
 
 def unit_classes(model: nn.Module) -> policies.Classes:
@@ -143,6 +147,8 @@ def wrap_model(
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse(model)
+    shards, minutes = args.shard_group_size, args.timeout_minutes
+    mesh = policies.device_mesh(device, args.strategy, shards, minutes)
     policy = policies.wrap_policy(unit_classes(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
@@ -150,9 +156,9 @@ def wrap_model(
         model.apply(init)
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
-        options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
+        options = policies.fsdp2_options(args.strategy, args.precision, args.cpu_offload)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, **options)
+            fully_shard(module, mesh=mesh, **options)
         policies.plan_gathers(model)
         model.apply(init)  # each rank keeps its rows
     else:
@@ -162,7 +168,7 @@ def wrap_model(
             mixed_precision=policies.PRECISIONS[args.precision],
             sharding_strategy=policies.STRATEGIES[args.strategy],
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),
-            device_mesh=policies.device_mesh(args, device),
+            device_mesh=mesh,
             device_id=device,
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             use_orig_params=True,
@@ -193,7 +199,7 @@ def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     collate = data.collator(model)
     batch, singles = collate(rows), [collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
-    with policies.evaluation(model), policies.autocast(args, device):
+    with policies.evaluation(model), policies.autocast(model, args.precision):
         check_decoder(model, model_inputs, batch, singles[2], device, dtype)
         check_sum(summed_loss, model, batch, singles, device)
         if args.rouge_samples != 0:
@@ -215,34 +221,40 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
-def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run) -> bool:
+def train(
+    args: Options, model: nn.Module, facts: Facts, train_set: Any, val_loaders: Loaders,
+    output: Output,
+) -> bool:  # fmt: skip
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
-    device = run.device
+    device = output.device
     lengths = data.source_lengths(args, train_set)  # None: do not group by length
-    sampler = batches.train_sampler(args, train_set, lengths)  # same order on any number of ranks
+    sampler = batches.train_sampler(  # same order on any number of ranks
+        train_set, args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
+    )
     collate = data.collator(model)
     loader = DataLoader(
         train_set, batch_sampler=sampler, collate_fn=collate, pin_memory=device.type != "cpu"
     )
-    groups = optimization.parameter_groups(model, args.weight_decay)
+    groups = batches.parameter_groups(model, facts.shapes, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
-    factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
+    factor = batches.learning_rate(args, total_steps, sampler.steps_per_epoch)
     scheduler = LambdaLR(optimizer, factor)
-    scaler = policies.gradient_scaler(args, device, optimizer)  # does nothing except in fp16
-    run.restore(model, optimizer, scheduler, scaler, loader, val_loaders)
-    check_loss(args, device, model)
-    if not run.begin():
+    scaler = policies.gradient_scaler(model, args.precision, optimizer)  # only fp16 needs it
+    state = State(model, facts, optimizer, scheduler, scaler, total_steps)
+    check = partial(check_loss, args, device, model)
+    run = output.restore(state, loader, val_loaders, check)  # from the checkpoint, if there is one
+    if run is None:  # no steps are left
         return False
     if run.needs_validation:
-        run.log_validation(validation(args, model, val_loaders, run))
+        run.log_validation(validation(args, model, val_loaders, output))
 
     for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
         lr = scheduler.get_last_lr()[0]
         with step:
             loss = 0.0
-            for batch in policies.micro_batches(args, model, step):
-                with policies.autocast(args, device):
+            for batch in policies.micro_batches(model, step, args.accumulate_no_sync):
+                with policies.autocast(model, args.precision):
                     # The mean over the target tokens of all ranks and micro-batches.
                     share = summed_loss(model, batch) / step.targets
                 # FSDP and DDP average gradients over ranks, hence the factor.
@@ -259,23 +271,23 @@ def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders,
             dist.all_reduce(loss)
             run.log_step(loss=loss, lr=lr, grad_norm=grad_norm)
         if step.due(args.eval_every):
-            run.log_validation(validation(args, model, val_loaders, run))
+            run.log_validation(validation(args, model, val_loaders, output))
         if step.due(args.save_every):
             run.save()
     return True  # then fsdp_main exports final/
 
 
 @torch.no_grad()
-def validation(args: Options, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
+def validation(args: Options, model: nn.Module, loaders: Loaders, output: Output) -> dict[str, Any]:
     """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
 
     Every example counts once: a rank that has no examples left gets batches without targets.
     """
-    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
-    with policies.evaluation(model), policies.autocast(args, run.device):
+    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=output.device)
+    with policies.evaluation(model), policies.autocast(model, args.precision):
         for total, (name, loader) in zip(totals, loaders.items(), strict=True):
-            for batch in run.progress(loader, f"validation on {name}"):
-                total[0] += summed_loss(model, batches.to_device(batch, run.device))
+            for batch in output.progress(loader, f"validation on {name}"):
+                total[0] += summed_loss(model, batches.to_device(batch, output.device))
                 total[1] += batch["targets"]
     dist.all_reduce(totals)
     loss = totals[:, 0].sum() / totals[:, 1].sum()
@@ -284,25 +296,25 @@ def validation(args: Options, model: nn.Module, loaders: Loaders, run: Run) -> d
 
 
 def run_without_training(
-    args: Options, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
+    args: Options, model: nn.Module, facts: Facts, init: weights.Init, output: Output
 ) -> None:
     """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
-    device = run.device
+    device = output.device
     if args.export_only:
-        run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
+        output.export_checkpoint(wrap_model(args, device, model, init), facts)
         return
-    train_set, val_sets = load_data(args, tokenizer)
+    train_set, val_sets = load_data(args, facts.tokenizer)
     if args.prepare_only:
-        tokens.write_prepared(args, train_set, val_sets, tokenizer)
+        tokens.write_prepared(args, train_set, val_sets, facts.tokenizer)
         return
     model = wrap_model(args, device, model, init)
-    val_loaders = batches.val_loaders(args, val_sets, data.collator(model))
-    run.load_evaluated(model)
+    val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collator(model))
+    output.load_evaluated(model, facts)
     check_loss(args, device, model)
-    results = validation(args, model, val_loaders, run)
-    triples = summarize(args, device, model, tokenizer, val_loaders)
-    run.write_evaluation(results | rouge.score(triples))
-    ranks.on_rank_zero(rouge.write, run.directory / "predictions.jsonl", triples)
+    results = validation(args, model, val_loaders, output)
+    triples = summarize(args, device, model, facts.tokenizer, val_loaders)
+    output.write_evaluation(results | rouge.score(triples))
+    ranks.on_rank_zero(rouge.write, output.directory / "predictions.jsonl", triples)
 
 
 @torch.no_grad()

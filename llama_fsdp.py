@@ -15,6 +15,7 @@ replace the import of LlamaDecoderLayer, and MODEL, BLOCKS and TINY. Next, chang
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import chat_dataset as data
 import policies
 from runtime import (
+    adapters,
     attention,
     batches,
     chats,
-    lora,
-    optimization,
     options,
     paged,
     ranks,
@@ -52,7 +52,8 @@ from runtime.chunked_loss import LossHead
 from runtime.logit_checks import check_logits
 from runtime.model_checks import check_sum, fit_config
 from runtime.options import flag
-from runtime.run import Loaders, Run, launch
+from runtime.run import Loaders, Output, launch
+from runtime.state import Facts, State
 
 # Change these to train another model. tools/memory_estimator.py reads them too.
 MODEL = transformers.LlamaForCausalLM
@@ -71,7 +72,7 @@ SCRIPT = Path(__file__).stem
 @dataclass
 class Options(
     attention.Options,
-    lora.Options,
+    adapters.Options,
     paged.Options,
     data.Options,
     options.Run,
@@ -81,6 +82,7 @@ class Options(
     """model"""
 
     model_name: str = flag("meta-llama/Llama-2-7b-hf", options.MODEL_NAME)
+    output_dir: str = f"output/{SCRIPT}"
     # Other defaults than the other scripts have: the Llama-2-70B recipe.
     lr: float = 5e-5
     lr_schedule: str = "cosine"
@@ -110,18 +112,18 @@ def fsdp_main(args: Options) -> int:
     """Train from pretrained weights or a checkpoint, then export; return the exit code."""
     device = setup(args)
     try:
-        with Run(args, device, SCRIPT) as run:  # owns OUTPUT_DIR and finds its newest checkpoint
-            model, tokenizer, init = load_model(args, device, run.checkpoint)
-            run.describe(model, tokenizer)
+        with Output(args, device, SCRIPT) as output:  # locks OUTPUT_DIR, finds its checkpoint
+            model, facts, init = load_model(args, device, output.checkpoint)
+            output.describe(model, facts)
             if args.prepare_only or args.export_only or args.evaluate_only:
-                run_without_training(args, model, tokenizer, init, run)
+                run_without_training(args, model, facts, init, output)
             else:
-                train_set, val_sets = load_data(args, tokenizer)
+                train_set, val_sets = load_data(args, facts.tokenizer)
                 model = wrap_model(args, device, model, init)
-                val_loaders = batches.val_loaders(args, val_sets, data.collate)
-                if train(args, model, train_set, val_loaders, run):
-                    run.export(model, tokenizer)
-        return run.exit_code
+                val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collate)
+                if train(args, model, facts, train_set, val_loaders, output):
+                    output.export(model, facts)
+        return output.exit_code
     finally:
         cleanup()
 
@@ -196,9 +198,9 @@ LossModel.__name__ = MODEL.__name__  # the name in config.json
 
 def load_model(
     args: Options, device: torch.device, checkpoint: Path | None = None
-) -> tuple[nn.Module, Tokenizer, weights.Init]:
-    """Return the model on meta, its tokenizer, and a function that loads a module's weights or,
-    given a `checkpoint`, only allocates them. Raise ValueError if the model does not fit `args`."""
+) -> tuple[nn.Module, Facts, weights.Init]:
+    """Return the model on meta, what is known of it, and `init`, which gives a module its storage
+    and, unless a checkpoint will be loaded, its weights. Raise ValueError if it does not fit."""
     if args.model_name == "tiny":
         tokenizer = ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
@@ -210,13 +212,12 @@ def load_model(
     kernel = attention.set_attention(args, config, MODEL)
     needs_weights = checkpoint is None or args.lora_rank > 0  # a checkpoint has only adapters
     model, source = weights.new_model(LossModel, config, directory, needs_weights)
-    model.attention_kernel = kernel  # for metrics.jsonl
+    lora = None
     if args.lora_rank:
-        from runtime import adapters  # needs peft; a copy may leave it out
-
         dtype = policies.PRECISIONS[args.precision].param_dtype
-        adapters.add(args, model, source, BLOCKS, dtype)
-    return model, tokenizer, weights.Loader(args, model, source, device).fill
+        lora = adapters.add(args, model, source, BLOCKS, dtype)
+    facts = Facts.of(model, tokenizer, kernel, lora)
+    return model, facts, weights.Loader(model, source, device, args.cpu_offload).fill
 
 
 def unit_classes(model: nn.Module) -> policies.Classes:
@@ -232,6 +233,8 @@ def wrap_model(
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
     policies.check_blocks(model, BLOCKS)
     policies.fuse(model)
+    shards, minutes = args.shard_group_size, args.timeout_minutes
+    mesh = policies.device_mesh(device, args.strategy, shards, minutes)
     policy = policies.wrap_policy(unit_classes(model))
     if args.compile:
         policies.compile_blocks(model, BLOCKS)
@@ -239,9 +242,9 @@ def wrap_model(
         model.apply(init)
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
     elif args.fsdp == 2:
-        options = policies.fsdp2_options(args, device)  # mesh, precision, resharding, offload
+        options = policies.fsdp2_options(args.strategy, args.precision, args.cpu_offload)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, **options)
+            fully_shard(module, mesh=mesh, **options)
         policies.plan_gathers(model)
         model.apply(init)  # each rank keeps its rows
     else:
@@ -251,7 +254,7 @@ def wrap_model(
             mixed_precision=policies.PRECISIONS[args.precision],
             sharding_strategy=policies.STRATEGIES[args.strategy],
             cpu_offload=CPUOffload(offload_params=args.cpu_offload),
-            device_mesh=policies.device_mesh(args, device),
+            device_mesh=mesh,
             device_id=device,
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             use_orig_params=True,
@@ -281,7 +284,7 @@ def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     rows = data.probe_batch(args)
     batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
     dtype = policies.PRECISIONS[args.precision].param_dtype
-    with policies.evaluation(model), policies.autocast(args, device):
+    with policies.evaluation(model), policies.autocast(model, args.precision):
         all_positions = batch | {"target_positions": None}
         check_logits(summed_loss, model_inputs, model, all_positions, device, dtype, args.packing)
         check_sum(summed_loss, model, batch, singles, device)
@@ -292,35 +295,41 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**model_inputs(batch), targets=batch["labels"])
 
 
-def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run) -> bool:
+def train(
+    args: Options, model: nn.Module, facts: Facts, train_set: Any, val_loaders: Loaders,
+    output: Output,
+) -> bool:  # fmt: skip
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
-    device = run.device
-    sampler = batches.train_sampler(args, train_set)  # same order on any number of ranks
+    device = output.device
+    sampler = batches.train_sampler(  # same order on any number of ranks
+        train_set, args.batch_size, args.gradient_accumulation_steps, args.seed
+    )
     loader = DataLoader(
         train_set, batch_sampler=sampler, collate_fn=data.collate, pin_memory=device.type != "cpu"
     )
-    groups = optimization.parameter_groups(model, args.weight_decay)
+    groups = batches.parameter_groups(model, facts.shapes, args.weight_decay)
     if args.optimizer == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     else:
         optimizer = paged.make_optimizer(groups, args.lr)
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
-    factor = optimization.learning_rate(args, total_steps, sampler.steps_per_epoch)
+    factor = batches.learning_rate(args, total_steps, sampler.steps_per_epoch)
     scheduler = LambdaLR(optimizer, factor)
-    scaler = policies.gradient_scaler(args, device, optimizer)  # does nothing except in fp16
-    run.restore(model, optimizer, scheduler, scaler, loader, val_loaders)
-    check_loss(args, device, model)
-    if not run.begin():
+    scaler = policies.gradient_scaler(model, args.precision, optimizer)  # only fp16 needs it
+    state = State(model, facts, optimizer, scheduler, scaler, total_steps)
+    check = partial(check_loss, args, device, model)
+    run = output.restore(state, loader, val_loaders, check)  # from the checkpoint, if there is one
+    if run is None:  # no steps are left
         return False
     if run.needs_validation:
-        run.log_validation(validation(args, model, val_loaders, run))
+        run.log_validation(validation(args, model, val_loaders, output))
 
     for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
         lr = scheduler.get_last_lr()[0]
         with step:
             loss = 0.0
-            for batch in policies.micro_batches(args, model, step):
-                with policies.autocast(args, device):
+            for batch in policies.micro_batches(model, step, args.accumulate_no_sync):
+                with policies.autocast(model, args.precision):
                     # The mean over the target tokens of all ranks and micro-batches.
                     share = summed_loss(model, batch) / step.targets
                 # FSDP and DDP average gradients over ranks, hence the factor.
@@ -337,23 +346,23 @@ def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders,
             dist.all_reduce(loss)
             run.log_step(loss=loss, lr=lr, grad_norm=grad_norm)
         if step.due(args.eval_every):
-            run.log_validation(validation(args, model, val_loaders, run))
+            run.log_validation(validation(args, model, val_loaders, output))
         if step.due(args.save_every):
             run.save()
     return True  # then fsdp_main exports final/
 
 
 @torch.no_grad()
-def validation(args: Options, model: nn.Module, loaders: Loaders, run: Run) -> dict[str, Any]:
+def validation(args: Options, model: nn.Module, loaders: Loaders, output: Output) -> dict[str, Any]:
     """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
 
     Every example counts once: a rank that has no examples left gets batches without targets.
     """
-    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=run.device)
-    with policies.evaluation(model), policies.autocast(args, run.device):
+    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=output.device)
+    with policies.evaluation(model), policies.autocast(model, args.precision):
         for total, (name, loader) in zip(totals, loaders.items(), strict=True):
-            for batch in run.progress(loader, f"validation on {name}"):
-                total[0] += summed_loss(model, batches.to_device(batch, run.device))
+            for batch in output.progress(loader, f"validation on {name}"):
+                total[0] += summed_loss(model, batches.to_device(batch, output.device))
                 total[1] += batch["targets"]
     dist.all_reduce(totals)
     loss = totals[:, 0].sum() / totals[:, 1].sum()
@@ -362,22 +371,22 @@ def validation(args: Options, model: nn.Module, loaders: Loaders, run: Run) -> d
 
 
 def run_without_training(
-    args: Options, model: nn.Module, tokenizer: Tokenizer, init: weights.Init, run: Run
+    args: Options, model: nn.Module, facts: Facts, init: weights.Init, output: Output
 ) -> None:
     """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
-    device = run.device
+    device = output.device
     if args.export_only:
-        run.export_checkpoint(wrap_model(args, device, model, init), tokenizer)
+        output.export_checkpoint(wrap_model(args, device, model, init), facts)
         return
-    train_set, val_sets = load_data(args, tokenizer)
+    train_set, val_sets = load_data(args, facts.tokenizer)
     if args.prepare_only:
-        tokens.write_prepared(args, train_set, val_sets, tokenizer)
+        tokens.write_prepared(args, train_set, val_sets, facts.tokenizer)
         return
     model = wrap_model(args, device, model, init)
-    val_loaders = batches.val_loaders(args, val_sets, data.collate)
-    run.load_evaluated(model)
+    val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collate)
+    output.load_evaluated(model, facts)
     check_loss(args, device, model)
-    run.write_evaluation(validation(args, model, val_loaders, run))
+    output.write_evaluation(validation(args, model, val_loaders, output))
 
 
 if __name__ == "__main__":

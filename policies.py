@@ -6,7 +6,6 @@ import inspect
 import itertools
 import os
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 from transformers.activations import NewGELUActivation
 
@@ -154,13 +154,16 @@ def wrap_policy(blocks: Classes) -> functools.partial:
     return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=set(blocks))
 
 
-def device_mesh(args: Namespace, device: torch.device) -> DeviceMesh:
-    """Return FSDP's mesh of all ranks: 1-D, or (replicas, shards) with hybrid_shard."""
+def device_mesh(
+    device: torch.device, strategy: str, shards: int, timeout_minutes: float
+) -> DeviceMesh:
+    """Return FSDP's mesh of all ranks: 1-D, or with hybrid_shard (replicas, shards), where 0 shards
+    are the ranks of a node."""
     world_size = dist.get_world_size()
-    if args.strategy != "hybrid_shard":
+    if strategy != "hybrid_shard":
         return init_device_mesh(device.type, (world_size,))
-    shards = args.shard_group_size or int(os.environ["LOCAL_WORLD_SIZE"])
-    timeout = timedelta(minutes=args.timeout_minutes)
+    shards = shards or int(os.environ["LOCAL_WORLD_SIZE"])
+    timeout = timedelta(minutes=timeout_minutes)
     grid = torch.arange(world_size).view(-1, shards)
     groups = []
     with ranks.join_deadline():
@@ -176,15 +179,14 @@ def fsdp2_units(model: nn.Module, policy: Callable[..., bool]) -> list[nn.Module
     return [*(x for x in others if policy(x, recurse=False, nonwrapped_numel=0)), model]
 
 
-def fsdp2_options(args: Namespace, device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments of `fully_shard`: mesh, resharding, precision and offload."""
-    precision = PRECISIONS[args.precision]
+def fsdp2_options(strategy: str, precision: str, cpu_offload: bool) -> dict[str, Any]:
+    """Return keyword arguments of `fully_shard`: resharding, precision and offload."""
+    dtypes = PRECISIONS[precision]
     return {
-        "mesh": device_mesh(args, device),
         # None: all units except the root, because the backward pass begins with it.
-        "reshard_after_forward": False if args.strategy == "shard_grad_op" else None,
-        "mp_policy": MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype),
-        "offload_policy": CPUOffloadPolicy() if args.cpu_offload else OffloadPolicy(),
+        "reshard_after_forward": False if strategy == "shard_grad_op" else None,
+        "mp_policy": MixedPrecisionPolicy(dtypes.param_dtype, dtypes.reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
     }
 
 
@@ -262,19 +264,18 @@ def compile_blocks(model: nn.Module, blocks: Classes) -> None:
 
 
 # The functions below contain all differences between FSDP1, FSDP2 and DistributedDataParallel.
-def autocast(args: Namespace, device: torch.device) -> contextlib.AbstractContextManager:
-    """Return an autocast context for DDP. It is disabled for FSDP, which casts by itself."""
-    dtype = PRECISIONS[args.precision].param_dtype
-    enabled = args.strategy == "ddp" and dtype != torch.float32
-    return torch.autocast(device.type, dtype, enabled=enabled)
+def autocast(model: nn.Module, precision: str) -> contextlib.AbstractContextManager:
+    """Return an autocast context for DDP. FSDP casts by itself, so for it nothing changes."""
+    dtype = PRECISIONS[precision].param_dtype
+    enabled = isinstance(model, DDP) and dtype != torch.float32
+    return torch.autocast(ranks.local_device().type, dtype, enabled=enabled)
 
 
-def gradient_scaler(
-    args: Namespace, device: torch.device, optimizer: Optimizer
-) -> torch.amp.GradScaler:
+def gradient_scaler(model: nn.Module, precision: str, optimizer: Optimizer) -> torch.amp.GradScaler:
     """Return a gradient scaler for fp16. With other precisions it does nothing."""
-    enabled = args.precision == "fp16"
-    if not enabled or args.strategy == "ddp" or args.fsdp == 2:
+    enabled = precision == "fp16"
+    device = ranks.local_device()
+    if not enabled or not isinstance(model, FSDP):
         return torch.amp.GradScaler(device.type, enabled=enabled)
     # FSDP1's scaler sums `found_inf` over ranks, but a fused kernel skips a step only at exactly 1.
     # PyTorch has no public way to make the scaler itself skip the step.
@@ -299,10 +300,10 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm
 
 
-def micro_batches(args: Namespace, model: nn.Module, step: Step) -> Iterator[Batch]:
-    """Yield a step's micro-batches; with --accumulate-no-sync only the last syncs gradients."""
+def micro_batches(model: nn.Module, step: Step, no_sync: bool) -> Iterator[Batch]:
+    """Yield a step's micro-batches; with `no_sync` only the last one syncs gradients."""
     for batch, is_last in step.micro_batches():
-        syncs = is_last or not args.accumulate_no_sync or dist.get_world_size() == 1
+        syncs = is_last or not no_sync or dist.get_world_size() == 1
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(syncs)
             yield batch

@@ -167,7 +167,7 @@ def main() -> None:
     if not (directory / "final").is_dir():
         run(
             f"--model-name {directory}/model {flags}--epochs {args.epochs} "
-            "--lr 3e-3 --warmup-ratio 0.1 --no-group-by-length --log-every 47 --save-every 0 "
+            "--lr 3e-3 --warmup-ratio 0.1 --no-group-by-length --log-every 47 --save-every 94 "
             f"--output-dir {directory}"
         )
     if not (directory / "predictions.jsonl").is_file():

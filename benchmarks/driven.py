@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from runtime import batches, checkpoints, options, weights
+from runtime import batches, checkpoints, options, run, weights
 from runtime.batches import Batch
 from runtime.metrics import Metrics
-from runtime.run import Run
-from runtime.steps import Step, Steps
+from runtime.run import Output, Run
+from runtime.state import State
+from runtime.steps import Step, Steps, StopRequest
 
 Sets = tuple[Any, dict[str, Any]]  # the training set, and the validation sets by name
 
@@ -34,14 +36,41 @@ def parse_flags(script: ModuleType, argv: list[str] | None = None) -> Any:
     return options.parse(script.Options, argv, script.TinyOptions)
 
 
-class OffRecord(Run):
+class OffRun(Run):
+    """A run without log and saves."""
+
+    needs_validation = False
+
+    def __init__(self, output: "OffRecord", state: State, loader: DataLoader) -> None:
+        self.output = output
+        self.args = output.args
+        self.state = state
+        self.loader = loader
+        self.stop = StopRequest()
+        self.stop.is_deferred = True  # only the main thread may handle signals
+        self.metrics = output.make_metrics(state, loader)
+
+    def steps(self, loader: DataLoader) -> Iterator[Step]:
+        """Yield the steps as the output directory wants them."""
+        return self.output.steps(Steps(self.args, self.state, loader, self.metrics, self.stop))
+
+    def log_step(self, **values: float) -> None:
+        """Log the step if the benchmark wants it."""
+        if isinstance(self.metrics, Metrics):
+            super().log_step(**values)
+
+    def log_validation(self, _: dict) -> None:
+        """Log nothing."""
+
+    def save(self) -> None:
+        """Save nothing."""
+
+
+class OffRecord(Output):
     """A script's training without lock, logs and saves.
 
     `sets` are data to use instead of the flags'.
     """
-
-    needs_validation = False
-    loader: DataLoader  # of the training set, once the training has started
 
     def __init__(
         self,
@@ -54,34 +83,39 @@ class OffRecord(Run):
         super().__init__(args, device, script.__name__)
         self.module = script
         self.checkpoint = checkpoint
-        self.model, self.tokenizer, self._init = script.load_model(args, device, checkpoint)
-        self.describe(self.model, self.tokenizer)
-        self.train_set, self.val_sets = sets or script.load_data(args, self.tokenizer)
+        self.model, self.facts, self._init = script.load_model(args, device, checkpoint)
+        self.describe(self.model, self.facts)
+        self.train_set, self.val_sets = sets or script.load_data(args, self.facts.tokenizer)
+
+    @property
+    def state(self) -> State:
+        """Return the state of the run."""
+        return self.run.state
 
     def wrap(self) -> None:
         """Wrap the model. Call this in the training thread, which torch.compile is set for."""
         self.model = self.module.wrap_model(self.args, self.device, self.model, self._init)
         collate = collate_of(self.module, self.model)
-        self.val_loaders = batches.val_loaders(self.args, self.val_sets, collate)
+        self.val_loaders = batches.val_loaders(self.val_sets, self.args.batch_size, collate)
 
     def train(self) -> None:
-        """Run the script's `train` with this run."""
-        self.module.train(self.args, self.model, self.train_set, self.val_loaders, self)
+        """Run the script's `train` with this directory."""
+        sets = self.train_set, self.val_loaders
+        self.module.train(self.args, self.model, self.facts, *sets, self)
 
-    def begin(self) -> bool:
-        """Create the directory; return True without logging."""
-        self.metrics = SimpleNamespace(count_step=lambda _: None)
+    def restore(self, *args: Any) -> Run | None:
+        """Return a run off the record."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        return True
+        with mock.patch.object(run, "Run", OffRun):
+            return super().restore(*args)
 
-    def log_step(self, **_: float) -> None:
-        """Log nothing."""
+    def write_status(self, word: str) -> None:
+        """Write nothing."""
 
-    def log_validation(self, _: dict) -> None:
-        """Log nothing."""
-
-    def save(self) -> None:
-        """Save nothing."""
+    def make_metrics(self, state: State, loader: DataLoader) -> Any:
+        """Return an object that logs nothing."""
+        self.loader = loader
+        return SimpleNamespace(shares=[], count_step=lambda _: None, close=lambda: None)
 
 
 class TimedRun(OffRecord):
@@ -97,18 +131,14 @@ class TimedRun(OffRecord):
         self.val_loaders = {}
         self.train()
 
-    def begin(self) -> bool:
-        """Create the directory and the metrics with a progress bar; return True."""
-        super().begin()
-        self.metrics = Metrics(self.args, self.directory, self.script, self.state)
-        return True
-
-    log_step = Run.log_step
-
-    def steps(self, loader: DataLoader) -> Iterator[Step]:
-        """Yield the steps; call `end_of_step` after each."""
+    def make_metrics(self, state: State, loader: DataLoader) -> Metrics:
+        """Return metrics with a progress bar."""
         self.loader = loader
-        for step in super().steps(loader):
+        return Metrics(self.args, self.directory, self.script, state, loader)
+
+    def steps(self, steps: Steps) -> Iterator[Step]:
+        """Yield the steps; call `end_of_step` after each."""
+        for step in steps:
             yield step
             self.end_of_step()
 
@@ -144,11 +174,10 @@ class Driven(OffRecord):
             raise error
         return result
 
-    def steps(self, loader: DataLoader) -> Iterator[Step]:
+    def steps(self, steps: Steps) -> Iterator[Step]:
         """Yield a step for each call of `step`."""
-        self.loader = loader
-        self.all_steps = Steps(self.args, self.state, loader, self.metrics, self.stop)
-        regular = iter(self.all_steps)
+        self.all_steps = steps
+        regular = iter(steps)
         self._answers.put((None, None))
         while (request := self._requests.get()) is not None:
             given, samples, around = request
@@ -192,7 +221,7 @@ class Driven(OffRecord):
         """End the training and free its memory."""
         self._requests.put(None)
         self._thread.join()
-        del self.state, self.model, self.all_steps, self.loader
+        del self.run, self.model, self.all_steps, self.loader
 
     def check(self) -> None:
         """Check the steps that have not been checked yet."""

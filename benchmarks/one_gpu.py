@@ -65,8 +65,8 @@ def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     result = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
     use_random_weights()
     driven = Driven(llama_fsdp, args, device, sets=NO_DATA)
-    model = weights.unwrapped(driven.model)
-    kernel, flops = model.attention_kernel, flops_per_token(model, options.length)
+    kernel, config = driven.facts.attention, weights.unwrapped(driven.model).config
+    flops = flops_per_token(config, driven.facts, options.length)
     for _ in range(options.steps + 2):
         start = time.perf_counter()
         batch = random_batch(llama_fsdp, args)  # inside the timing, like the Trainer's loader

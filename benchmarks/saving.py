@@ -56,6 +56,7 @@ import llama_fsdp
 from benchmarks.driven import parse_flags
 from runtime import export, ranks
 from runtime.checkpoints import Saver
+from runtime.run import Run
 
 OURS = {
     "ours-fsdp1": ["--fsdp", "1"],
@@ -69,10 +70,15 @@ OURS = {
 class Resumed(Driven):
     """A training of ours that records when it is restored or initialized."""
 
-    def restore(self, *parts: Any, **others: Any) -> None:
+    def restore(self, *parts: Any) -> Run | None:
         """Restore, and record the time before the checks of the loss."""
-        super().restore(*parts, **others)
-        self.restored = time.perf_counter()
+        *parts, check = parts
+
+        def record() -> None:
+            self.restored = time.perf_counter()
+            check()
+
+        return super().restore(*parts, record)
 
 
 class Ours:
@@ -84,7 +90,6 @@ class Ours:
     def load(self) -> None:
         """Load the model and shard it."""
         model, _, init = llama_fsdp.load_model(self.args, self.device)
-        model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self.model = llama_fsdp.wrap_model(self.args, self.device, model, init)
 
     def begin(self, checkpoint: Path | None = None) -> float:
@@ -116,7 +121,8 @@ class Ours:
 
     def export(self, path: Path) -> None:
         """Write a directory for `from_pretrained`."""
-        export.export_model(self.model, ByT5Tokenizer(), path, self.args)
+        dtype = export.EXPORT_DTYPES[self.args.export_dtype]
+        export.export_model(self.model, ByT5Tokenizer(), path, dtype)
 
 
 class Transformers:

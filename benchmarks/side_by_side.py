@@ -40,14 +40,13 @@ from datasets import Dataset
 from driven import TimedRun
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import gpt2_fsdp
 import llama_fsdp
 import T5_training
 from benchmarks.driven import parse_flags
 from runtime import readers
-from runtime.steps import Step
+from runtime.steps import Step, Steps
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{%
 if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>'
@@ -143,9 +142,9 @@ class CountingRun(TimedRun):
         super().__init__(*args)
         self.targets: list[int | Tensor] = []  # of each step
 
-    def steps(self, loader: DataLoader) -> Iterator[Step]:
+    def steps(self, steps: Steps) -> Iterator[Step]:
         """Yield the steps; record on rank 0 the targets of all ranks in each."""
-        for step in super().steps(loader):
+        for step in super().steps(steps):
             yield step
             self.targets.append(step.targets if dist.get_rank() == 0 else 0)
 

@@ -1,21 +1,17 @@
 """Modules of a training run, independent of its model and data.
 
 The run (one object owns each piece of state)
-    run           Run: OUTPUT_DIR, its status, saves, exports and end; owns the objects below
-    lock          Lock: one run at a time writes to OUTPUT_DIR
-    stops         StopRequest: whether this process was asked to stop
-    steps         Steps and Step: the work around each optimizer step
+    run           Output: OUTPUT_DIR, its lock, status, exports and end; Run: log, saves, best/
+    steps         Steps and Step: the work around each optimizer step; requests to stop
     metrics       Metrics: metrics.jsonl, speed, log lines; owns the trackers
-    state         TrainState: model, optimizer and counters, which are trained and saved
+    state         State: what is trained and saved; Facts: what wrapping hides of a model
     checkpoints   Saver: checkpoints and failed saves; find, check, load, prune
     checkpoint_reader  reads checkpoints without running code in them
     identity      values that must be the same on all ranks and in each start of a run
-    watchdog      a timer that dumps the stacks of a rank that makes no progress
-    screen        progress bars
+    screen        progress bars; the stacks of a rank that makes no progress
     ranks         run functions on all ranks or on one; log lines; exit with a message
     options       flags as typed fields, and the flags that all scripts share
-    batches       the order of samples, cut into global batches
-    optimization  parameter groups and learning-rate schedules
+    batches       the order of samples, cut into global batches; parameter groups and schedules
 Model and data
     weights       reads Hugging Face files; names and shapes of wrapped models
     export        writes Hugging Face files
@@ -24,8 +20,8 @@ Model and data
     chunked_loss  the loss of a causal model, in chunks of logits
     readers       reads files and data sets as rows, and maps rows to samples
 Optional: leave them out of a copy that does not use them
-    lora, adapters, nf4 (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)
-    rouge, generation   trackers   chats (Llama's formats and templates)   tokens (--prepare-only)
+    adapters (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)   trackers
+    rouge, generation   chats (Llama's formats and templates)   tokens (--prepare-only)
 """
 
 import logging

@@ -1,12 +1,13 @@
 """LoRA: small trainable matrices next to frozen weights, which may be in 4 bits (QLoRA).
 
-Works with any model. Needs peft, and for 4 bits bitsandbytes. All ranks call each function
-together.
+Works with any model. Needs peft, and for 4 bits bitsandbytes, when they are used. All ranks call
+each function together.
 """
 
+import importlib.util
 import math
-from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,58 @@ from transformers.pytorch_utils import Conv1D
 
 from . import export, ranks, weights
 from .identity import checksum
+from .options import INSTALL, as_flag, defaults, flag
+from .weights import ADAPTER
+
+BLOCK = 64  # weights that share a scale
+FSDP1_ONLY = ("ddp", "no_shard")  # strategies
+
+
+@dataclass
+class Options:
+    """adapters, under --fsdp 2"""
+
+    lora_rank: int = flag(0, "train adapters of this rank (0: all weights)", low=0)
+    lora_alpha: float = flag(16.0, "scales their output by alpha / rank", above=0)
+    lora_dropout: float = flag(0.0, "dropout rate of their inputs", low=0, below=1)
+    lora_targets: list[str] = flag([], "projections with adapters, such as q_proj v_proj (default: "
+        "all in the blocks)", metavar="NAME")  # fmt: skip
+    load_in_4bit: bool = flag(False, "hold the blocks' frozen projections in NF4 (QLoRA)")
+    merge: bool = flag(False, "export whole models to best/ and final/, not adapters")
+
+    def derive(self) -> None:
+        """Set --fsdp to 2 if adapters are trained and it is not passed."""
+        if self.lora_rank and self.fsdp is None and self.strategy not in FSDP1_ONLY:
+            self.fsdp = 2
+
+    def problems(self) -> list[str]:
+        """Return a message for each flag of LoRA or 4-bit weights that cannot work."""
+        if not self.lora_rank:
+            changed = [k for k, x in defaults(Options).items() if getattr(self, k) != x]
+            return [f"{as_flag(name)} needs adapters. Pass --lora-rank." for name in changed]
+        problems = []
+        if self.strategy in FSDP1_ONLY:
+            return [f"--lora-rank needs another strategy than {self.strategy}. Pass full_shard."]
+        if self.fsdp == 1:
+            problems.append("--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.")
+        if self.merge and self.model_name == "tiny":
+            problems.append("--merge needs a model in files, not --model-name tiny.")
+        for package, is_needed in (("peft", True), ("bitsandbytes", self.load_in_4bit)):
+            if is_needed and importlib.util.find_spec(package) is None:
+                problems.append(f"--lora-rank needs {package}. {INSTALL}")
+        if self.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
+            problems.append(f"--load-in-4bit needs torch 2.13 or newer, not {torch.__version__}.")
+        return problems
 
 
 def add(
-    args: Namespace,
+    args: Options,
     model: PreTrainedModel,
     source: weights.Source,
     blocks: tuple[type[nn.Module], ...],
     dtype: torch.dtype,
-) -> None:
-    """Freeze a model on meta, and add fp32 adapters to the projections in its `blocks`.
+) -> "Lora":
+    """Freeze a model on meta; add and return fp32 adapters of the projections in its `blocks`.
 
     Frozen weights are stored in `dtype`, the compute dtype, and with --load-in-4bit the blocks'
     projections in NF4. The adapters' initial values are added to rank 0's `source`. Raise
@@ -44,11 +87,9 @@ def add(
             f"{', '.join(sorted(names))}."
         )
     if args.load_in_4bit:
-        from . import nf4
-
         for name, module in projections.items():
             if fits_4bit(model, name):
-                model.set_submodule(name, nf4.Linear4bit(module, dtype))
+                model.set_submodule(name, Linear4bit(module, dtype))
     base = args.model_name
     if Path(base).is_dir():
         base = str(Path(base).absolute())  # final/ loads from any directory
@@ -72,12 +113,13 @@ def add(
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    model.adapters = Lora(source)
+    lora = Lora(config, args.model_name, args.merge, args.load_in_4bit, source)
     for name, parameter in model.named_parameters():
-        if source and model.adapters.is_saved(name):  # on rank 0; same initialization as peft
+        if source and ADAPTER in name:  # on rank 0; same initialization as peft
             source[name] = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
+    return lora
 
 
 def _projections(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
@@ -94,39 +136,42 @@ def fits_4bit(model: PreTrainedModel, name: str) -> bool:
 
 
 class Lora:
-    """The adapters of a model: the only part that is trained, saved and exported."""
+    """The adapters of a model, described by peft's `config`: the only part that is trained, saved
+    and exported."""
 
-    def __init__(self, source: weights.Source) -> None:
+    def __init__(
+        self, config: Any, base: str, merge: bool, in_4bit: bool, source: weights.Source
+    ) -> None:
+        self.config = config
+        self.base = base
+        self.merge = merge
+        self.in_4bit = in_4bit
         # A checksum of one value per tensor shows whether a resume has the same base model.
         values = {name: x.flatten()[x.numel() // 2].item() for name, x in source.items()}
         self.checksum = checksum(sorted(values.items()))
 
-    def identity(self, args: Namespace, model: nn.Module) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """Return the values that must not change when a run with adapters resumes."""
-        (config,) = model.peft_config.values()
+        config = self.config
         targets = " ".join(sorted(config.target_modules))
         return {
             "adapters": f"rank {config.r}, alpha {config.lora_alpha:g}, on {targets}",
             "base": ranks.on_rank_zero(lambda: self.checksum),
-            "in 4 bits": args.load_in_4bit,
+            "in 4 bits": self.in_4bit,
         }
 
-    def is_saved(self, name: str) -> bool:
-        """Return whether a checkpoint contains the tensor called `name`."""
-        return ".lora_" in name
-
     def export(
-        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace,
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, dtype: torch.dtype,
         before_each: Callable[[], None],
     ) -> None:  # fmt: skip
         """Write the adapters, in fp32, as a directory that `PeftModel.from_pretrained` loads.
 
-        With --merge, write a whole model in --export-dtype: rank 0 maps the base's files again and
-        adds the product of the adapters in fp32.
+        With --merge, write a whole model in `dtype`: rank 0 maps the base's files again and adds
+        the product of the adapters in fp32.
         """
         adapters = {}
         for name, parameter in model.named_parameters():
-            if self.is_saved(name):
+            if ADAPTER in name:
                 before_each()
                 key = weights.WRAPPERS.sub("", name).replace(".default.", ".")
                 tensor = export.gather(parameter.detach(), torch.float32)
@@ -134,40 +179,82 @@ class Lora:
 
         def write_adapters() -> None:
             save_file(adapters, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
-            (config,) = model.peft_config.values()
-            config.save_pretrained(temporary)
+            self.config.save_pretrained(temporary)
             export.write_tokenizer(tokenizer, temporary)
 
         with export.new_directory(path) as temporary:
-            if args.merge:
-                tensors = _merge(model, adapters, args, before_each)
-                export.write_model(model, tensors, tokenizer, temporary, args)
+            if self.merge:
+                tensors = self._merged(model, adapters, dtype, before_each)
+                export.write_model(model, tensors, tokenizer, temporary, dtype)
             else:
                 ranks.on_rank_zero(write_adapters)
 
+    def _merged(
+        self, model: nn.Module, adapters: dict[str, Tensor], dtype: torch.dtype,
+        before_each: Callable[[], None],
+    ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+        """Yield the name and value of each tensor of the merged model. On rank 0, add the adapters'
+        products in fp32 and cast to `dtype`; on other ranks the values are on meta."""
+        directory = ranks.on_rank_zero(weights.find_directory, self.base, weights.SETTINGS)
+        kind = weights.library_class(type(model))
+        device = ranks.local_device()
+        base, source = weights.new_model(kind, model.config, directory)
+        for name, tensor in export.whole_tensors(base, torch.float32, before_each):
+            if source:  # rank 0
+                # On the device: one thread of a CPU would take ten minutes for 70B.
+                tensor = export.gather(source[name].to(device), torch.float32)
+                layer = name.removesuffix(".weight")
+                key = f"base_model.model.{layer}"
+                if f"{key}.lora_A.weight" in adapters:
+                    lora_A = adapters[f"{key}.lora_A.weight"].to(device)  # [rank, width]
+                    lora_B = adapters[f"{key}.lora_B.weight"].to(device)  # [outputs, rank]
+                    product = lora_B @ lora_A * (self.config.lora_alpha / self.config.r)
+                    # Conv1D's weight is [width, outputs].
+                    is_conv = isinstance(base.get_submodule(layer), Conv1D)
+                    tensor = tensor + (product.T if is_conv else product)
+                tensor = export.gather(tensor, dtype)
+            yield name, tensor
 
-def _merge(
-    model: nn.Module, adapters: dict[str, Tensor], args: Namespace, before_each: Callable[[], None]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and value of each tensor of the merged model. On rank 0, add the adapters'
-    products in fp32 and cast to --export-dtype; on other ranks the values are on meta."""
-    (config,) = model.peft_config.values()
-    directory = ranks.on_rank_zero(weights.find_directory, args.model_name, weights.SETTINGS)
-    kind = weights.library_class(type(model))
-    device = ranks.local_device()
-    base, source = weights.new_model(kind, model.config, directory)
-    for name, tensor in export.whole_tensors(base, torch.float32, before_each):
-        if source:  # rank 0
-            # On the device: one thread of a CPU would take ten minutes for 70B.
-            tensor = export.gather(source[name].to(device), torch.float32)
-            layer = name.removesuffix(".weight")
-            key = f"base_model.model.{layer}"
-            if f"{key}.lora_A.weight" in adapters:
-                lora_A = adapters[f"{key}.lora_A.weight"].to(device)  # [rank, width]
-                lora_B = adapters[f"{key}.lora_B.weight"].to(device)  # [outputs, rank]
-                product = lora_B @ lora_A * (config.lora_alpha / config.r)
-                # Conv1D's weight is [width, outputs].
-                is_conv = isinstance(base.get_submodule(layer), Conv1D)
-                tensor = tensor + (product.T if is_conv else product)
-            tensor = export.gather(tensor, export.EXPORT_DTYPES[args.export_dtype])
-        yield name, tensor
+
+class Linear4bit(nn.Linear):
+    """A linear layer whose weight is uint8 [weights / 2, 1], so that FSDP2 can shard it.
+
+    The weight is on meta until the loader stores the result of `quantize` in it. The format is NF4
+    with double quantization (Dettmers et al. 2023, QLoRA): 4 bits per weight, 8 bits for the scale
+    of every 64 weights (their largest magnitude), and 32 bits for every 256 scales. Every rank
+    holds all scales, 1/64 of a byte per weight.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        width, outputs = linear.in_features, linear.out_features
+        super().__init__(width, outputs, bias=False, device="meta")
+        self.bias = linear.bias
+        self.dtype = dtype  # of the computation
+        self.quant_state = None
+        packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight.whole_shape = linear.weight.shape
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.
+
+        Quantize whole tensors, because the second quantization takes the mean of all scales.
+        """
+        if weight.device.type == "cpu" and weight.shape[1] % BLOCK:
+            raise ValueError(
+                f"--load-in-4bit: bitsandbytes gives wrong results for width {weight.shape[1]} on "
+                f"a CPU. Use a GPU, or widths that are multiples of {BLOCK}."
+            )
+        from bitsandbytes.functional import quantize_4bit
+
+        packed, self.quant_state = quantize_4bit(
+            weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+        )
+        self.quant_state.dtype = self.dtype
+        return packed
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the output of a linear layer with the dequantized weight."""
+        from bitsandbytes import matmul_4bit
+
+        return matmul_4bit(inputs, self.weight, quant_state=self.quant_state, bias=self.bias)

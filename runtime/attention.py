@@ -114,20 +114,20 @@ def per_document(
 per_document.origin = "scaled_dot_product_attention, a document at a time"
 
 
-def automatic(args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str:
+def automatic(
+    config: PretrainedConfig, model_class: type[PreTrainedModel], length: int, precision: str
+) -> str:
     """Return the first of flash, varlen, sdpa, eager that runs here and supports the model."""
     if not model_class._supports_sdpa:
         return "eager"
-    window = getattr(config, "sliding_window", None) or args.max_seq_length
-    has_window = getattr(config, "use_sliding_window", True) and window < args.max_seq_length
-    # A compiled graph would break in `per_document`, the varlen kernel of a CPU.
-    breaks_graph = args.compile and ranks.accelerator() is None
-    needs_mask = has_window or _needs_mask(args, config)
-    if needs_mask or breaks_graph or not model_class._supports_attention_backend:
+    window = getattr(config, "sliding_window", None) or length
+    has_window = getattr(config, "use_sliding_window", True) and window < length
+    needs_mask = has_window or _needs_mask(config, length)
+    if needs_mask or not model_class._supports_attention_backend:
         return "sdpa"
     for candidate in ("flash", "varlen"):
         with contextlib.suppress(ValueError):
-            varlen_kernel(candidate, args.precision)
+            varlen_kernel(candidate, precision)
             return candidate
     return "sdpa"
 
@@ -172,10 +172,10 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
     AttentionMaskInterface.register("packed", lambda **_: None)
 
 
-def _needs_mask(args: Namespace, config: PretrainedConfig) -> bool:
+def _needs_mask(config: PretrainedConfig, length: int) -> bool:
     """Return whether layers have dropout or attend in chunks (Llama 4), which kernels lack."""
-    chunk = getattr(config, "attention_chunk_size", None) or args.max_seq_length
-    return chunk < args.max_seq_length or bool(getattr(config, "attention_dropout", 0.0))
+    chunk = getattr(config, "attention_chunk_size", None) or length
+    return chunk < length or bool(getattr(config, "attention_dropout", 0.0))
 
 
 def set_attention(
@@ -187,13 +187,15 @@ def set_attention(
         return "none"  # nothing is computed
     name = args.attention
     if name == "auto":
-        name = automatic(args, config, model_class)
+        name = automatic(config, model_class, args.max_seq_length, args.precision)
+        if name == "varlen" and args.compile and ranks.accelerator() is None:
+            name = "sdpa"  # `per_document` would break the compiled graph
     if name == "sdpa" and not model_class._supports_sdpa:
         raise ValueError(f"--attention sdpa: {model_class.__name__} lacks it. Pass eager.")
     if name not in ("flash", "varlen"):
         config._attn_implementation = name
         return name
-    if not model_class._supports_attention_backend or _needs_mask(args, config):
+    if not model_class._supports_attention_backend or _needs_mask(config, args.max_seq_length):
         raise ValueError(
             f"--attention {name}: {model_class.__name__} needs its own attention, dropout or "
             f"chunks. Pass --attention {'sdpa' if model_class._supports_sdpa else 'eager'}."

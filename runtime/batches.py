@@ -1,4 +1,4 @@
-"""The order of samples, its division into global batches, and the copy to the device.
+"""The order of samples and its division into global batches; parameter groups and schedules.
 
 Sample order is a function of the seed, the epoch and the global batch, and of the lengths if
 batches are grouped by length. It does not depend on the number of ranks.
@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from .ranks import accelerator
+from .weights import WRAPPERS, unwrapped
 
 Batch = dict[str, Tensor | int]  # as returned by a script's `collate`
 
@@ -93,7 +94,7 @@ class GlobalBatchSampler:
 
 
 def train_sampler(
-    args: Namespace, dataset: Any, lengths: list[int] | None = None
+    dataset: Any, batch_size: int, accumulation: int, seed: int, lengths: list[int] | None = None
 ) -> GlobalBatchSampler:
     """Return the sampler of the training set `dataset`, grouped by `lengths` if they are given.
 
@@ -104,18 +105,16 @@ def train_sampler(
             f"{len(dataset)} training samples are fewer than the {dist.get_world_size()} "
             "processes. Start fewer processes, or pass more data."
         )
-    return GlobalBatchSampler(
-        len(dataset), args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
-    )
+    return GlobalBatchSampler(len(dataset), batch_size, accumulation, seed, lengths)
 
 
 def val_loaders(
-    args: Namespace, val_sets: dict[str, Any], collate: Callable
+    val_sets: dict[str, Any], batch_size: int, collate: Callable
 ) -> dict[str, DataLoader]:
     """Return by name a loader of this rank's batches of each validation set, in order."""
     loaders = {}
     for name, samples in val_sets.items():
-        sampler = GlobalBatchSampler(len(samples), args.batch_size, 1, seed=None)
+        sampler = GlobalBatchSampler(len(samples), batch_size, 1, seed=None)
         loaders[name] = _ordered_loader(samples, sampler, collate)
     return loaders
 
@@ -144,3 +143,52 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`, copied asynchronously."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     return batch | {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+
+
+def parameter_groups(
+    model: nn.Module, shapes: dict[str, torch.Size], weight_decay: float
+) -> list[dict]:
+    """Return groups of the trained parameters for an optimizer, with and without weight decay.
+
+    Norms, biases and one-dimensional parameters are not decayed. FSDP1 flattens parameters, so pass
+    the `shapes` that they had before, by name.
+    """
+    inner = unwrapped(model)
+    norms = set()  # prefixes of the names of their parameters
+    for name, module in inner.named_modules():
+        if "norm" in type(module).__name__.lower():
+            norms.add(WRAPPERS.sub("", f"{name}."))
+    decayed, others = [], []
+    for name, parameter in inner.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        name = WRAPPERS.sub("", name)
+        module, _, key = name.rpartition(".")
+        is_bias = key == "bias" or key.endswith("_bias")
+        if len(shapes[name]) > 1 and not is_bias and f"{module}." not in norms:
+            decayed.append(parameter)
+        else:
+            others.append(parameter)
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(args: Namespace, total_steps: int, epoch_steps: int) -> Callable[[int], float]:
+    """Return a function from optimizer step to factor of --lr: a warm-up, then --lr-schedule."""
+    warmup = math.ceil(args.warmup_ratio * total_steps)
+
+    def factor(step: int) -> float:
+        if args.lr_schedule == "step":
+            return args.gamma ** (step // epoch_steps)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)  # the first step has a rate above 0
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        if args.lr_schedule == "linear":
+            return 1 - progress
+        if args.lr_schedule == "cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        return 1.0
+
+    return factor

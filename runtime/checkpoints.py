@@ -38,8 +38,8 @@ from transformers import set_seed
 
 from . import identity, ranks
 from .checkpoint_reader import FULL, open_checkpoint
-from .state import COUNTERS, TrainState
-from .weights import plain_name, unwrapped
+from .state import COUNTERS, State
+from .weights import ADAPTER, plain_name, unwrapped
 
 STATE = "train_state.json"
 SAVED = (torch.Tensor, int, float)  # types that a checkpoint contains
@@ -58,9 +58,7 @@ class Saver:
     and returns. `saved_step` is the step that was saved last.
     """
 
-    def __init__(
-        self, args: Namespace, directory: Path, state: TrainState, saved_step: int = 0
-    ) -> None:
+    def __init__(self, args: Namespace, directory: Path, state: State, saved_step: int = 0) -> None:
         self.args = args
         self.directory = directory / "checkpoints"
         self.state = state
@@ -130,7 +128,7 @@ class Saver:
 class _Writer(dcp.FileSystemWriter):
     """A DCP writer of shards and, at the end, of train_state.json with their checksums."""
 
-    def __init__(self, path: Path, state: TrainState, full: bool, stager: DefaultStager) -> None:
+    def __init__(self, path: Path, state: State, full: bool, stager: DefaultStager) -> None:
         super().__init__(path, overwrite=True)
         self.fs = _SummedFiles()
         self.description = {name: getattr(state, name) for name in COUNTERS} | {
@@ -287,7 +285,7 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
     return dcp_state.StateDictOptions(cpu_offload=isinstance(model, FSDP), strict=False)
 
 
-def _all_tensors(state: TrainState) -> dict[str, Any]:
+def _all_tensors(state: State) -> dict[str, Any]:
     """Return nested dicts of the tensors to save: model, optimizer, others and random states."""
     options = _options(state.model)
     numbers = state.numbers()
@@ -311,9 +309,9 @@ def _saved_part(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     inner = unwrapped(model)
     names = {plain_name(name) for name, _ in inner.named_parameters(remove_duplicate=False)}
     tied = names - {plain_name(name) for name, _ in inner.named_parameters()}
-    adapters = getattr(inner, "adapters", None)
-    is_saved = adapters.is_saved if adapters else lambda name: name not in tied
-    return {name: tensor for name, tensor in state_dict.items() if is_saved(name)}
+    if any(ADAPTER in name for name in names):
+        return {name: tensor for name, tensor in state_dict.items() if ADAPTER in name}
+    return {name: tensor for name, tensor in state_dict.items() if name not in tied}
 
 
 def _random_states() -> dict[str, torch.Tensor]:
@@ -326,7 +324,7 @@ def _generators() -> list[Any]:
     return [torch] if kind is None else [torch, torch.get_device_module(kind)]
 
 
-def _other_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+def _other_tensors(state: State) -> dict[str, torch.Tensor]:
     """Return tensors and numbers in `state.others` by name, plain tensors also by rank."""
     tensors = {}
     for name, other in state.others.items():
@@ -339,7 +337,7 @@ def _other_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_others(fill: Callable, state: TrainState) -> None:
+def _read_others(fill: Callable, state: State) -> None:
     """Load tensors and numbers of `state.others` with `fill`."""
     tensors = _other_tensors(state)
     fill({"others": tensors})
@@ -402,7 +400,7 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def load_checkpoint(path: Path, state: TrainState, args: Namespace) -> None:
+def load_checkpoint(path: Path, state: State, args: Namespace) -> None:
     """Restore `state`, random states included; at another world size those are reseeded.
 
     Weights are loaded before the optimizer, so that a state dict of both is never in memory. Raise

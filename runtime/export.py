@@ -10,7 +10,6 @@ import json
 import shutil
 import time
 import warnings
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -37,7 +36,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from .model_checks import FOR_TRAINING
 from .ranks import on_rank_zero, say
-from .watchdog import touch
+from .screen import touch
 from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,17 +54,17 @@ ROPE_KEYS = {  # of older programs: the layers and the key of `rope_parameters`
 
 
 def export_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, args: Namespace,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, path: Path, dtype: torch.dtype,
     before_each: Callable[[], None] = touch,
 ) -> None:  # fmt: skip
     """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
 
-    When complete, it replaces an existing one. Floating-point tensors are in --export-dtype, with
+    When complete, it replaces an existing one. Floating-point tensors are in `dtype`, with
     `save_pretrained`'s keys. `before_each` is called before each tensor and may raise to stop.
     """
-    tensors = whole_tensors(model, EXPORT_DTYPES[args.export_dtype], before_each)
+    tensors = whole_tensors(model, dtype, before_each)
     with new_directory(path) as temporary:
-        write_model(unwrapped(model), tensors, tokenizer, temporary, args)
+        write_model(unwrapped(model), tensors, tokenizer, temporary, dtype)
 
 
 def whole_tensors(
@@ -100,7 +99,7 @@ def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def write_model(
     model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]],
-    tokenizer: PreTrainedTokenizerBase, directory: Path, args: Namespace,
+    tokenizer: PreTrainedTokenizerBase, directory: Path, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Write `tensors`, pairs of name and value that rank 0 receives, with config and tokenizer.
 
@@ -121,7 +120,7 @@ def write_model(
         keys = name_files([file.result() for file in files], directory)
         config, base = hf_model.config, Path(model.config.name_or_path)
         config.architectures = [type(hf_model).__name__]
-        config.dtype = EXPORT_DTYPES[args.export_dtype]
+        config.dtype = dtype
         settings = _read_json(base / "config.json")
         if settings.get("model_type") != config.model_type:  # a multimodal model
             settings = settings.get("text_config", {})

@@ -9,13 +9,12 @@ from typing import Any
 
 import transformers
 from datasets import Dataset
-from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers import PretrainedConfig
 
 from . import ranks, readers
 from .options import as_flag
-from .weights import unwrapped, whole_shape
+from .state import Facts
 
 # Keys of a config that describe its files.
 OF_FILES = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
@@ -30,16 +29,15 @@ def of_flags(args: Namespace) -> dict[str, str]:
     return {as_flag(name): str(value) for name, value in flags.items()}
 
 
-def of_model(args: Namespace, script: str, model: nn.Module, tokenizer: Tokenizer) -> dict:
-    """Return the identity of a model before wrapping: names, shapes, config, chat template."""
-    shapes = [(name, list(whole_shape(value))) for name, value in model.named_parameters()]
-    settings = sorted(x for x in model.config.to_diff_dict().items() if x[0] not in OF_FILES)
-    template = checksum(getattr(tokenizer, "chat_template", None))
-    text = f"{model.config.model_type}, {checksum([shapes, settings])}"
+def of_model(script: str, config: PretrainedConfig, facts: Facts) -> dict[str, Any]:
+    """Return the identity of a model: names, shapes, config, chat template, adapters."""
+    shapes = [(name, list(shape)) for name, shape in facts.shapes.items()]
+    settings = sorted(x for x in config.to_diff_dict().items() if x[0] not in OF_FILES)
+    template = checksum(getattr(facts.tokenizer, "chat_template", None))
+    text = f"{config.model_type}, {checksum([shapes, settings])}"
     identity = {"script": script, "model": text, "chat template": template}
     identity[VERSION] = transformers.__version__
-    adapters = getattr(unwrapped(model), "adapters", None)
-    return identity | (adapters.identity(args, model) if adapters else {})
+    return identity | (facts.adapters.identity() if facts.adapters else {})
 
 
 def of_data(args: Namespace, loader: DataLoader, val_loaders: dict) -> dict[str, Any]:

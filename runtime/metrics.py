@@ -11,13 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import PretrainedConfig
 
 from . import ranks
 from .screen import Progress
-from .state import TrainState
-from .weights import unwrapped, whole_shape
+from .state import Facts, State
+from .weights import unwrapped
 
 # Peak TFLOP/s in dense bf16 by GPU name: half of the figures with sparsity in NVIDIA's data sheets.
 PEAK_TFLOPS = {
@@ -48,49 +49,40 @@ def peak_memory(device: torch.device) -> float:
     return torch.accelerator.max_memory_allocated() / 1e6
 
 
-def product_weights(model: nn.Module) -> int | None:
-    """Return the number of weights that a token is multiplied with: all matrices except embeddings,
-    or None for a model with experts. Call this before wrapping."""
-    if any(parameter.ndim > 2 for parameter in model.parameters()):
-        return None
-    others = [module for module in model.modules() if not isinstance(module, nn.Embedding)]
-    shapes = [whole_shape(x) for module in others for x in module.parameters(recurse=False)]
-    return sum(shape.numel() for shape in shapes if len(shape) == 2)
-
-
-def flops_per_token(model: nn.Module, length: float) -> float | None:
+def flops_per_token(config: PretrainedConfig, facts: Facts, length: float) -> float | None:
     """Return the FLOPs of a token's forward and backward pass in a document of `length` tokens.
 
-    They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N is `model.product_weights`,
+    They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N is `product_weights`,
     L the layers, d the hidden size, T the length. Recomputation does not count. Frozen weights
     below adapters have no gradients: 4 N. None for encoder-decoders and experts.
     """
-    config = model.config.get_text_config()
-    if config.is_encoder_decoder or model.product_weights is None:
+    config = config.get_text_config()
+    if config.is_encoder_decoder or facts.product_weights is None:
         return None
-    has_frozen = not all(parameter.requires_grad for parameter in model.parameters())
-    passes = 4 if has_frozen else 6
+    passes = 4 if facts.trained_size < facts.size else 6
     attention = 12 * config.num_hidden_layers * config.hidden_size * length
-    return passes * model.product_weights + attention
+    return passes * facts.product_weights + attention
 
 
 class Metrics:
     """The log of a run. All ranks call it, and rank 0 writes {"event", "step", ...} objects."""
 
-    def __init__(self, args: Namespace, directory: Path, script: str, state: TrainState) -> None:
-        self.args = args
+    def __init__(
+        self, args: Namespace, directory: Path, script: str, state: State, loader: DataLoader
+    ) -> None:
         self.path = directory / "metrics.jsonl"
-        self.script = script
         self.state = state
         self.flops_per_token: float | None = None  # None: unknown
         self.trackers: Any = None
         self._progress = Progress("step", state.total_steps, "step", state.step)
-        self._seconds = 0.0  # of the steps since the last call of `speed`
-        self._tokens = state.tokens  # at that call
+        self.shares: list[float] = []  # this rank's, of the losses since the last call of `speed`
+        self._seconds = 0.0  # of the steps since then
+        self._tokens = state.tokens  # at that time
         if dist.get_rank() == 0:
             truncate(self.path, state.step)
             # Kept open: a run that takes over replaces the file, so this run cannot write to it.
             self._file = self.path.open("a", buffering=1)
+        self._log_start(args, script, loader)
 
     def close(self) -> None:
         """Clear the progress bar and close the trackers."""
@@ -98,27 +90,26 @@ class Metrics:
         if self.trackers:
             self.trackers.close()
 
-    def log_start(self, loader: DataLoader) -> None:
+    def _log_start(self, args: Namespace, script: str, loader: DataLoader) -> None:
         """Log and print the run's settings."""
-        args, state = self.args, self.state
-        model = unwrapped(state.model)
+        state, facts = self.state, self.state.facts
         if state.device.type != "cpu":
             length = getattr(loader.dataset, "mean_length", None)  # packs: the mean document length
             length = length or loader.collate_fn([loader.dataset[0]])["input_ids"].size(1)
-            self.flops_per_token = flops_per_token(model, length)
+            config = unwrapped(state.model).config
+            self.flops_per_token = flops_per_token(config, facts, length)
         if dist.get_rank() != 0:
             return
         if args.track:
             from .trackers import Trackers  # optional in a copy
 
-            self.trackers = Trackers(args, self.path.with_name("track"), self.script, state.step)
-        attention = getattr(model, "attention_kernel", None) or model.config._attn_implementation
+            self.trackers = Trackers(args, self.path.with_name("track"), script, state.step)
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"  # "" without git
         settings = {
-            "script": self.script,
+            "script": script,
             "world_size": dist.get_world_size(),
             "device": ranks.device_name(state.device),
-            "attention": attention,
+            "attention": facts.attention,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "git": subprocess.getoutput(git),
@@ -127,10 +118,14 @@ class Metrics:
         self._write("start", settings)
         ranks.say(
             f"{settings['world_size']} x {settings['device']}, {args.strategy}, {args.precision}, "
-            f"attention {attention}\n"
-            f"{len(loader.dataset):,} samples, global batch {state.identity['global batch']:,}: "
+            f"attention {facts.attention}\n"
+            f"{len(loader.dataset):,} samples, global batch {loader.batch_sampler.global_batch:,}: "
             f"{loader.batch_sampler.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"
         )
+        if loader.batch_sampler.global_batch > len(loader.dataset):
+            ranks.say("The global batch is larger than the data. Lower --batch-size.")
+        elif state.total_steps < 20:
+            ranks.say("Few steps train little. Lower --batch-size, or raise --epochs.")
 
     def log(self, event: str, **values: Any) -> None:
         """Append an event to metrics.jsonl and print its numbers. Tensors become numbers."""
@@ -138,14 +133,17 @@ class Metrics:
             return
         values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
         self._write(event, values)
+        if self.trackers:
+            self.trackers.log(event, self.state.step, values)
+        if event == "save" and values["seconds"] < 10:
+            return
         words = [f"{event:5} {self.state.step}/{self.state.total_steps}"]
+        values["loss"] = values.pop("mean_loss", values.get("loss"))  # of the steps since the line
         for key, value in values.items():
             if isinstance(value, int | float) and key not in ONLY_IN_FILE:
                 number = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
                 words.append(f"{SHORT.get(key, key)} {number}")
         ranks.say("  ".join(words))
-        if self.trackers:
-            self.trackers.log(event, self.state.step, values)
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         line = {"event": event, "step": self.state.step, "epoch": self.state.epoch, **values}
@@ -160,13 +158,16 @@ class Metrics:
         self._progress.update()
 
     def speed(self) -> dict[str, float]:
-        """Return tokens so far, tokens per second since the last call, peak memory and, where it is
-        known, the share of the GPU's peak FLOP/s (MFU)."""
+        """Return tokens so far, mean loss and tokens per second since the last call, peak memory
+        and, where it is known, the share of the GPU's peak FLOP/s (MFU)."""
         state = self.state
+        mean_loss = sum(ranks.on_every_rank(lambda: sum(self.shares))) / len(self.shares)
+        self.shares.clear()
         per_second = (state.tokens - self._tokens) / self._seconds
         self._tokens, self._seconds = state.tokens, 0.0
         peak, name = peak_memory(state.device), ranks.device_name(state.device)
-        values = {"tokens": state.tokens, "tokens_per_second": per_second, "peak_memory_mb": peak}
+        values = {"mean_loss": mean_loss, "tokens": state.tokens, "peak_memory_mb": peak}
+        values["tokens_per_second"] = per_second
         if self.flops_per_token and name in PEAK_TFLOPS:
             flops = per_second / dist.get_world_size() * self.flops_per_token
             values["mfu"] = flops / (PEAK_TFLOPS[name] * 1e12)

@@ -152,12 +152,20 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
+def clear_bars() -> None:
+    """Remove all progress bars from the screen, those of other libraries too."""
+    for bar in list(tqdm._instances):  # tqdm has no public list of them
+        bar.leave = False
+        bar.close()
+
+
 def exit_with(error: object) -> NoReturn:
     """Exit with code 1 and a message, which rank 0 prints. Any rank may call this."""
     report_failure()
     if int(os.environ.get("RANK", 0)) != 0:
         time.sleep(GRACE_SECONDS)  # if rank 0 fails too, its exit ends this rank
     text = f"error: {error}"
+    clear_bars()
     print(text, file=sys.stderr, flush=True)
     _add_to_report(text)
     raise SystemExit(1)

@@ -1,46 +1,43 @@
-"""A run: OUTPUT_DIR, its lock and status, its log, saves, exports and end."""
+"""A run: OUTPUT_DIR with its lock and status, its log, saves, exports and end."""
 
 import contextlib
-import inspect
 import json
 import os
 import shutil
+import signal
+import socket
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from filelock import SoftFileLease, Timeout
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import set_seed
 
-from . import checkpoints, export, identity, ranks, readers, screen, watchdog, weights
+from . import checkpoints, export, identity, ranks, readers, screen, weights
 from .batches import Batch
 from .checkpoints import Saver
-from .lock import Lock
-from .metrics import Metrics, product_weights
-from .state import TrainState
-from .steps import Step, Steps
-from .stops import STOPPED, Stopped, StopRequest, kill_forked
+from .metrics import Metrics
+from .state import Facts, State
+from .steps import Step, Steps, Stopped, StopRequest, signal_at_end_of_parent
 
+STOPPED = 75  # exit code of a run that stopped on request: the same command resumes it
 Loaders = dict[str, DataLoader]  # of the validation sets, by name
 
 
-class Run:
+class Output:
     """A context that owns OUTPUT_DIR during a script's run. All ranks call its methods together.
 
-    Entering it finds the `checkpoint` to resume (None: a new run). Training calls `describe`,
-    `restore` and `begin`, iterates over `steps`, and calls `export`. Leaving it writes the file
-    status: finished, failed, or stopped on request, after a save, with `exit_code` 75. Before the
-    end of the first step and after the last save, a request ends the process at once. An OSError,
-    and a ValueError before training, become a message and exit code 1.
+    Entering it finds the `checkpoint` to resume (None: a new run). `restore` returns the Run that
+    trains. Leaving it writes the file status: finished, failed, or stopped on request, after a
+    save, with `exit_code` 75. An OSError, and a ValueError before training, become a message and
+    exit code 1.
     """
 
     def __init__(self, args: Namespace, device: torch.device, script: str) -> None:
@@ -51,181 +48,111 @@ class Run:
         self.exit_code = 0
         self.results: dict[str, float] = {}  # logged at the end of the run
         self.checkpoint: Path | None = None
-        self.stop = StopRequest(self._end_at_once)
         self.lock = Lock(self.directory)
-        self.state: TrainState | None = None  # set by `restore`
-        self.metrics: Metrics | None = None  # set by `begin`
-        self.saver: Saver | None = None  # set by `begin`
-        self._identity: dict[str, Any] | None = None  # set by `describe`
+        self.run: Run | None = None  # while it trains
         self._is_finished = False  # by an earlier start
-        self._stack = contextlib.ExitStack()  # closed at the end of the run
+        self._stack = contextlib.ExitStack()  # closed at the end
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "Output":
         args = self.args
         try:
-            self._stack.enter_context(self.stop)
             self._stack.enter_context(self.lock)
             identity.compare_ranks(identity.of_flags(args))
             if not args.evaluate_only:
                 self._is_finished = ranks.on_rank_zero(prepare_directory, self.directory)
-            # Evaluation uses --model-name and, with --lora-rank, the newest adapters.
-            if not args.evaluate_only or getattr(args, "lora_rank", 0):
+            # Evaluation uses --model-name and, with adapters, the newest ones.
+            if not args.evaluate_only or vars(args).get("lora_rank"):
                 self.checkpoint = checkpoints.find_newest(self.directory)
         except (OSError, ValueError) as error:
             self._stack.close()
             ranks.exit_with(error)
         name = f"stacks-rank-{dist.get_rank()}.txt"
-        watchdog.start(self.directory / name, args.timeout_minutes * 20)  # a third of the time-out
-        self._stack.callback(watchdog.stop)
+        seconds = args.timeout_minutes * 20  # a third of the time-out
+        self._stack.enter_context(screen.watchdog(self.directory / name, seconds))
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
         with self._stack:
             try:
                 if isinstance(error, Stopped):
-                    self._end_stopped()
+                    self.run.end_stopped()
+                    self.exit_code = STOPPED
                 elif error is not None:
                     raise error
-                else:
-                    self._end_finished()
+                elif self.run is not None:
+                    self.run.end_finished(self.results)
             except BaseException as failure:
                 self._fail(failure)
                 raise
         return True
 
-    def _end_finished(self) -> None:
-        self.stop.set_nothing_to_lose(False)  # from here on, ignore requests
-        if self.saver is not None:
-            self.saver.finish()
-            best = {"best_loss": self.state.best_loss, "best_step": self.state.best_step}
-            self.metrics.log("done", **best, **self.results)
-            self._write_status("finished")
-
-    def _end_stopped(self) -> None:
-        self._save()
-        self.saver.finish()
-        self._write_status("stopped")
-        self.exit_code = STOPPED
-        ranks.report_end(f"Saved at step {self.state.step}. Run the same command to resume.")
-        dist.barrier(group=ranks.cpu_group())  # a launcher may end all ranks when one exits
-
     def _fail(self, error: BaseException) -> None:
         """Report a failure. Exit with a message if it is an error that the user can fix."""
-        if self.saver is not None:
-            self._write_status("failed")
+        is_training = self.run is not None
+        if is_training:
+            self.run.stop.forget()
+            self.write_status("failed")
         if isinstance(error, RuntimeError):
-            # Another rank may have failed or stopped first. Then torchrun soon stops this rank too,
-            # and this traceback would hide the other one.
-            if not self.stop.nothing_to_lose:
-                ranks.report_failure()
-                self.stop.set_nothing_to_lose(True)
+            # Another rank may have failed first. Then torchrun soon stops this rank too, and this
+            # traceback would hide the other one.
             time.sleep(5)
         ranks.report_failure()
-        if isinstance(error, OSError) or (self.saver is None and isinstance(error, ValueError)):
+        if isinstance(error, OSError) or (isinstance(error, ValueError) and not is_training):
             ranks.exit_with(error)
 
-    def _end_at_once(self, request: str) -> NoReturn:
-        """End this process on request; called from the thread that watches for requests."""
-        has_failed = ranks.has_failed()
-        if self.lock.lease.is_locked:  # on rank 0
-            if not has_failed:
-                self._write_status("stopped")
-                ranks.report_end(f"{request}: nothing to save. Run the same command to resume.")
-            elif self.saver is not None:
-                self._write_status("failed")
-            self.lock.lease.release()
-        watchdog.stop()
-        kill_forked()
-        os._exit(1 if has_failed else STOPPED)
-
-    def _write_status(self, word: str) -> None:
+    def write_status(self, word: str) -> None:
         """Write `word` and the step of the newest checkpoint to OUTPUT_DIR/status."""
-        args = self.args
-        is_training = not (args.evaluate_only or args.prepare_only or args.export_only)
-        if dist.get_rank() == 0 and is_training:
-            paths = checkpoints.list_checkpoints(self.directory / "checkpoints")
-            steps = [checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()]
-            with contextlib.suppress(OSError):  # do not hide the reason for the end
-                text = f"{word}\nsaved step {max(steps, default=0)}\n"
-                (self.directory / "status").write_text(text)
+        if dist.get_rank() != 0:
+            return
+        paths = checkpoints.list_checkpoints(self.directory / "checkpoints")
+        steps = [checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()]
+        with contextlib.suppress(OSError):  # do not hide the reason for the end
+            text = f"{word}\nsaved step {max(steps, default=0)}\n"
+            (self.directory / "status").write_text(text)
 
-    def describe(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Print a model's size, and store its identity, the shapes that wrapping hides, and the
-        tokenizer for best/. Call this before wrapping. Raise ValueError if nodes differ."""
-        size = sum(weights.whole_shape(parameter).numel() for parameter in model.parameters())
-        trained_size = sum(x.numel() for x in model.parameters() if x.requires_grad)
-        ranks.say(f"{self.args.model_name}: {size:,} parameters, {trained_size:,} trained")
-        model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        model.product_weights = product_weights(model)
-        self._tokenizer = tokenizer
-        model_identity = identity.of_model(self.args, self.script, model, tokenizer)
-        self._identity = identity.compare_ranks(model_identity)
+    def describe(self, model: nn.Module, facts: Facts) -> None:
+        """Print a model's size, before it is loaded. Raise ValueError if nodes differ."""
+        size, trained = facts.size, facts.trained_size
+        ranks.say(f"{self.args.model_name}: {size:,} parameters, {trained:,} trained")
+        self._identity(model, facts)
+
+    def _identity(self, model: nn.Module, facts: Facts) -> dict[str, Any]:
+        config = weights.unwrapped(model).config
+        return identity.compare_ranks(identity.of_model(self.script, config, facts))
 
     def restore(
-        self, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, scaler: Any,
-        loader: DataLoader, val_loaders: Loaders, **others: Any,
-    ) -> None:  # fmt: skip
-        """Register the state to save, load the checkpoint if there is one, and seed dropout.
+        self, state: State, loader: DataLoader, val_loaders: Loaders, check: Callable[[], None]
+    ) -> "Run | None":
+        """Load the checkpoint, if there is one, into `state`, seed dropout, and call `check`, which
+        may reject the model. Return the run, or None if no steps are left.
 
-        `others` are other objects with state, such as `ema=...`: tensors and numbers in their
-        `state_dict` are saved. DTensors are sharded, and plain tensors belong to each rank. Raise
-        ValueError if the ranks' data differ or a different run saved the checkpoint.
+        Raise ValueError if the ranks' data differ or a different run saved the checkpoint.
         """
-        args = self.args
-        if self._identity is None:
-            raise RuntimeError("Call run.describe(model, tokenizer) before wrapping the model.")
-        try:
-            inspect.signature(type(optimizer).step).bind(optimizer, closure=None)
-        except TypeError:
-            text = f"{type(optimizer).__name__}.step needs an argument closure=None"
-            raise RuntimeError(f"{text}, which PyTorch passes when a run resumes.") from None
-        values = self._identity | identity.of_data(args, loader, val_loaders)
-        values["optimizer"] = type(optimizer).__name__.removeprefix("Paged")  # its state is AdamW's
-        values["run.restore's further arguments"] = sorted(others)
-        total = args.max_steps or args.epochs * loader.batch_sampler.steps_per_epoch
-        rows = weights.unwrapped(model).config.get_text_config().vocab_size
+        args, facts = self.args, state.facts
+        values = self._identity(state.model, facts)
+        values |= identity.of_data(args, loader, val_loaders)
+        values["optimizer"] = type(state.optimizer).__name__.removeprefix("Paged")  # same state
+        values["others in State"] = sorted(state.others)
+        state.identity = values
+        rows = weights.unwrapped(state.model).config.get_text_config().vocab_size
         for dataset in (loader.dataset, *(x.dataset for x in val_loaders.values())):
-            readers.check_embedded(dataset, rows, self._tokenizer)
-        objects = (model, optimizer, scheduler, scaler)
-        self.state = TrainState(*objects, self.device, total, values, others)
-        self._loader = loader
+            readers.check_embedded(dataset, rows, facts.tokenizer)
         set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         if self.checkpoint:
-            checkpoints.load_checkpoint(self.checkpoint, self.state, args)
-
-    def begin(self) -> bool:
-        """Start saving and logging; return False if no steps are left."""
-        if self.state is None:
-            raise RuntimeError("Call run.restore(...) before run.begin().")
-        args, state, total = self.args, self.state, self.state.total_steps
+            checkpoints.load_checkpoint(self.checkpoint, state, args)
+        check()
+        total = state.total_steps
         # Without its checkpoints a finished run would start over, and replace its exports.
-        if state.step > total or (self._is_finished and state.step in (0, total)):
+        if state.step > total or (self._is_finished and (state.step == 0 or state.is_last_step)):
             advice = "To train longer, raise --max-steps or --epochs. This needs its checkpoints."
-            ranks.say(f"{self.directory} is finished at {total} steps. {advice}")
-            return False
-        if self.checkpoint is not None:
+            ranks.say(f"{self.directory} is finished at {state.step or total} steps. {advice}")
+            return None
+        if self.checkpoint:
             ranks.say(f"Resuming at step {state.step} of {total} from {self.checkpoint.name}")
-        self.saver = Saver(args, self.directory, state, saved_step=state.step)
-        self._write_status("running")
-        self.metrics = Metrics(args, self.directory, self.script, state)
-        self._stack.callback(self.metrics.close)
-        self.metrics.log_start(self._loader)
-        return True
-
-    @property
-    def needs_validation(self) -> bool:
-        """True if a validation is due before the next step: the first, or an interrupted one."""
-        self._check_begun()
-        return self.state.step == 0 or self.state.validation_due
-
-    def steps(self, loader: DataLoader) -> Iterator[Step]:
-        """Yield a Step per optimizer step left. All raise Stopped if a rank was asked to stop."""
-        self._check_begun()
-        return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
-
-    def _check_begun(self) -> None:
-        if self.metrics is None:
-            raise RuntimeError("Call run.begin() after run.restore(...). Train if it returns True.")
+        self.write_status("running")
+        self.run = Run(self, state, loader)
+        self._stack.callback(self.run.metrics.close)
+        return self.run
 
     def progress(self, loader: DataLoader, text: str) -> Iterator[Batch]:
         """Yield the batches of a validation loader, with a progress bar. Raise Stopped on all ranks
@@ -235,74 +162,31 @@ class Run:
             yield batch
 
     def _stop_if_asked(self) -> None:
-        watchdog.touch()
-        if ranks.true_on_any(self.stop.is_asked):
-            self.state.validation_due = True
-            raise Stopped
+        screen.touch()
+        if self.run is not None:
+            self.run.stop_if_asked()
 
-    def log_step(self, **values: Any) -> None:
-        """Log the `values` of the last step, and the speed since the last call."""
-        self.metrics.log("train", **values, **self.metrics.speed())
-
-    def log_validation(self, results: dict[str, Any]) -> None:
-        """Export best/ if the validation's `loss` is the lowest so far, then log `results`. Raise
-        Stopped on all ranks if one was asked to stop before the export is complete."""
-        state = self.state
-        is_best = state.step > 0 and results["loss"] < state.best_loss
-        if is_best and self._export_best():
-            state.best_loss, state.best_step = results["loss"], state.step
-        state.validation_due = False
-        self.metrics.log("val", **results)
-
-    def _export_best(self) -> bool:
-        """With --save-best, export best/. Return False if that fails and best/ is unchanged."""
-        if self.args.save_best:
-            try:
-                self._export(self.state.model, self._tokenizer, self.directory / "best")
-            except OSError as error:
-                ranks.say(f"best/ could not be written ({error}).")
-                return False
-        return True
-
-    def save(self) -> None:
-        """Save a checkpoint. After the last step, wait until it is complete."""
-        self._save()
-        if self.state.step == self.state.total_steps:
-            self.saver.finish()
-            self.stop.set_nothing_to_lose(True)
-
-    def _save(self) -> None:
+    def export(self, model: nn.Module, facts: Facts, name: str = "final") -> None:
+        """Write the model, or its adapters, to OUTPUT_DIR/final."""
         self.lock.check()
-        start = time.perf_counter()
-        if self.saver.save():
-            self._write_status("running")  # with the step, in case this process is killed
-            self.metrics.log("save", seconds=time.perf_counter() - start)
-        watchdog.touch()
+        write = facts.adapters.export if facts.adapters else export.export_model
+        dtype = export.EXPORT_DTYPES[self.args.export_dtype]
+        write(model, facts.tokenizer, self.directory / name, dtype, self._stop_if_asked)
 
-    def export(self, model: nn.Module, tokenizer: Tokenizer) -> None:
-        """Write final/ after the last step."""
-        self._export(model, tokenizer, self.directory / "final")
-
-    def _export(self, model: nn.Module, tokenizer: Tokenizer, path: Path) -> None:
-        self.lock.check()
-        adapters = getattr(weights.unwrapped(model), "adapters", None)
-        write = adapters.export if adapters else export.export_model
-        write(model, tokenizer, path, self.args, self._stop_if_asked)
-
-    def export_checkpoint(self, model: nn.Module, tokenizer: Tokenizer) -> None:
+    def export_checkpoint(self, model: nn.Module, facts: Facts) -> None:
         """Write final/ from the newest checkpoint, which any world size may have saved."""
         if self.checkpoint is None:
             raise ValueError(f"--export-only needs a checkpoint in --output-dir {self.directory}.")
         saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())
-        identity.compare(self.checkpoint, saved["identity"], self._identity)
+        identity.compare(self.checkpoint, saved["identity"], self._identity(model, facts))
         checkpoints.load_weights(self.checkpoint, model)
-        self.export(model, tokenizer)
+        self.export(model, facts)
 
-    def load_evaluated(self, model: nn.Module) -> None:
-        """With --lora-rank, load the newest adapters; raise ValueError if there are none."""
+    def load_evaluated(self, model: nn.Module, facts: Facts) -> None:
+        """If there are adapters, load the newest ones; raise ValueError if none were saved."""
         if self.checkpoint:
             checkpoints.load_weights(self.checkpoint, model)
-        elif getattr(self.args, "lora_rank", 0):
+        elif facts.adapters:
             raise ValueError(f"--evaluate-only needs adapters in --output-dir {self.directory}.")
         ranks.say(f"Evaluating {self.checkpoint or self.args.model_name}")
 
@@ -312,6 +196,137 @@ class Run:
         text = json.dumps(results | {"arguments": vars(self.args)}, indent=1)
         ranks.on_rank_zero(path.write_text, text)
         ranks.say(f"{json.dumps(results, indent=1)}\nThe results are in {path}")
+
+
+class Run:
+    """The training of `state` until its last step. All ranks call its methods together."""
+
+    def __init__(self, output: Output, state: State, loader: DataLoader) -> None:
+        self.output = output
+        self.args = output.args
+        self.state = state
+        self.stop = StopRequest()
+        self.saver = Saver(self.args, output.directory, state, saved_step=state.step)
+        self.metrics = Metrics(self.args, output.directory, output.script, state, loader)
+
+    @property
+    def needs_validation(self) -> bool:
+        """True if a validation is due before the next step: the first, or an interrupted one."""
+        return self.state.step == 0 or self.state.validation_due
+
+    def steps(self, loader: DataLoader) -> Iterator[Step]:
+        """Yield a Step per optimizer step left. All raise Stopped if a rank was asked to stop."""
+        return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
+
+    def stop_if_asked(self) -> None:
+        """Raise Stopped on all ranks if one was asked to stop during a validation or export."""
+        if ranks.true_on_any(self.stop.is_asked):
+            self.state.validation_due = True
+            raise Stopped
+
+    def log_step(self, **values: Any) -> None:
+        """Log the `values` of the last step; the speed and mean loss since the last call."""
+        self.metrics.log("train", **values, **self.metrics.speed())
+
+    def end_early(self) -> None:
+        """Make this step the last one: it is saved, and final/ is exported."""
+        self.state.ended_of = self.state.total_steps
+
+    def log_validation(self, results: dict[str, Any], best_by: str = "loss") -> None:
+        """Export best/ if the number `best_by` in `results` is the lowest so far, then log them.
+        Raise Stopped on all ranks if one was asked to stop before the export is complete."""
+        state = self.state
+        is_best = state.step > 0 and results[best_by] < state.best_loss
+        if is_best and self._export_best():
+            state.best_loss, state.best_step = results[best_by], state.step
+        state.validation_due = False
+        self.metrics.log("val", **results)
+
+    def _export_best(self) -> bool:
+        """With --save-best, export best/. Return False if that fails and best/ is unchanged."""
+        if self.args.save_best:
+            try:
+                self.output.export(self.state.model, self.state.facts, "best")
+            except OSError as error:
+                ranks.say(f"best/ could not be written ({error}).")
+                return False
+        return True
+
+    def save(self) -> None:
+        """Save a checkpoint. After the last step, wait until it is complete."""
+        self._save()
+        if self.state.is_last_step:
+            self.saver.finish()
+            self.stop.end_process()
+
+    def _save(self) -> None:
+        self.output.lock.check()
+        start = time.perf_counter()
+        if self.saver.save():
+            self.output.write_status("running")  # with the step, in case this process is killed
+            self.metrics.log("save", seconds=time.perf_counter() - start)
+        screen.touch()
+
+    def end_finished(self, results: dict[str, float]) -> None:
+        """Log the end of the run, with `results`."""
+        self.saver.finish()
+        state = self.state
+        self.metrics.log("done", best_loss=state.best_loss, best_step=state.best_step, **results)
+        self.output.write_status("finished")
+
+    def end_stopped(self) -> None:
+        """Save the last step of a run that was asked to stop."""
+        self._save()
+        self.saver.finish()
+        self.output.write_status("stopped")
+        ranks.report_end(f"Saved at step {self.state.step}. Run the same command to resume.")
+        dist.barrier(group=ranks.cpu_group())  # a launcher may end all ranks when one exits
+
+
+class Lock:
+    """A context in which rank 0 holds OUTPUT_DIR/lock for all ranks. Entering it raises ValueError
+    if another run holds the lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        path = directory / "lock"
+        self.lease = SoftFileLease(path, on_compromise=self._end, thread_local=False)
+
+    def __enter__(self) -> None:
+        ranks.on_rank_zero(self._acquire)
+
+    def __exit__(self, *_: object) -> None:
+        self.lease.release()
+
+    def _acquire(self) -> None:
+        if self.directory.is_file():
+            raise ValueError(f"--output-dir {self.directory} is a file. Pass a directory.")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        seconds, owner = 1.0, self.lease.owner
+        who = f"process {owner.pid} on {owner.hostname}" if owner else "another run"
+        # In a container, filelock appends the process namespace to the host name.
+        host, namespace = socket.gethostname(), Path("/proc/self/ns/pid").stat().st_ino
+        if owner and owner.hostname not in (host, f"{host}?pidns-{namespace:x}"):
+            seconds = 35.0  # a lease without a heartbeat expires after 30 s
+            ranks.say(f"{self.directory} is in use by {who}. Waiting 35 s in case it was killed.")
+        try:
+            self.lease.acquire(timeout=seconds)  # at once if its holder died on this host
+        except Timeout:
+            text = f"--output-dir {self.directory} is in use by {who}. Pass another one."
+            raise ValueError(text) from None
+
+    def check(self) -> None:
+        """End this process if another run has taken over the lock, for example while this one was
+        suspended. Call this before saving."""
+        if self.lease.is_locked and not self.lease.is_lock_held_by_us:  # is_locked: only on rank 0
+            time.sleep(1)  # a read may fail once on a network file system
+            if not self.lease.is_lock_held_by_us:
+                self._end()
+
+    def _end(self, _: Any = None) -> None:
+        text = f"error: Another run has taken over --output-dir {self.directory}. This one ends."
+        print(text, file=sys.stderr, flush=True)
+        os._exit(STOPPED)
 
 
 def prepare_directory(directory: Path) -> bool:
@@ -336,11 +351,15 @@ def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
 
     Use os._exit, because Python's own exit can hang or abort in threads of NCCL and gloo.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        signal_at_end_of_parent(signal.SIGTERM)  # if torchrun is killed
     try:
         code = main(args)
     except SystemExit as end:
         code = end.code
     except BaseException:
+        ranks.clear_bars()
         sys.excepthook(*sys.exc_info())  # torch's, which names the rank
         code = 1
     sys.stdout.flush()

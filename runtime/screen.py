@@ -1,14 +1,48 @@
-"""Progress of long work: a bar on a terminal, or a line every 30 seconds in a file."""
+"""Progress of long work: a bar on a terminal, or a line every 30 seconds in a file.
 
+A watchdog writes the stacks of a rank that makes no progress to OUTPUT_DIR/stacks-rank-N.txt.
+"""
+
+import contextlib
+import faulthandler
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from tqdm import tqdm
 
-from . import watchdog
 from .ranks import say
+
+_file: Any = None  # open while the watchdog runs
+_seconds = 0.0
+_last_touch = 0.0
+
+
+@contextlib.contextmanager
+def watchdog(path: Path, seconds: float) -> Iterator[None]:
+    """Write all stacks to `path` whenever `touch` is not called for `seconds`."""
+    global _file, _seconds
+    with path.open("w") as _file:
+        _seconds = seconds
+        touch()
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            if _file.seek(0, 2) == 0:  # seek returns its size
+                path.unlink(missing_ok=True)
+            _file = None
+
+
+def touch() -> None:
+    """Restart the watchdog's timer, at most once a second because that starts a thread."""
+    global _last_touch
+    if _file is not None and time.monotonic() > _last_touch + 1:
+        _last_touch = time.monotonic()
+        faulthandler.dump_traceback_later(_seconds, file=_file)
 
 
 class Lines:
@@ -22,32 +56,40 @@ class Lines:
         """Do nothing, because `write` has printed the text."""
 
 
-class Progress(tqdm):
-    """A progress bar of `total` units of work on rank 0, which disappears when all are done."""
+class Progress:
+    """A progress bar of `total` units of work on rank 0, from the first unit to the last one."""
 
     def __init__(self, text: str, total: int, unit: str = "it", done: int = 0) -> None:
-        options: dict[str, Any] = {"delay": 1e-9}  # the first update draws the bar
+        self.done = done
+        self._bar: tqdm | None = None
+        self._options: dict[str, Any] = {
+            "desc": text, "total": total, "initial": done, "unit": unit, "leave": False,
+            "dynamic_ncols": True, "disable": dist.get_rank() != 0,
+        }  # fmt: skip
         if not sys.stderr.isatty():
-            options = {"delay": 30.0, "mininterval": 30.0, "miniters": 1}  # seconds
-            options["bar_format"] = "{desc} {n_fmt}/{total_fmt}  {rate_fmt}  left {remaining}"
-            options["file"] = Lines()
-        super().__init__(
-            desc=text, total=total, initial=done, unit=unit, leave=False, dynamic_ncols=True,
-            disable=dist.get_rank() != 0, **options,
-        )  # fmt: skip
+            self._options |= {"delay": 30.0, "mininterval": 30.0, "miniters": 1}  # seconds
+            self._options["bar_format"] = "{desc} {n_fmt}/{total_fmt}  {rate_fmt}  left {remaining}"
+            self._options["file"] = Lines()
 
-    def update(self, n: float | None = 1) -> bool | None:
-        """Advance the bar by `n` units; the last unit clears it."""
-        watchdog.touch()
-        is_drawn = super().update(n)
-        if self.n >= self.total:
+    def update(self, count: int = 1) -> None:
+        """Advance the bar by `count` units; the last unit clears it."""
+        touch()
+        if self._bar is None:  # earlier it would be drawn below each message
+            self._bar = tqdm(**self._options)
+        self._bar.update(count)
+        self.done += count
+        if self.done >= self._options["total"]:
             self.close()
-        return is_drawn
+
+    def close(self) -> None:
+        """Clear the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 def progress(items: Any, text: str) -> Iterator[Any]:
     """Yield the items of a sized iterable, with a progress bar."""
-    with Progress(text, len(items)) as bar:
+    with contextlib.closing(Progress(text, len(items))) as bar:
         for item in items:
             yield item
             bar.update()

@@ -1,28 +1,76 @@
-"""The state that a run trains, saves and restores: model, optimizer and counters."""
+"""What a run trains, saves and restores, and what is known of a model before it is wrapped."""
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
-# Fields of TrainState that a checkpoint stores as JSON.
-COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step", "validation_due")
-FLAGS = ("lr", "initial_lr", "momentum", "weight_decay")  # of param_groups: from flags or schedule
+from .ranks import local_device
+from .weights import whole_shape
+
+# Fields of State that a checkpoint stores as JSON.
+COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step",
+            "validation_due", "ended_of")  # fmt: skip
+SETTINGS = ("lr", "initial_lr", "momentum", "weight_decay")  # of param_groups: flags or schedule
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a model before wrapping, which hides names, shapes and sizes. Those of 4-bit
+    weights are the ones before packing."""
+
+    tokenizer: PreTrainedTokenizerBase
+    attention: str  # the name of its kernel
+    adapters: Any  # adapters.Lora, or None
+    shapes: dict[str, torch.Size]  # of the parameters, tied ones under the first name only
+    trained_size: int  # parameters that are not frozen
+    product_weights: int | None  # weights that a token is multiplied with; None with experts
+
+    @property
+    def size(self) -> int:
+        """Return the number of parameters."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, tokenizer: PreTrainedTokenizerBase,
+        attention: str | None = None, adapters: Any = None,
+    ) -> "Facts":  # fmt: skip
+        """Return the facts of a model on meta."""
+        products = []  # embeddings are looked up, not multiplied
+        for module in model.modules():
+            if not isinstance(module, nn.Embedding):
+                products += [whole_shape(x) for x in module.parameters(recurse=False)]
+        has_experts = any(parameter.ndim > 2 for parameter in model.parameters())
+        matrices = sum(shape.numel() for shape in products if len(shape) == 2)
+        return cls(
+            tokenizer,
+            attention or model.config._attn_implementation,
+            adapters,
+            shapes={name: whole_shape(x) for name, x in model.named_parameters()},
+            trained_size=sum(x.numel() for x in model.parameters() if x.requires_grad),
+            product_weights=None if has_experts else matrices,
+        )
 
 
 @dataclass
-class TrainState:
-    """The state of a run that a checkpoint stores: model, optimizer and counters."""
+class State:
+    """What a run trains, saves and restores.
+
+    `others` are further objects with a `state_dict`, such as {"ema": ema}. Tensors and numbers in
+    it are saved: DTensors are sharded, and plain tensors belong to each rank.
+    """
 
     model: nn.Module
+    facts: Facts
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
-    device: torch.device
     total_steps: int
-    identity: dict[str, Any]  # values that all starts of the run must share, see identity.py
-    others: dict[str, Any] = field(default_factory=dict)  # other objects with state, by name
+    others: dict[str, Any] = field(default_factory=dict)
     step: int = 0  # optimizer steps done
     epoch: int = 0
     consumed: int = 0  # samples of this epoch, of all ranks
@@ -30,14 +78,31 @@ class TrainState:
     best_loss: float = float("inf")
     best_step: int = 0  # the step whose weights are in best/
     validation_due: bool = False  # the validation of this step was interrupted
+    ended_of: int = 0  # the `total_steps` of which the script has ended the run early
+    identity: dict[str, Any] = field(default_factory=dict)  # shared by all starts of the run
 
     def __post_init__(self) -> None:
         self.initial_numbers = self.numbers()
+        try:
+            inspect.signature(type(self.optimizer).step).bind(self.optimizer, closure=None)
+        except TypeError:
+            text = f"{type(self.optimizer).__name__}.step needs an argument closure=None"
+            raise TypeError(f"{text}, which PyTorch passes when a run resumes.") from None
+
+    @property
+    def is_last_step(self) -> bool:
+        """Return whether no steps are left."""
+        return self.step == self.total_steps or self.ended_of == self.total_steps
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that computes; with --cpu-offload the parameters are elsewhere."""
+        return local_device()
 
     def numbers(self) -> list[dict[str, float]]:
         """Return the numbers in each of the optimizer's param_groups, except the settings."""
         return [
-            {key: x for key, x in group.items() if isinstance(x, int | float) and key not in FLAGS}
+            {k: x for k, x in group.items() if isinstance(x, int | float) and k not in SETTINGS}
             for group in self.optimizer.param_groups
         ]
 

@@ -1,13 +1,16 @@
-"""The optimizer steps of a run: their micro-batches, and the work around each step.
+"""The optimizer steps of a run, and requests to stop it.
 
-Entering a step fetches its micro-batches and counts the targets and stop requests of all ranks.
-Leaving it counts the step and checks the previous one. The host reads a step's numbers after the
-device has started the next step, so nothing waits for the device.
+Entering a step fetches its micro-batches and counts the targets and stop requests of all ranks. On
+exit the step is counted, and the numbers of the step before it are checked. The host reads them
+after the device has started the next step, so nothing waits for the device.
 """
 
 import contextlib
+import ctypes
 import itertools
 import math
+import os
+import signal
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -23,8 +26,71 @@ from torch.utils.data import DataLoader
 from . import ranks
 from .batches import Batch, to_device
 from .metrics import Metrics
-from .state import TrainState
-from .stops import Stopped, StopRequest
+from .state import State
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+REPEATS = 10.0  # seconds in which launchers may send a signal again
+
+
+class Stopped(Exception):
+    """A rank was asked to stop. All ranks raise this together, between steps or batches."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop: by a signal or, under torchrun, by its end.
+
+    Before `defer` and after `forget` a signal has its default action: it ends the process at once,
+    even in a load, a compilation or a collective. In between the ranks stop together and save.
+    """
+
+    def __init__(self) -> None:
+        self.is_deferred = False
+        self.is_asked = False
+        self._time = 0.0
+
+    def defer(self) -> None:
+        """From now on, remember signals: there is something to lose."""
+        self.is_deferred = True
+        for number in SIGNALS:
+            signal.signal(number, self._ask)
+
+    def forget(self) -> None:
+        """From now on, let signals end the process."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+    def end_process(self) -> None:
+        """From now on, let signals end the process, those of the past too."""
+        self.forget()
+        if self.is_asked:
+            signal.raise_signal(signal.SIGTERM)
+
+    def _ask(self, number: int, _: object) -> None:
+        is_repeat = time.monotonic() < self._time + REPEATS
+        if ranks.has_failed() or (self.is_asked and not is_repeat):
+            self.is_asked = True
+            self.end_process()
+        if not self.is_asked:
+            self.is_asked, self._time = True, time.monotonic()
+            if int(os.environ.get("RANK", 0)) == 0:  # print() cannot be used in a signal handler
+                text = f"{signal.Signals(number).name}: stopping after this step or the next.\n"
+                os.write(1, text.encode())
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Make Linux send a signal to this process when its parent ends, even by SIGKILL."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def _start_forked() -> None:
+    """End this child of `datasets` or a DataLoader when a signal arrives or its parent ends."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal_at_end_of_parent(signal.SIGKILL)
+
+
+os.register_at_fork(after_in_child=_start_forked)
 
 
 class AsyncReadback:
@@ -80,11 +146,11 @@ class Step:
             yield to_device(batch, self.steps.state.device), number == len(self._batches)
 
     def guard(self, optimizer: Optimizer, loss: Tensor, grad_norm: Tensor) -> None:
-        """End the run, before the optimizer changes anything, if the gradients are not finite. Call
-        this before its step. `loss` is this rank's share of the loss, or a vector of terms.
+        """If the gradient norm is not finite, make the optimizer skip this step; the run then ends.
 
-        A fused optimizer skips the step on the device. For others the host waits for the norm. In
-        fp16 the scaler decides.
+        Call this before optimizer.step(). An optimizer that is not fused cannot skip, so for it the
+        run ends here, and the host waits for the norm. In fp16 the scaler decides. `loss` is this
+        rank's share of the loss, or a vector of terms.
         """
         share = loss.sum()
         self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
@@ -106,6 +172,7 @@ class Step:
         if self._counts.read()[0] == 0:
             ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}. Check them.")
         loss, grad_norm = self._numbers.read()
+        self.steps.metrics.shares.append(loss)
         if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
             return
         count = dist.get_world_size()
@@ -140,17 +207,19 @@ class Step:
         is_due = any(map(self.due, (args.log_every, args.eval_every, args.save_every)))
         steps.check(pending=0 if is_due or state.scaler.is_enabled() else 1)
         steps.metrics.count_step(time.perf_counter() - self._start)
-        if steps.stop.nothing_to_lose:  # in the first step
-            dist.barrier(group=ranks.cpu_group())  # otherwise one might save while another exits
-            steps.stop.set_nothing_to_lose(False)
+        if not steps.stop.is_deferred:  # in the first step
+            dist.barrier(group=ranks.cpu_group())  # otherwise one might save while another ends
+            steps.stop.defer()
 
-    def due(self, every: int) -> bool:
-        """Return whether an action that runs every `every` steps (0: never) is due after this step.
-        All are due at the end of an epoch and of the run."""
+    def due(self, every: int | None) -> bool:
+        """Return whether an action that runs every `every` steps is due after this step. It also
+        runs at the end of the run and, unless `every` is 0, at the end of each epoch."""
         state = self.steps.state
-        if state.step == state.total_steps or state.consumed == len(self.steps.loader.dataset):
+        if state.is_last_step:
             return True
-        return every > 0 and state.step % every == 0
+        if state.consumed == len(self.steps.loader.dataset):
+            return every != 0
+        return bool(every) and state.step % every == 0
 
 
 @dataclass
@@ -161,7 +230,7 @@ class Steps:
     """
 
     args: Namespace
-    state: TrainState
+    state: State
     loader: DataLoader
     metrics: Metrics
     stop: StopRequest
@@ -172,7 +241,7 @@ class Steps:
         state, loader = self.state, self.loader
         sampler = loader.batch_sampler
         loader.generator = torch.Generator()  # so that epochs do not advance dropout's random state
-        while state.step < state.total_steps:
+        while not state.is_last_step:
             sampler.epoch = state.epoch
             sampler.consumed = state.consumed
             if hasattr(loader.dataset, "set_epoch"):
@@ -180,9 +249,9 @@ class Steps:
             micro_batches = iter(loader)
             for samples in sampler.steps():
                 step = Step(self, itertools.islice(micro_batches, sampler.accumulation), samples)
-                with trace(self.args, step.number):
+                with self._trace(step.number):
                     yield step
-                if state.step == state.total_steps:
+                if state.is_last_step:
                     return
             state.epoch += 1
             state.consumed = 0
@@ -192,10 +261,9 @@ class Steps:
         while len(self.unchecked) > pending:
             self.unchecked.pop(0).check()
 
-
-def trace(args: Namespace, step: int) -> contextlib.AbstractContextManager:
-    """Return a profiler on rank 0 in the step of --profile, otherwise a context without effect."""
-    if step != args.profile or dist.get_rank() != 0:
-        return contextlib.nullcontext()
-    path = f"{args.output_dir}/trace-step-{step}.json.gz"
-    return torch.profiler.profile(on_trace_ready=lambda x: x.export_chrome_trace(path))
+    def _trace(self, number: int) -> contextlib.AbstractContextManager:
+        """Return a profiler on rank 0 in the step of --profile, else a context without effect."""
+        if number != self.args.profile or dist.get_rank() != 0:
+            return contextlib.nullcontext()
+        path = f"{self.args.output_dir}/trace-step-{number}.json.gz"
+        return torch.profiler.profile(on_trace_ready=lambda x: x.export_chrome_trace(path))

@@ -5,7 +5,6 @@ Works with any model. All ranks call each function together unless its docstring
 
 import json
 import re
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +39,7 @@ IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, an
 OLD_BUFFERS = re.compile(
     r"\.(attn|attention)\.(masked_)?bias$|inv_freq$|position_ids$|_float_tensor$"
 )
+ADAPTER = ".lora_"  # in the names of adapters
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 Init = Callable[[nn.Module], None]  # allocates a module on meta and loads its weights
@@ -91,6 +91,8 @@ def open_model(
     patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = first_on_node(find_directory, name, patterns)
     if not (directory / "config.json").is_file():
+        if (directory / "status").is_file():
+            raise ValueError(f"--model-name {name} is a run. Pass its model: {name}/final")
         raise ValueError(
             f"--model-name {name} has no config.json. Pass a model; for adapters the one that they "
             "were trained on, with their --output-dir and --lora-rank, or export with --merge."
@@ -280,10 +282,10 @@ class Loader:
     """
 
     def __init__(
-        self, args: Namespace, model: nn.Module, source: Source, device: torch.device
+        self, model: nn.Module, source: Source, device: torch.device, cpu_offload: bool
     ) -> None:
         self.device = device
-        self.shard_device = torch.device("cpu") if args.cpu_offload else device  # of DTensors
+        self.shard_device = torch.device("cpu") if cpu_offload else device  # of DTensors
         self.source = source
         self.stored = on_rank_zero(dict, {n: (x.shape, x.dtype) for n, x in source.items()})
         # All places of each tensor: more than one if it is tied.

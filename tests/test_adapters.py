@@ -292,26 +292,29 @@ def test_merge_names_the_unreadable_base_file(damage, process_group, llama_direc
     base = Path(shutil.copytree(llama_directory, tmp_path / "base"))
     flags = ["--model-name", str(base), *LORA, "--merge", "--max-seq-length", "64"]
     args = parse_flags(llama_fsdp, [*flags, "--output-dir", str(tmp_path)])
-    model, tokenizer, init = llama_fsdp.load_model(args, torch.device("cpu"))
+    model, facts, init = llama_fsdp.load_model(args, torch.device("cpu"))
     model.apply(init)
+    arguments = model, facts.tokenizer, tmp_path / "final", torch.float32, lambda: None
     file = min(base.glob("*.safetensors"))
     damage(file)
     with pytest.raises(OSError, match=f"{file} cannot be read .*Download it again"):
-        model.adapters.export(model, tokenizer, tmp_path / "final", args, lambda: None)
+        facts.adapters.export(*arguments)
     assert not (tmp_path / "final").exists()
 
 
 T5_CHANGES = [  # add adapters to T5_training.py, with the lines of llama_fsdp.py
-    ("from runtime import batches,", "from runtime import adapters, batches, lora,"),
-    ("class Options(data.Options,", "class Options(lora.Options, data.Options,"),
+    ("from runtime import batches,", "from runtime import adapters, batches,"),
+    ("class Options(data.Options,", "class Options(adapters.Options, data.Options,"),
     (
         "    model, source = weights.new_model(MODEL, config, directory, checkpoint is None)\n",
         "    needs_weights = checkpoint is None or args.lora_rank > 0\n"
         "    model, source = weights.new_model(MODEL, config, directory, needs_weights)\n"
+        "    lora = None\n"
         "    if args.lora_rank:\n"
         "        dtype = policies.PRECISIONS[args.precision].param_dtype\n"
-        "        adapters.add(args, model, source, BLOCKS, dtype)\n",
+        "        lora = adapters.add(args, model, source, BLOCKS, dtype)\n",
     ),
+    ("Facts.of(model, tokenizer)", "Facts.of(model, tokenizer, adapters=lora)"),
 ]
 
 

@@ -201,12 +201,12 @@ def train_copy(
     """Train a copy of a script for two steps on all samples at once, and export the model. Return
     the losses, the samples and the trained weights."""
     args: Namespace = parse_flags(script, [*flags, *STEPS])
-    _, tokenizer, _ = script.load_model(args, device)
-    sets = script.load_data(args, tokenizer)
+    _, facts, _ = script.load_model(args, device)
+    sets = script.load_data(args, facts.tokenizer)
     args.batch_size = len(sets[0])
     training = Driven(script, args, device, sets=sets)
     losses = [loss.item() for loss, _ in training.all()]
-    export.export_model(training.model, tokenizer, final, args)
+    export.export_model(training.model, facts.tokenizer, final, torch.float32)
     samples = [sets[0][i] for i in range(len(sets[0]))]
     weights = {}
     for name, parameter in training.model.named_parameters():

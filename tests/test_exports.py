@@ -4,7 +4,6 @@ import copy
 import filecmp
 import json
 import os
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -61,10 +60,10 @@ def export_base(base: Path, final: Path, kind: str) -> dict:
     model_class = getattr(transformers, kind)
     directory, config, tokenizer = hf_weights.open_model(str(base), model_class)
     model, source = hf_weights.new_model(model_class, config, directory)
-    fill = hf_weights.Loader(Namespace(cpu_offload=False), model, source, torch.device("cpu")).fill
+    fill = hf_weights.Loader(model, source, torch.device("cpu"), False).fill
     model.apply(fill)
     tokenizer(["a text", "b"], truncation=True, max_length=3, padding="max_length")
-    export.export_model(model, tokenizer, final, Namespace(export_dtype="fp32"))
+    export.export_model(model, tokenizer, final, torch.float32)
     return json.loads((final / "config.json").read_text())
 
 

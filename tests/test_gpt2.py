@@ -155,21 +155,19 @@ def test_average_of_the_weights_resumes(fsdp, two_ranks):
 @pytest.mark.parametrize("old, new, message", [
     ("            step.guard(optimizer, loss, grad_norm)", "            None",
      "Call step.guard"),
-    ("            run.describe(model, tokenizer)\n", "", "Call run.describe"),
     ("        with step:\n", "        if step:\n", "The step was not entered"),
     ("            optimizer.zero_grad()\n", "", "Call optimizer.zero_grad"),
     ("            scheduler.step() ", "            # ", "Call scheduler.step"),
     ("torch.optim.AdamW(groups, lr=args.lr, fused=True)",
      "type('Own', (torch.optim.SGD,), {'step': lambda self: None})(groups)",
      "needs an argument closure=None"),
-    ("    if not run.begin():\n        return False\n", "", "Call run.begin"),
 ])  # fmt: skip
 def test_incomplete_loop_fails_in_its_first_step(old, new, message, tmp_path):
     script = edited_script("gpt2_fsdp", {old: new})
     flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "9",
              "--num-val-samples", "2", "--block-size", "32", "--output-dir",
              str(tmp_path)]  # fmt: skip
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises((RuntimeError, TypeError), match=message):
         script.fsdp_main(parse_flags(script, flags))
     assert not (tmp_path / "checkpoints").exists()
 

@@ -27,9 +27,10 @@ import T5_training
 from benchmarks.driven import parse_flags
 from runtime import chunked_loss
 from runtime.attention import per_document, register, set_attention
-from runtime.metrics import flops_per_token, product_weights
+from runtime.batches import parameter_groups
+from runtime.metrics import flops_per_token
 from runtime.model_checks import fit_config
-from runtime.optimization import parameter_groups
+from runtime.state import Facts
 from tools import memory_estimator
 
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -405,8 +406,10 @@ def test_flops_equal_the_formula(name):
     scripts = {"gpt2": gpt2_fsdp.LossModel, "llama": llama_fsdp.LossModel}
     with torch.device("meta"):
         model = scripts[config.model_type](config)
-    model.product_weights = product_weights(model)
-    assert flops_per_token(model, 377.3) == pytest.approx(expected_flops(config, 377.3), rel=1e-9)
+    facts = Facts.of(model, None)
+    assert flops_per_token(model.config, facts, 377.3) == pytest.approx(
+        expected_flops(config, 377.3), rel=1e-9
+    )
 
 
 def test_noncausal_model_is_refused(chats, texts, device, monkeypatch):
@@ -449,8 +452,8 @@ def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, process_grou
         T5_training.data.collator(model)
     script = edited_script("T5_training", T5GEMMA)
     args = parse_flags(script, ["--model-name", "tiny", "--dataset", str(pairs)])
-    model, tokenizer, _ = script.load_model(args, torch.device("cpu"))
-    train_set, _ = script.load_data(args, tokenizer)
+    model, facts, _ = script.load_model(args, torch.device("cpu"))
+    train_set, _ = script.load_data(args, facts.tokenizer)
     assert model.config.decoder.bos_token_id == 2 != model.config.pad_token_id
     batch = script.data.collator(model)([train_set[i] for i in range(4)])
     assert set(batch["decoder_input_ids"][:, 0].tolist()) == {2}
@@ -565,9 +568,9 @@ def test_weight_decay_excludes_biases_and_norms(name):
     script = importlib.import_module(name)
     config = script.MODEL.config_class(vocab_size=384, **script.TINY_TOKEN_IDS, **script.TINY)
     model = getattr(script, "LossModel", script.MODEL)(config)
-    model.shapes = {name: p.shape for name, p in model.named_parameters()}
+    facts = Facts.of(model, None)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed, others = parameter_groups(model, 0.1)
+    decayed, others = parameter_groups(model, facts.shapes, 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
     for parameter in decayed["params"]:
         assert not re.search(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$", names[id(parameter)])
@@ -592,12 +595,13 @@ def test_weight_decay_excludes_vectors_after_flattening(device):
     model = transformers.Qwen3NextForCausalLM(config)
     model.rows = nn.ParameterDict({"gate_up_proj_bias": torch.zeros(4, 8)})  # as in gpt-oss
     shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    model.shapes = {name: p.shape for name, p in model.named_parameters()}
+    facts = Facts.of(model, None)
     sharded = FSDP(model, device_id=device, use_orig_params=True)
     names = {id(p): n.replace("_fsdp_wrapped_module.", "") for n, p in model.named_parameters()}
     for parameter in sharded.parameters():
         parameter.data = parameter.data.flatten()  # as on several ranks
-    decayed, others = ({names[id(p)] for p in g["params"]} for g in parameter_groups(sharded, 0.1))
+    groups = parameter_groups(sharded, facts.shapes, 0.1)
+    decayed, others = ({names[id(p)] for p in group["params"]} for group in groups)
     assert decayed | others == shapes.keys() and not decayed & others
     assert "model.layers.0.linear_attn.A_log" in others
     assert "model.layers.0.linear_attn.dt_bias" in others

@@ -139,7 +139,7 @@ def test_job_stopped_before_its_first_step_is_requeued(phase, cluster, flags, tm
     words = ["tests/workers/phases.py", "T5_training", phase, 100, *flags, "--max-steps", "3"]
     job = Job(output, [], *words, f"--output-dir={output}")
     wait_until((tmp_path / f"output.{phase}-0").exists, 120, job.report)
-    slurm("scancel", "--signal=USR1", job.number)
+    slurm("scancel", "--batch", "--signal=USR1", job.number)
     job.wait("COMPLETED")
     assert job["Restarts"] == "1" and status(output) == "finished"
     assert list(losses(output)) == [1, 2, 3]

@@ -20,7 +20,7 @@ import llama_fsdp
 from benchmarks.driven import parse_flags
 from runtime import checkpoints
 from runtime.checkpoints import Saver, _Writer
-from runtime.state import TrainState
+from runtime.state import State
 
 SIMULATOR = ROOT.parent / "shared/simdev"
 
@@ -80,7 +80,7 @@ def test_background_save_copies_what_training_changes():
 
 
 @pytest.fixture
-def saved_state() -> Iterator[TrainState]:
+def saved_state() -> Iterator[State]:
     """Yield a model's optimizer as a state to save, in a process group of one."""
     llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
     model = torch.nn.Linear(1000, 500)
@@ -88,8 +88,8 @@ def saved_state() -> Iterator[TrainState]:
     model(torch.ones(1000)).sum().backward()
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    objects = (model, optimizer, scheduler, torch.amp.GradScaler("cpu"), torch.device("cpu"))
-    yield TrainState(*objects, total_steps=9, identity={}, step=1)
+    objects = (model, None, optimizer, scheduler, torch.amp.GradScaler("cpu"))
+    yield State(*objects, total_steps=9, step=1)
     llama_fsdp.cleanup()
 
 

@@ -25,7 +25,7 @@ from slurm_cluster import wait_until
 
 import gpt2_fsdp
 from benchmarks.driven import parse_flags
-from runtime.lock import Lock
+from runtime.run import Lock
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_suspended_run_writes_nothing_after_a_takeover(flags, tmp_path):
 
 HOLDER = """
 import pathlib, sys, time, torch.distributed as dist
-from runtime.lock import Lock
+from runtime.run import Lock
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 with Lock(pathlib.Path(sys.argv[1])):
     time.sleep(100)

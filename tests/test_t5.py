@@ -10,7 +10,7 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 import T5_training
 from benchmarks.driven import parse_flags
-from runtime import batches, optimization
+from runtime import batches
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_schedules_follow_their_formulas():
         flags = ["--lr-schedule", name, "--warmup-ratio", "0.2", "--gamma", "0.5", "--lr", "1"]
         args = parse_flags(T5_training, ["--dataset", "docstrings", *flags])
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.lr)
-        factor = optimization.learning_rate(args, 10, 4)
+        factor = batches.learning_rate(args, 10, 4)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         rates[name] = []
         for _ in range(10):

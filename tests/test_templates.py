@@ -26,8 +26,8 @@ from transformers import (
 )
 
 from benchmarks.driven import parse_flags
+from runtime.batches import parameter_groups
 from runtime.chats import LLAMA_2
-from runtime.optimization import parameter_groups
 from tools.copy_script import needed_files
 
 Changes = list[tuple[str, str]]  # (text in the script, its replacement)
@@ -180,7 +180,8 @@ def test_copy_changes_at_most_eight_lines(name, process_group, tmp_path):
 
     copy = import_copy(path)
     args = parse_flags(copy, ["--model-name", "tiny", "--dataset", "docstrings"])
-    model, tokenizer, _ = copy.load_model(args, torch.device("cpu"))
+    model, facts, _ = copy.load_model(args, torch.device("cpu"))
+    tokenizer = facts.tokenizer
     assert isinstance(model, model_class) and type(model).__name__ == model_class.__name__
     assert sum(parameter.numel() for parameter in model.parameters()) < 3e6
     assert model.config.pad_token_id in (tokenizer.pad_token_id, None)
@@ -188,8 +189,7 @@ def test_copy_changes_at_most_eight_lines(name, process_group, tmp_path):
     assert model.config.eos_token_id == tokenizer.eos_token_id
     for block in copy.BLOCKS:
         assert any(isinstance(module, block) for module in model.modules())
-    model.shapes = {name: p.shape for name, p in model.named_parameters()}
-    decayed, others = parameter_groups(model, weight_decay=0.1)
+    decayed, others = parameter_groups(model, facts.shapes, weight_decay=0.1)
     assert all(parameter.dim() > 1 for parameter in decayed["params"])
     assert all(parameter.dim() == 1 for parameter in others["params"])
 

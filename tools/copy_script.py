@@ -77,13 +77,14 @@ def main() -> None:
             print(f"{lines:6,}  {target}")
             total += lines
     (args.directory / "requirements.txt").write_text(requirements(files))
-    words = {"README.md": {"SCRIPT": args.script, " FLAGS": f" {SCRIPTS[args.script]}".rstrip()},
-             "test_copy.py": {'"gpt2_fsdp"': f'"{Path(args.script).stem}"'}}  # fmt: skip
-    for name, replacements in words.items():
-        text = (args.directory / name).read_text()
+    name, flags = Path(args.script).stem, f" {SCRIPTS[args.script]}".rstrip()
+    readme = {"SCRIPT": args.script, "NAME": name, " FLAGS": flags}
+    words = {"README.md": readme, "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'}}
+    for file, replacements in words.items():
+        text = (args.directory / file).read_text()
         for old, new in replacements.items():
             text = text.replace(old, new)
-        (args.directory / name).write_text(text)
+        (args.directory / file).write_text(text)
     print(f"{total:6,}  lines in all, and {', '.join(sorted(OTHERS.values()))}, requirements.txt")
     print(f"Next: cd {args.directory}; python {args.script} --model-name tiny "
           f"{SCRIPTS[args.script]}".rstrip())  # fmt: skip

@@ -46,7 +46,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import policies
-from runtime import adapters, chunked_loss, lora, model_checks, options, ranks, weights
+from runtime import adapters, chunked_loss, model_checks, options, ranks, weights
 from runtime.options import flag
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
@@ -145,7 +145,7 @@ class Machine:
 
 
 @dataclass
-class Options(lora.Options, Machine):
+class Options(adapters.Options, Machine):
     """model"""
 
     model_name: str = flag("meta-llama/Llama-2-7b-hf", "hub id, directory, config.json, or one of "

@@ -9,7 +9,8 @@ hit in each phase, within a second of the start of the phase, and resumed each t
 to its end. Its logged losses must then equal those of the undisturbed run, with each step logged
 once, and its final/ must be bit-for-bit equal.
 
-A fault that requests a stop must leave the status `stopped`, exit code 75 and every step saved.
+A fault that requests a stop must leave every step saved and, between the first step and the last
+save, the status `stopped` and exit code 75. Elsewhere it ends the processes.
 After any fault, the run must end soon. Other flags, such as --fsdp 2, are passed to the script.
 
 The library behind slow and failing files is faulty_files.c, which needs gcc.
@@ -213,8 +214,10 @@ def check(outcome: dict) -> None:
     if outcome["phase"] == "export" and outcome["status"] == "finished":  # before the fault
         assert set(outcome["exit codes"]) == {"0"}, outcome
     elif outcome["fault"].startswith(("SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL torchrun")):
-        assert (outcome["status"], outcome["lost steps"]) == ("stopped", 0), outcome
-        assert set(outcome["exit codes"]) == {"75"}, outcome
+        assert outcome["lost steps"] == 0, outcome
+        if outcome["phase"] in ("step", "validation", "save"):
+            assert outcome["status"] == "stopped", outcome
+            assert set(outcome["exit codes"]) == {"75"}, outcome
 
 
 def chaos(

@@ -5,8 +5,8 @@ from torch import nn
 
 EMA = {  # replacements for edited_script()
     "import policies\n": "import policies\nfrom ema import Ema\n",
-    "scaler, loader, val_loaders)": "scaler, loader, val_loaders, ema=ema)",
-    "    run.restore(": "    ema = Ema(model)\n    run.restore(",
+    "scaler, total_steps)": "scaler, total_steps, {'ema': ema})",
+    "    state = State(": "    ema = Ema(model)\n    state = State(",
     "optimizer.zero_grad()\n": "optimizer.zero_grad()\n            ema.update(model)\n",
 }
 

@@ -20,7 +20,7 @@ from ten_steps import storage_bytes
 
 import policies
 from benchmarks.driven import parse_flags
-from runtime import optimization
+from runtime import batches
 
 SENT = {"bytes": 0.0}
 
@@ -41,17 +41,16 @@ def count(name: str, times: int, position: int) -> None:
 
 def step(script: ModuleType, args: Namespace, device: torch.device) -> dict[str, float]:
     """Return the bytes stored after the backward pass and after the step, and the bytes sent."""
-    model, _, init = script.load_model(args, device)
-    model.shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model, facts, init = script.load_model(args, device)
     model = script.wrap_model(args, device, model, init)
-    optimizer = torch.optim.AdamW(optimization.parameter_groups(model, 0.1))
+    optimizer = torch.optim.AdamW(batches.parameter_groups(model, facts.shapes, 0.1))
     ids = torch.arange(16).reshape(2, 8)
     inputs = {"decoder_input_ids": ids} if script.__name__ == "T5_training" else {}
     if hasattr(script, "attention"):  # for packed documents
         inputs["cu_seq_lens"] = torch.tensor([0, 8, 16], dtype=torch.int32)
         inputs["longest_document"] = 8
     SENT["bytes"] = 0.0
-    with policies.autocast(args, device):
+    with policies.autocast(model, args.precision):
         logits = model(input_ids=ids, use_cache=False, **inputs).logits
     logits.float().logsumexp(-1).sum().backward()
     sizes = {"sent_bytes_per_gpu": SENT["bytes"]}

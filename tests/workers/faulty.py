@@ -22,7 +22,7 @@ from killed import before_each_step
 
 from benchmarks.driven import parse_flags
 from runtime import run
-from runtime.state import TrainState
+from runtime.state import State
 
 
 def limit(size: int) -> None:
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     script, fault = importlib.import_module(sys.argv[1]), sys.argv[2]
     rank, step = int(sys.argv[3]), int(sys.argv[4])
 
-    def inject(state: TrainState) -> None:
+    def inject(state: State) -> None:
         """Inject the fault at the start of the step."""
         is_target = int(os.environ.get("RANK", 0)) == rank
         if fault == "full" and state.step == step:

@@ -10,7 +10,6 @@ Rank 0 writes a list of differences for each model and wrapper.
 import json
 import os
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,7 +64,7 @@ def load(
     """Return the model in a directory, with a class derived as in the scripts."""
     subclass = type("LossModel", (kind,), {"__module__": __name__})
     model, source = weights.new_model(subclass, config, directory, needs_weights)
-    fill = weights.Loader(Namespace(cpu_offload=False), model, source, CPU).fill
+    fill = weights.Loader(model, source, CPU, False).fill
     wrapped = wrap(model, fill, way).eval()
     assert not source, "rank 0 still holds the weights that it read"
     return wrapped
@@ -115,8 +114,7 @@ def check(directory: Path, way: str, output: Path) -> list[str]:
     problems += sorted(expected_frozen ^ frozen)
     for dtype in ("fp32", "bf16"):
         ours, theirs = output / f"ours-{dtype}", output / f"theirs-{dtype}"
-        args = Namespace(export_dtype=dtype)
-        export.export_model(model, ByT5Tokenizer(), ours, args)
+        export.export_model(model, ByT5Tokenizer(), ours, export.EXPORT_DTYPES[dtype])
         if dist.get_rank() == 0:
             expected.to(export.EXPORT_DTYPES[dtype]).save_pretrained(theirs)
             tensors = stored(theirs)  # Transformers restores the prefix of a text part
@@ -128,9 +126,7 @@ def check(directory: Path, way: str, output: Path) -> list[str]:
     resumed = load(kind, config, directory, way, needs_weights=False)
     empty = weights.unwrapped(resumed)
     problems += differences(dict(empty.named_buffers()), dict(inner.named_buffers()))
-    export.export_model(
-        resumed, ByT5Tokenizer(), output / "resumed", Namespace(export_dtype="bf16")
-    )
+    export.export_model(resumed, ByT5Tokenizer(), output / "resumed", torch.bfloat16)
     if dist.get_rank() == 0:
         problems += sorted(stored(output / "resumed").keys() ^ tensors.keys())
     return problems

@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
+import torch
 import torch.distributed as dist
 from ten_steps import local
 from torch.distributed.tensor import DTensor
@@ -56,9 +57,9 @@ def main() -> None:
             if rank != 0:
                 path = copy_without_weights(path, Path(output) / f"{name} {rank}")
             weights.find_directory = lambda *_, path=path: path
-            model, tokenizer, init = script.load_model(args, device)
+            model, facts, init = script.load_model(args, device)
             model = script.wrap_model(args, device, model, init)
-            export.export_model(model, tokenizer, Path(output) / name / way, args)
+            export.export_model(model, facts.tokenizer, Path(output) / name / way, torch.float32)
             head = weights.unwrapped(model).get_output_embeddings().weight
             summary = {
                 "bytes": sum(local(p).nbytes for p in model.parameters()),

@@ -75,8 +75,8 @@ def backward(args: Namespace, model: nn.Module, step: int) -> float:
         ids = torch.randint(3, 300, (2, 16), generator=torch.Generator().manual_seed(seed))
         pairs.append((ids.to(device), number == count - 1))
     batches = SimpleNamespace(micro_batches=lambda: pairs)
-    for ids in policies.micro_batches(args, model, batches):
-        with policies.autocast(args, device):
+    for ids in policies.micro_batches(model, batches, args.accumulate_no_sync):
+        with policies.autocast(model, args.precision):
             loss = model(input_ids=ids, use_cache=False).logits.float().logsumexp(-1).mean()
         loss.backward()
         total += loss.item()

@@ -35,15 +35,14 @@ def entry_points(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]
         "validation": (script, "validation", later),
         "save": (checkpoints._Writer, "write_data", None),
         "generation": (script, "generation", None),
-        "best export": (run.Run, "_export", None),
-        "export": (run.Run, "export", None),
+        "best export": (run.Run, "_export_best", None),
+        "export": (run.Output, "export", None),
     }
 
 
-def completed_steps(step_or_run: Any) -> int:
-    """Return the number of completed steps, given a step or the run."""
-    is_run = isinstance(step_or_run, run.Run)
-    return (step_or_run if is_run else step_or_run.steps).state.step
+def completed_steps(owner: Any) -> int:
+    """Return the number of completed steps, given a step or the output of the run."""
+    return (owner.run if isinstance(owner, run.Output) else owner.steps).state.step
 
 
 def add_pause(phase: str, seconds: float, script: ModuleType, output: Path) -> None:

@@ -32,11 +32,9 @@ if __name__ == "__main__":
         timeout_minutes=7.0,
         seed=0,
         cpu_offload=False,
-        strategy="hybrid_shard",
-        shard_group_size=2,
     )
     device = gpt2_fsdp.setup(args)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.options._timeout == timedelta(minutes=7)
     print("joined", flush=True)
-    policies.device_mesh(args, device)
+    policies.device_mesh(device, "hybrid_shard", 2, args.timeout_minutes)

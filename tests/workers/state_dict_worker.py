@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 import gpt2_fsdp
 from benchmarks.driven import Driven, parse_flags
 from runtime import checkpoints
-from runtime.state import TrainState
+from runtime.state import State
 
 
 def resident(key: str) -> int:
@@ -79,7 +79,7 @@ def start(args: Namespace, device: torch.device, steps: int) -> Driven:
     return driven
 
 
-def momentum(state: TrainState) -> float:
+def momentum(state: State) -> float:
     """Return the sum of the absolute first moments of this rank."""
     moments = [local(values["exp_avg"]) for values in state.optimizer.state.values()]
     return sum(tensor.double().abs().sum().item() for tensor in moments)

@@ -72,7 +72,9 @@ def main() -> None:
             checkpoints.load_weights(best, driven.model)
             driven.loader.batch_sampler.seed = None  # no shuffling
             loaders = {"": driven.loader}
-            triples = T5_training.summarize(args, device, driven.model, driven.tokenizer, loaders)
+            triples = T5_training.summarize(
+                args, device, driven.model, driven.facts.tokenizer, loaders
+            )
             results[f"generated {precision} {strategy}"] = triples
     if dist.get_rank() == 0:
         torch.save(results, output)
