@@ -353,7 +353,7 @@ def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        signal_at_end_of_parent(signal.SIGTERM)  # if torchrun is killed
+        signal_at_end_of_parent(signal.SIGUSR1)  # if torchrun is killed
     try:
         code = main(args)
     except SystemExit as end:

@@ -66,15 +66,17 @@ class StopRequest:
             signal.raise_signal(signal.SIGTERM)
 
     def _ask(self, number: int, _: object) -> None:
-        is_repeat = time.monotonic() < self._time + REPEATS
-        if ranks.has_failed() or (self.is_asked and not is_repeat):
-            self.is_asked = True
+        is_first = not self.is_asked
+        self.is_asked = True
+        if is_first:
+            self._time = time.monotonic()
+        is_second = time.monotonic() > self._time + REPEATS
+        # torchrun sends SIGTERM to all ranks when one has failed.
+        if is_second or (number == signal.SIGTERM and ranks.has_failed()):
             self.end_process()
-        if not self.is_asked:
-            self.is_asked, self._time = True, time.monotonic()
-            if int(os.environ.get("RANK", 0)) == 0:  # print() cannot be used in a signal handler
-                text = f"{signal.Signals(number).name}: stopping after this step or the next.\n"
-                os.write(1, text.encode())
+        if is_first and int(os.environ.get("RANK", 0)) == 0:
+            text = f"{signal.Signals(number).name}: stopping after this step or the next.\n"
+            os.write(1, text.encode())  # a signal handler must not call print()
 
 
 def signal_at_end_of_parent(number: int) -> None:
