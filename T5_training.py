@@ -38,9 +38,8 @@ import policies
 import summarization_dataset as data
 from runtime import batches, optimization, options, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
-from runtime.decoder_checks import check_decoder
+from runtime.checks import check_model, fit_config
 from runtime.generation import check_generation, generation
-from runtime.model_checks import check_sum, fit_config
 from runtime.options import flag
 from runtime.run import Loaders, Run, launch
 
@@ -191,13 +190,12 @@ def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     fails. Call on all ranks."""
     rows = data.probe_batch()
     collate = data.collator(model)
-    batch, singles = collate(rows), [collate([row]) for row in rows]
+    probe = [batches.to_device(collate(x), device) for x in (rows, *([row] for row in rows))]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(args, device):
-        check_decoder(model, model_inputs, batch, singles[2], device, dtype)
-        check_sum(summed_loss, model, batch, singles, device)
+        check_model(model, summed_loss, model_inputs, probe, dtype)
         if args.rouge_samples != 0:
-            check_generation(model, device, dtype, args.num_beams, singles[0])
+            check_generation(model, device, dtype, args.num_beams, probe[1])
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from .model_checks import FOR_TRAINING
+from .checks import FOR_TRAINING
 from .ranks import on_rank_zero, say
 from .watchdog import touch
 from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped

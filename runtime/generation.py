@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from .model_checks import eager_mode
+from .checks import eager_mode
 from .weights import unwrapped
 
 # Other values return other objects than one text per example, need a tokenizer or depend on time.

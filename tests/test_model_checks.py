@@ -27,8 +27,8 @@ import T5_training
 from benchmarks.driven import parse_flags
 from runtime import chunked_loss
 from runtime.attention import per_document, register, set_attention
+from runtime.checks import fit_config
 from runtime.metrics import flops_per_token, product_weights
-from runtime.model_checks import fit_config
 from runtime.optimization import parameter_groups
 from tools import memory_estimator
 
