@@ -21,6 +21,7 @@ ONE_TEXT = {
     "stop_strings": None,
     "prompt_lookup_num_tokens": None,
     "max_time": None,
+    "use_cache": True,  # training's config says False, and generation without it is slow
 }
 
 
@@ -39,6 +40,7 @@ def generation(
     if isinstance(model, FSDP):
         root = FSDP.summon_full_params(model, recurse=False, writeback=False)
     options = ONE_TEXT | {"synced_gpus": dist.get_world_size() > 1}
+    options["pad_token_id"] = unwrapped(model).config.pad_token_id  # the file's may have no row
     if num_beams is not None:
         options["num_beams"] = num_beams
     with root, torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
