@@ -39,9 +39,7 @@ import policies
 import summarization_dataset as data
 from runtime import batches, options, ranks, rouge, screen, tokens, weights
 from runtime.batches import Batch
-from runtime.decoder_checks import check_decoder
-from runtime.generation import check_generation, generation
-from runtime.model_checks import check_sum, fit_config
+from runtime.checks import check_model, fit_config
 from runtime.options import flag
 from runtime.run import Loaders, Output, launch
 from runtime.state import Facts, State
@@ -197,13 +195,12 @@ def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     fails. Call on all ranks."""
     rows = data.probe_batch()
     collate = data.collator(model)
-    batch, singles = collate(rows), [collate([row]) for row in rows]
+    probe = [batches.to_device(collate(x), device) for x in (rows, *([row] for row in rows))]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(model, args.precision):
-        check_decoder(model, model_inputs, batch, singles[2], device, dtype)
-        check_sum(summed_loss, model, batch, singles, device)
+        check_model(model, summed_loss, model_inputs, probe, dtype)
         if args.rouge_samples != 0:
-            check_generation(model, device, dtype, args.num_beams, singles[0])
+            rouge.check_generation(model, device, dtype, args.num_beams, probe[1])
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -325,7 +322,10 @@ def summarize(
     loader = batches.first_samples(next(iter(loaders.values())), args.rouge_samples)
     dtype = policies.PRECISIONS[args.precision].param_dtype
     triples = []
-    with policies.evaluation(model), generation(model, device, dtype, args.num_beams) as generate:
+    with (
+        policies.evaluation(model),
+        rouge.generation(model, device, dtype, args.num_beams) as generate,
+    ):
         for batch in screen.progress(loader, "summaries"):
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)

@@ -34,7 +34,7 @@ DATE = date(2024, 7, 26)
 
 
 def probe_batch(args: Namespace) -> list[list[dict]]:
-    """Return two sequences that start alike, for logit_checks.check_logits. With --packing both end
+    """Return two sequences that start alike, for checks.check_model. With --packing both end
     with the document that the first starts with; it is longer than some attention blocks."""
     # Use a multiple of 4: two documents fill a row, which is padded to a multiple of 8.
     length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))

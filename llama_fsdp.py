@@ -48,9 +48,8 @@ from runtime import (
     weights,
 )
 from runtime.batches import Batch
+from runtime.checks import check_model, fit_config
 from runtime.chunked_loss import LossHead
-from runtime.logit_checks import check_logits
-from runtime.model_checks import check_sum, fit_config
 from runtime.options import flag
 from runtime.run import Loaders, Output, launch
 from runtime.state import Facts, State
@@ -282,12 +281,10 @@ def model_inputs(batch: Batch) -> Batch:
 def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is a sum and uses the model's causal logits. All ranks."""
     rows = data.probe_batch(args)
-    batch, singles = data.collate(rows), [data.collate([row]) for row in rows]
+    probe = [batches.to_device(data.collate(x), device) for x in (rows, *([row] for row in rows))]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(model, args.precision):
-        all_positions = batch | {"target_positions": None}
-        check_logits(summed_loss, model_inputs, model, all_positions, device, dtype, args.packing)
-        check_sum(summed_loss, model, batch, singles, device)
+        check_model(model, summed_loss, model_inputs, probe, dtype, args.packing)
 
 
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:

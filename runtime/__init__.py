@@ -15,13 +15,12 @@ The run (one object owns each piece of state)
 Model and data
     weights       reads Hugging Face files; names and shapes of wrapped models
     export        writes Hugging Face files
-    model_checks  checks of a model before training; logit_checks, decoder_checks: that its loss
-                  uses its own logits, that its decoder inputs are correct
+    checks        of a model before training: its config, its loss, the tokens it attends to
     chunked_loss  the loss of a causal model, in chunks of logits
     readers       reads files and data sets as rows, and maps rows to samples
 Optional: leave them out of a copy that does not use them
     adapters (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)   trackers
-    rouge, generation   chats (Llama's formats and templates)   tokens (--prepare-only)
+    rouge   chats (Llama's formats and templates)   tokens (--prepare-only)
 """
 
 import logging

@@ -28,8 +28,8 @@ from benchmarks.driven import parse_flags
 from runtime import chunked_loss
 from runtime.attention import per_document, register, set_attention
 from runtime.batches import parameter_groups
+from runtime.checks import fit_config
 from runtime.metrics import flops_per_token
-from runtime.model_checks import fit_config
 from runtime.state import Facts
 from tools import memory_estimator
 

@@ -46,7 +46,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config,
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
 import policies
-from runtime import adapters, chunked_loss, model_checks, options, ranks, weights
+from runtime import adapters, checks, chunked_loss, options, ranks, weights
 from runtime.options import flag
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
@@ -331,7 +331,7 @@ def read_model(args: Options) -> Model:
             )
     config = weights.text_config(config, script.MODEL, args.model_name)
     args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
-    model_checks.check_length("--seq-length", args.seq_length, config)
+    checks.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
     AttentionMaskInterface.register("estimate", lambda **_: None)
     config._attn_implementation = "estimate"

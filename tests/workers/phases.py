@@ -34,7 +34,7 @@ def entry_points(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]
         "step": (Step, "__enter__", later),
         "validation": (script, "validation", later),
         "save": (checkpoints._Writer, "write_data", None),
-        "generation": (script, "generation", None),
+        "generation": (getattr(script, "rouge", None), "generation", None),
         "best export": (run.Run, "_export_best", None),
         "export": (run.Output, "export", None),
     }
