@@ -6,7 +6,8 @@ import shutil
 from types import ModuleType
 
 import pytest
-from conftest import ROOT, launch, losses, metrics
+import torch
+from conftest import ROOT, launch, losses, metrics, weights
 
 from benchmarks.driven import parse_flags
 from tools.copy_script import needed_files
@@ -14,7 +15,10 @@ from tools.copy_script import needed_files
 PAGE = (ROOT / "docs/change-a-script.md").read_text()
 EDITS = re.search("<!-- z-loss -->(.*)<!-- accuracy -->(.*)<!-- end -->", PAGE, re.S)
 Z_LOSS, ACCURACY = EDITS.groups()
-OTHERS = PAGE.replace(Z_LOSS, "").replace(ACCURACY, "")
+BEFORE, SECTION = PAGE.replace(Z_LOSS, "").replace(ACCURACY, "").split("## Recipes")
+SECTION, AFTER = SECTION.split("<!-- recipes end -->")
+RECIPES = dict(re.findall(r"<!-- ([a-z ]+) -->\n(```diff.*?```)", SECTION, re.S))
+OTHERS = BEFORE + AFTER
 
 
 def apply_diffs(script: str, text: str) -> str:
@@ -96,3 +100,58 @@ def test_documented_diffs_add_z_loss_and_accuracy(script, request, tmp_path):
     assert runs["accuracy", "val"] == runs["plain", "val"]
     accuracies = [line["accuracy"] for line in accuracy]
     assert min(accuracies) >= 0 and 0 < max(accuracies) < 1
+
+
+def run_recipe(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Train with a copy of gpt2_fsdp.py that one recipe, or none, has changed."""
+    text = RECIPES.get(name, "")
+    if name == "average":
+        monkeypatch.syspath_prepend(ROOT / "tests/helpers")
+        start = BEFORE.index("## EMA weights")
+        ema = BEFORE[start:].replace("+from lion import Lion\n", "")
+        text = ema + text
+    assert text.count("\n+") <= 10
+    module = ModuleType("gpt2_fsdp")
+    module.__file__ = str(ROOT / "gpt2_fsdp.py")
+    exec(compile(apply_diffs("gpt2_fsdp", text), module.__file__, "exec"), vars(module))
+    assert module.fsdp_main(parse_flags(module, flags)) == 0
+    return module
+
+
+def test_recipes_do_what_they_say(gpt2_directory, tmp_path, monkeypatch, capfd):
+    flags = ["--model-name", str(gpt2_directory), "--dataset=docstrings", "--block-size=32",
+             "--num-train-samples=40", "--num-val-samples=4", "--precision=fp32", "--lr=1e-2",
+             "--batch-size=2", "--max-steps=6", "--eval-every=1", "--log-every=1",
+             "--lr-schedule=constant", "--warmup-ratio=0"]  # fmt: skip
+    outputs = {name: tmp_path / name for name in ["plain", *RECIPES]}
+    for name, output in outputs.items():
+        if name != "early stopping":
+            run_recipe(name, [*flags, f"--output-dir={output}"], monkeypatch)
+    models = {name: weights(path / "final") for name, path in outputs.items() if path.exists()}
+    base = weights(gpt2_directory)
+    key = "transformer.wte.weight"
+    assert torch.equal(models["freezing"][key], base[key])
+    assert not torch.equal(models["plain"][key], base[key])
+    first = "transformer.h.0.mlp.c_fc.weight"
+    assert not torch.equal(models["freezing"][first], base[first])
+    # AdamW's first steps have the size of the learning rate.
+    moved = {name: (models[name][key] - base[key]).abs().max() for name in ("plain", "head")}
+    assert moved["head"] > 3 * moved["plain"]
+    assert not torch.equal(models["average"][first], models["plain"][first])
+    values = metrics(outputs["own metric"], "val")
+    best = min(values[1:], key=lambda line: line["own"])
+    assert metrics(outputs["own metric"], "done")[0]["best_step"] == best["step"]
+
+    # A rate that is too high ends the run early; the same command says so.
+    flags += ["--lr=0.5", f"--output-dir={outputs['early stopping']}"]
+    monkeypatch.setitem(RECIPES, "early stopping", RECIPES["early stopping"].replace("500", "2"))
+    capfd.readouterr()
+    for message in ("done ", "is finished at"):
+        run_recipe("early stopping", flags, monkeypatch)
+        assert message in capfd.readouterr().out
+    steps = list(losses(outputs["early stopping"]))
+    assert steps == list(range(1, len(steps) + 1)) and 2 <= len(steps) < 6
+    assert (outputs["early stopping"] / f"checkpoints/step-{len(steps):08d}").is_dir()
+    assert len(weights(outputs["early stopping"] / "final")) > 10
+    run_recipe("early stopping", [*flags, "--max-steps=8"], monkeypatch)
+    assert len(losses(outputs["early stopping"])) > len(steps)

@@ -25,6 +25,12 @@ class Ema:
         for average, parameter in zip(self.average, model.parameters(), strict=True):
             average.lerp_(parameter, 0.1)
 
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Replace the weights by the average."""
+        for average, parameter in zip(self.average, model.parameters(), strict=True):
+            parameter.copy_(average)
+
     def state_dict(self) -> dict:
         """Return the average and the number of updates."""
         return {"average": self.average, "count": self.count}
