@@ -1,29 +1,28 @@
 """Edits that would train a model incorrectly are refused at startup, each with its own message."""
 
 import argparse
-import importlib
 import json
-import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from conftest import error_lines, launch, metrics
+from conftest import launch, metrics
 from copied import edited_script, llama_changes
 from torch import nn
 
 import llama_fsdp
 from benchmarks.driven import parse_flags
-from runtime.checks import FOR_TRAINING, fit_config
+from runtime.checks import fit_config
 
 NOT_A_SUM = "summed_loss is not a sum over target tokens"
 OTHER_LOGITS = "The logits behind the loss differ from the model's own by"
-OTHER_INPUTS = "The decoder's logits differ by .* from those that the model computes from labels"
+OTHER_INPUTS = (
+    "The decoder's logits differ by .* from those that the model computes from the labels"
+)
 NOT_CAUSAL = "The model is not causal: its logits change by"
 LEAK = "Documents in a sequence attend to each other.*Pass --no-packing"
 PADDING = "Padding changes the model's logits by"
@@ -45,6 +44,13 @@ T5GEMMA = {
         "name: dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32, "
         "num_attention_heads=4, num_key_value_heads=2, vocab_size=384) "
         "for name in ('encoder', 'decoder')"
+    ),
+}
+BART = {
+    "t5.modeling_t5 import T5Block": "bart.modeling_bart import BartDecoderLayer, BartEncoderLayer",
+    "transformers.T5For": "transformers.BartFor",
+    '"d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4': (
+        '"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128'
     ),
 }
 PLAIN_LOSS = {  # computes the loss from the model's own logits
@@ -95,9 +101,18 @@ EDITS = {
     "T5: another start": Edit(T5, OTHER_INPUTS, data={START: "torch.full_like(labels, 5)"}),
     "T5: inputs not shifted": Edit(T5, OTHER_INPUTS, data=NO_SHIFT),
     "T5: not causal": Edit(
-        T5, NOT_CAUSAL, {"    policy = ": "    model.decoder.config.is_decoder = False\n    policy = "}
+        T5,
+        NOT_CAUSAL,
+        {
+            "    policies.fuse(": "    model.decoder.is_decoder = False\n"
+            "    model.decoder.config.is_decoder = False\n    policies.fuse("
+        },
     ),
     "T5: missing block": Edit(T5, "it lacks T5Block", {"= (T5Block,)": "= (torch.nn.Embedding,)"}),
+    "BART": Edit(T5, None, BART | {"(T5Block,)": "(BartEncoderLayer, BartDecoderLayer)"}),
+    "BART: missing block": Edit(
+        T5, "it lacks BartEncoderLayer", BART | {"(T5Block,)": "(BartDecoderLayer,)"}
+    ),
     "T5Gemma": Edit(T5, None, T5GEMMA),
     "T5Gemma: starts with padding": Edit(
         T5, OTHER_INPUTS, T5GEMMA, data={START: "torch.zeros_like(labels)"}
@@ -118,7 +133,9 @@ EDITS = {
         GPT2, OTHER_LOGITS, {"(hidden.flatten(0, 1)": "(1.1 * hidden.flatten(0, 1)"}
     ),
     "GPT-2: not causal": Edit(
-        GPT2, NOT_CAUSAL, {"    policy = ": "    model.config.is_causal = False\n    policy = "}
+        GPT2,
+        NOT_CAUSAL,
+        {"    policies.fuse(": "    model.config.is_causal = False\n    policies.fuse("},
     ),
     "Llama": Edit(LLAMA),
     "Llama: unpacked": Edit(LLAMA, flags=UNPACKED),
@@ -137,6 +154,11 @@ EDITS = {
     "Llama: loss without positions": Edit(
         LLAMA, OTHER_LOGITS, {"(input_ids, use_cache=False, **options)": "(input_ids)"}
     ),
+    "Llama: wrong blocks": Edit(
+        LLAMA,
+        "it lacks LlamaDecoderLayer",
+        {"BLOCKS = (LlamaDecoderLayer,)": "BLOCKS = (nn.Linear,)"},
+    ),
     "Llama: no positions": Edit(LLAMA, LEAK, {'"position_ids", "cu_seq_lens", "l': '"l'}),
     "Llama: scaled logits": llama(OTHER_LOGITS, logit_scale=0.5),  # Llama ignores both
     "Llama: capped logits": llama(OTHER_LOGITS, final_logit_softcapping=0.1),
@@ -150,28 +172,20 @@ for name, (folder, config) in LEAKS.items():
     EDITS[f"{name}: unpacked"] = llama(None, *UNPACKED, name=name, folder=folder, **config)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def device() -> Iterator[torch.device]:
     """Yield the device of a process group of one."""
     yield llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
     llama_fsdp.cleanup()
 
 
-def apply(edit: Edit) -> ModuleType:
-    """Return the edited script with its edited data module."""
-    script = edited_script(edit.script, edit.changes)
-    script.data = edited_script(script.data.__name__, edit.data)
-    return script
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", EDITS)
 def test_edit_is_refused_with_its_message(name, precision, device):
     edit = EDITS[name]
-    script = apply(edit)
-    lengths = ("--max-seq-length", "64") if edit.script == LLAMA else ()
-    attention = ("--attention", "eager") if edit.script == LLAMA else ()
-    flags = ["--model-name", "tiny", "--precision", precision, *lengths, *attention, *edit.flags]
+    script = edited_script(edit.script, edit.changes, edit.data)
+    flags = ["--model-name", "tiny", "--precision", precision, *edit.flags]
+    flags += ["--max-seq-length", "64", "--attention", "eager"] if edit.script == LLAMA else []
     args = parse_flags(script, flags)
     model, _, init = script.load_model(args, device)
 
@@ -183,3 +197,81 @@ def test_edit_is_refused_with_its_message(name, precision, device):
     else:
         with pytest.raises(ValueError, match=edit.message):
             check()
+
+
+def test_refused_run_exits_with_one_message(texts, tmp_path, capfd):
+    script = edited_script(GPT2, {SUM: ""})
+    files = ["--dataset", str(texts[0]), "--val-dataset", str(texts[1]), "--block-size", "32"]
+    with pytest.raises(SystemExit) as end:
+        flags = ["--model-name", "tiny", *files, "--output-dir", str(tmp_path)]
+        script.fsdp_main(parse_flags(script, flags))
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 1 and error.startswith(f"error: {NOT_A_SUM}")
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def fit(config: transformers.PretrainedConfig, model_class: type, model_name: str = "path") -> None:
+    """Call `fit_config` without a sequence length to check."""
+    args = argparse.Namespace(model_name=model_name, export_only=False)
+    fit_config(args, model_class, config)
+
+
+def test_layerdrop_is_switched_off(device, capfd):
+    config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
+    assert config.encoder_layerdrop == 0.05
+    fit(config, transformers.M2M100ForConditionalGeneration)
+    assert config.encoder_layerdrop == config.decoder_layerdrop == 0
+    lines = capfd.readouterr().out.splitlines()
+    expected = "encoder_layerdrop is set to 0 (the model has 0.05)"
+    assert len(lines) == 2 and lines[0].startswith(expected)
+    config = transformers.RwkvConfig(num_hidden_layers=1, hidden_size=16)
+    fit(config, transformers.RwkvForCausalLM)
+    assert config.rescale_every == 0 and "rescale_every is set to 0" in capfd.readouterr().out
+    fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
+    fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name, padding", [("T5", 1), ("GPT2", None), ("Llama", None)])
+@pytest.mark.parametrize("base", [384, -1])
+def test_padding_token_without_a_row_is_replaced(name, padding, base, device):
+    """T5 gets its EOS token. In the others an embedding would not train the token's row."""
+    config = getattr(transformers, f"{name}Config")(vocab_size=384, pad_token_id=base)
+    fit(config, nn.Module)
+    assert config.pad_token_id == padding
+    config.pad_token_id = 383
+    fit(config, nn.Module)
+    assert config.pad_token_id == 383
+
+
+FIELDS = {  # the embedding has rows 0 to 383
+    "gradient_checkpointing": True,
+    "pad_token_id": 384,
+    "torchscript": True,
+    "use_cache": True,
+}
+
+
+def test_trains_with_fields_that_do_not_fit_and_keeps_them(t5_directory, tmp_path):
+    """So do a config without `use_cache`, and beams of several lengths that end with padding."""
+    for name, fields in {"plain": {}, "changed": FIELDS}.items():
+        base = tmp_path / name
+        shutil.copytree(t5_directory, base)
+        for file in ("config.json", "generation_config.json"):
+            config = json.loads((base / file).read_text())
+            config.pop("use_cache", None)
+            (base / file).write_text(json.dumps(config | fields))
+        launch(0, "T5_training.py", "--model-name", base, "--dataset", "docstrings",
+               "--num-train-samples", "16", "--num-val-samples", "8", "--max-steps", "2",
+               "--log-every", "1", "--output-dir", base / "output")  # fmt: skip
+        for file in ("config.json", "generation_config.json"):
+            final, config = (
+                json.loads((d / file).read_text()) for d in (base / "output/final", base)
+            )
+            assert {key: final.get(key) for key in FIELDS} == {
+                key: config.get(key) for key in FIELDS
+            }
+    plain, changed = (metrics(tmp_path / name / "output", "train") for name in ("plain", "changed"))
+    assert [line["loss"] for line in plain] == [line["loss"] for line in changed]
+    plain, changed = (metrics(tmp_path / name / "output", "done") for name in ("plain", "changed"))
+    assert plain[0]["rougeL"] == changed[0]["rougeL"]
