@@ -23,6 +23,7 @@ FOR_TRAINING = {
     "output_hidden_states": False,
     "torchscript": False,
     "use_cache": False,
+    "gradient_checkpointing": False,  # --activation-checkpointing does it
 }
 TINY_LIMIT = 10_000_000  # parameters that --model-name tiny may have
 OTHER_LOGITS = (
@@ -30,8 +31,8 @@ OTHER_LOGITS = (
     "scale and cap them as the model's forward does, or compute the loss as T5_training.py does."
 )
 OTHER_INPUTS = (
-    "The decoder's logits differ by {:.1%} from those that the model computes from labels. Make "
-    "collate build decoder_input_ids and decoder_attention_mask as the model's forward does."
+    "The decoder's logits differ by {:.1%} from those that the model computes from the labels. "
+    "Make collate build decoder_input_ids and decoder_attention_mask as the model's forward does."
 )
 NOT_CAUSAL = (
     "The model is not causal: its logits change by {:.1%} if only later tokens change, so it would "

@@ -5,8 +5,11 @@ from types import ModuleType
 from conftest import ROOT
 
 
-def edited_script(script: str, replacements: dict[str, str]) -> ModuleType:
-    """Return a module made from the text of `script`, with each key replaced by its value."""
+def edited_script(
+    script: str, replacements: dict[str, str], in_data: dict[str, str] | None = None
+) -> ModuleType:
+    """Return a module made from the text of `script`, with each key replaced by its value, and
+    `in_data` replaced in the data module that it imports."""
     source = (ROOT / f"{script}.py").read_text()
     for old, new in replacements.items():
         assert old in source, old
@@ -14,6 +17,8 @@ def edited_script(script: str, replacements: dict[str, str]) -> ModuleType:
     module = ModuleType(script)
     module.__file__ = str(ROOT / f"{script}.py")
     exec(compile(source, module.__file__, "exec"), vars(module))
+    if in_data:
+        module.data = edited_script(module.data.__name__, in_data)
     return module
 
 

@@ -2,7 +2,8 @@
 
 model_checks_worker.py CASES.json OUTPUT.json
 
-CASES.json maps names to [script, replacements in its text, flags].
+CASES.json maps names to [script, replacements in its text, flags] and, optionally, replacements in
+the text of its data module.
 """
 
 import json
@@ -25,8 +26,8 @@ def main() -> None:
     cases, output = map(Path, sys.argv[1:])
     device = llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
     results: dict[str, list[str]] = {}
-    for case, (name, changes, flags) in json.loads(cases.read_text()).items():
-        script = edited_script(name, changes)
+    for case, (name, changes, flags, *data) in json.loads(cases.read_text()).items():
+        script = edited_script(name, changes, *data)
         message = ""
         try:
             common = ["--model-name", "tiny", "--output-dir", str(output.with_suffix("")), *flags]
