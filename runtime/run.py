@@ -145,7 +145,9 @@ class Output:
         # Without its checkpoints a finished run would start over, and replace its exports.
         if state.step > total or (self._is_finished and (state.step == 0 or state.is_last_step)):
             advice = "To train longer, raise --max-steps or --epochs. This needs its checkpoints."
-            ranks.say(f"{self.directory} is finished at {state.step or total} steps. {advice}")
+            ranks.say(
+                f"{self.directory} is finished at {min(state.step or total, total)} steps. {advice}"
+            )
             return None
         if self.checkpoint:
             ranks.say(f"Resuming at step {state.step} of {total} from {self.checkpoint.name}")

@@ -60,25 +60,25 @@ class Progress:
     """A progress bar of `total` units of work on rank 0, from the first unit to the last one."""
 
     def __init__(self, text: str, total: int, unit: str = "it", done: int = 0) -> None:
-        self.done = done
-        self._bar: tqdm | None = None
         self._options: dict[str, Any] = {
             "desc": text, "total": total, "initial": done, "unit": unit, "leave": False,
             "dynamic_ncols": True, "disable": dist.get_rank() != 0,
         }  # fmt: skip
+        self._done = done
+        self._bar: tqdm | None = None
         if not sys.stderr.isatty():
             self._options |= {"delay": 30.0, "mininterval": 30.0, "miniters": 1}  # seconds
             self._options["bar_format"] = "{desc} {n_fmt}/{total_fmt}  {rate_fmt}  left {remaining}"
-            self._options["file"] = Lines()
+            self._bar = tqdm(file=Lines(), **self._options)
 
     def update(self, count: int = 1) -> None:
         """Advance the bar by `count` units; the last unit clears it."""
         touch()
-        if self._bar is None:  # earlier it would be drawn below each message
+        if self._bar is None:  # before the first unit, each message would draw it again
             self._bar = tqdm(**self._options)
         self._bar.update(count)
-        self.done += count
-        if self.done >= self._options["total"]:
+        self._done += count
+        if self._done >= self._options["total"]:
             self.close()
 
     def close(self) -> None:
