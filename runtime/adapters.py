@@ -35,18 +35,11 @@ def add(
     """
     import peft
 
-    projections = _projections(model, blocks)
-    names = {name.rpartition(".")[2] for name in projections}
-    targets = set(args.lora_targets or names)
-    if not targets <= names:
-        raise ValueError(
-            f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. Pass some of "
-            f"{', '.join(sorted(names))}."
-        )
+    layers, targets = projections(args, model, blocks)
     if args.load_in_4bit:
         from . import nf4
 
-        for name, module in projections.items():
+        for name, module in layers.items():
             if fits_4bit(model, name):
                 model.set_submodule(name, nf4.Linear4bit(module, dtype))
     base = args.model_name
@@ -62,9 +55,9 @@ def add(
     )
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    if not adapted <= projections.keys():  # such as experts
+    if not adapted <= layers.keys():  # such as experts
         raise ValueError(
-            f"--lora-targets {' '.join(sorted(targets))} names {min(adapted - projections.keys())} "
+            f"--lora-targets {' '.join(sorted(targets))} names {min(adapted - layers.keys())} "
             "too, which is not a projection of a block. Pass only the projections of the "
             "attention."
         )
@@ -80,12 +73,24 @@ def add(
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
 
 
-def _projections(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
-    """Return the linear layers inside a model's blocks, by name; `blocks` are classes."""
+def projections(
+    args: Namespace, model: nn.Module, blocks: tuple[type[nn.Module], ...]
+) -> tuple[dict[str, nn.Module], set[str]]:
+    """Return the linear layers inside a model's `blocks` by name, and the last parts of the names
+    of those with adapters. Raise ValueError if there is none for one of --lora-targets."""
     inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
     # Llama 4's router is a Linear too, but its forward returns a tuple.
     linear = (nn.Linear.forward, Conv1D.forward)
-    return {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
+    modules = model.named_modules()
+    layers = {n: x for n, x in modules if x in inner and type(x).forward in linear}
+    names = {name.rpartition(".")[2] for name in layers}
+    targets = set(args.lora_targets or names)
+    if not targets <= names:
+        raise ValueError(
+            f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. Pass some of "
+            f"{', '.join(sorted(names))}."
+        )
+    return layers, targets
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:

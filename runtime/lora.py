@@ -21,6 +21,7 @@ class Options:
         "all in the blocks)", metavar="NAME")  # fmt: skip
     load_in_4bit: bool = flag(False, "hold the blocks' frozen projections in NF4 (QLoRA)")
     merge: bool = flag(False, "export whole models to best/ and final/, not adapters")
+    packages = {"peft": "lora_rank", "bitsandbytes": "load_in_4bit"}  # and the field that needs it
 
     def derive(self) -> None:
         """Set --fsdp to 2 if adapters are trained and it is not passed."""
@@ -39,9 +40,9 @@ class Options:
             problems.append("--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.")
         if self.merge and self.model_name == "tiny":
             problems.append("--merge needs a model in files, not --model-name tiny.")
-        for package, is_needed in (("peft", True), ("bitsandbytes", self.load_in_4bit)):
-            if is_needed and importlib.util.find_spec(package) is None:
-                problems.append(f"--lora-rank needs {package}. {INSTALL}")
+        for package, name in self.packages.items():
+            if getattr(self, name) and importlib.util.find_spec(package) is None:
+                problems.append(f"{as_flag(name)} needs {package}. {INSTALL}")
         if self.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
             problems.append(f"--load-in-4bit needs torch 2.13 or newer, not {torch.__version__}.")
         return problems

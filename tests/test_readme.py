@@ -257,8 +257,6 @@ def test_memory_table_matches_estimator():
 
 
 def test_gpu_table_matches_estimator():
-    pytest.importorskip("peft")
-    pytest.importorskip("bitsandbytes")
     pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
     for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
         nodes = max(1, int(gpus) // 8)
