@@ -58,6 +58,11 @@ def _start(name: str, args: Namespace, directory: Path, script: str, step: int) 
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
-    os.environ |= {"WANDB_RUN_ID": path.read_text(), "WANDB_DIR": str(directory)}
-    options = {"project": script, "name": path.read_text(), "config": vars(args)}
-    return importlib.import_module(name).init(resume="allow", **options)
+    run = path.read_text()
+    defaults = {"project": script, "name": run, "run_group": None}
+    if name == "wandb":
+        defaults |= {"run_id": run, "dir": str(directory)}
+    options = {}
+    for key, default in defaults.items():  # such as WANDB_PROJECT or TRACKIO_PROJECT
+        options[key.removeprefix("run_")] = os.environ.get(f"{name}_{key}".upper(), default)
+    return importlib.import_module(name).init(resume="allow", config=vars(args), **options)
