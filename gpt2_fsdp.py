@@ -271,8 +271,9 @@ def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders,
     device = run.device
     sampler = batches.train_sampler(args, train_set)  # same order on any number of ranks
     loader = DataLoader(
-        train_set, batch_sampler=sampler, collate_fn=data.collate, pin_memory=device.type != "cpu"
-    )
+        train_set, batch_sampler=sampler, collate_fn=data.collate, pin_memory=device.type != "cpu",
+        num_workers=args.num_workers, worker_init_fn=batches.block_stops,
+    )  # fmt: skip
     groups = optimization.parameter_groups(model, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch

@@ -57,9 +57,8 @@ def add(
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
     if not adapted <= layers.keys():  # such as experts
         raise ValueError(
-            f"--lora-targets {' '.join(sorted(targets))} names {min(adapted - layers.keys())} "
-            "too, which is not a projection of a block. Pass only the projections of the "
-            "attention."
+            f"--lora-targets {' '.join(sorted(targets))} names {min(adapted - layers.keys())} too, "
+            "which is not a projection of a block. Pass only the projections of the attention."
         )
     config.inference_mode = True  # the value that peft saves
     for parameter in model.parameters():
@@ -73,16 +72,13 @@ def add(
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
 
 
-def projections(
-    args: Namespace, model: nn.Module, blocks: tuple[type[nn.Module], ...]
-) -> tuple[dict[str, nn.Module], set[str]]:
-    """Return the linear layers inside a model's `blocks` by name, and the last parts of the names
-    of those with adapters. Raise ValueError if there is none for one of --lora-targets."""
+def projections(args: Namespace, model: nn.Module, blocks: tuple) -> tuple[dict, set[str]]:
+    """Return by name the linear layers inside a model's `blocks`, which are classes, and the last
+    parts of the names of those with adapters. Raise ValueError if one of --lora-targets is none."""
     inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
     # Llama 4's router is a Linear too, but its forward returns a tuple.
     linear = (nn.Linear.forward, Conv1D.forward)
-    modules = model.named_modules()
-    layers = {n: x for n, x in modules if x in inner and type(x).forward in linear}
+    layers = {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
     names = {name.rpartition(".")[2] for name in layers}
     targets = set(args.lora_targets or names)
     if not targets <= names:

@@ -5,6 +5,7 @@ batches are grouped by length. It does not depend on the number of ranks.
 """
 
 import math
+import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,6 +108,11 @@ def train_sampler(
     return GlobalBatchSampler(
         len(dataset), args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
     )
+
+
+def block_stops(_: int) -> None:
+    """Block, in a worker process of a DataLoader, the requests to stop that its rank handles."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
 
 
 def val_loaders(

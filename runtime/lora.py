@@ -19,8 +19,8 @@ class Options:
     lora_dropout: float = flag(0.0, "dropout rate of their inputs", low=0, below=1)
     lora_targets: list[str] = flag([], "projections with adapters, such as q_proj v_proj (default: "
         "all in the blocks)", metavar="NAME")  # fmt: skip
-    load_in_4bit: bool = flag(False, "hold the blocks' frozen projections in NF4 (QLoRA)")
-    merge: bool = flag(False, "export whole models to best/ and final/, not adapters")
+    load_in_4bit: bool = flag(False, "hold frozen projections in NF4 (QLoRA)")
+    merge: bool = flag(False, "export whole models, not adapters")
     packages = {"peft": "lora_rank", "bitsandbytes": "load_in_4bit"}  # and the field that needs it
 
     def derive(self) -> None:

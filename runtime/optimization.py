@@ -41,7 +41,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 
 def learning_rate(args: Namespace, total_steps: int, epoch_steps: int) -> Callable[[int], float]:
     """Return a function from optimizer step to factor of --lr: a warm-up, then --lr-schedule."""
-    warmup = math.ceil(args.warmup_ratio * total_steps)
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
 
     def factor(step: int) -> float:
         if args.lr_schedule == "step":

@@ -59,10 +59,9 @@ def _start(name: str, args: Namespace, directory: Path, script: str, step: int) 
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
     run = path.read_text()
-    defaults = {"project": script, "name": run, "run_group": None}
+    ours = {"project": script, "name": run, "group": os.environ.get(f"{name}_run_group".upper())}
     if name == "wandb":
-        defaults |= {"run_id": run, "dir": str(directory)}
-    options = {}
-    for key, default in defaults.items():  # such as WANDB_PROJECT or TRACKIO_PROJECT
-        options[key.removeprefix("run_")] = os.environ.get(f"{name}_{key}".upper(), default)
+        ours |= {"id": os.environ.get("WANDB_RUN_ID", run), "dir": str(directory)}
+    # The user's variables, such as WANDB_NAME or TRACKIO_PROJECT, take precedence.
+    options = {key: os.environ.get(f"{name}_{key}".upper(), x) for key, x in ours.items()}
     return importlib.import_module(name).init(resume="allow", config=vars(args), **options)
