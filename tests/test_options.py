@@ -117,15 +117,22 @@ def test_worker_processes_do_not_change_the_losses(script, tmp_path):
 def test_signal_to_all_processes_saves_despite_workers(number, tmp_path):
     """As Ctrl-C in a terminal, or scancel: the loader's processes get the signal too."""
     command = [sys.executable, str(ROOT / "gpt2_fsdp.py"), *SMALL, *LENGTHS["gpt2_fsdp"],
-               "--num-workers", "2", "--max-steps", "5000",
+               "--num-workers", "2", "--max-steps", "5000", "--num-train-samples", "4000",
                "--output-dir", str(tmp_path)]  # fmt: skip
     log = tmp_path.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while len(live_metrics(tmp_path, "train")) < 2:
-        assert time.monotonic() < deadline and process.poll() is None, log.read_text()
-        time.sleep(0.05)
+
+    def wait_for_steps(count: int) -> None:
+        deadline = time.monotonic() + 120
+        while len(live_metrics(tmp_path, "train")) < count:
+            assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+            time.sleep(0.05)
+
+    wait_for_steps(2)
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        os.kill(int(child), number)  # first, so that the rank has time to notice
+    wait_for_steps(len(live_metrics(tmp_path, "train")) + 10)
     os.killpg(process.pid, number)
     assert process.wait(timeout=60) == 75, log.read_text()
     assert status(tmp_path) == "stopped" and "Traceback" not in log.read_text()
