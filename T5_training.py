@@ -230,8 +230,9 @@ def train(
     )
     collate = data.collator(model)
     loader = DataLoader(
-        train_set, batch_sampler=sampler, collate_fn=collate, pin_memory=device.type != "cpu"
-    )
+        train_set, batch_sampler=sampler, collate_fn=collate, pin_memory=device.type != "cpu",
+        num_workers=args.num_workers, worker_init_fn=batches.block_stops,
+    )  # fmt: skip
     groups = batches.parameter_groups(model, facts.shapes, args.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
     total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch

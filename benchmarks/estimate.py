@@ -24,6 +24,7 @@ from driven import Driven
 from transformers import ByT5Tokenizer
 
 from benchmarks.driven import parse_flags
+from runtime.options import parse
 from tools import memory_estimator
 
 TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -52,7 +53,6 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
     """Return a row of the table, with cells such as 12.3 / 12.5 (estimated / measured)."""
     config = memory_estimator.load_config(name)
     script = memory_estimator.SCRIPTS[config.model_type]
-    length = options.seq_length or memory_estimator.LENGTHS[config.model_type]
     gpu = torch.cuda.is_available()
     switch = f"--{'' if recompute else 'no-'}activation-checkpointing"
     common = ["--batch-size", str(options.batch_size), switch]
@@ -61,9 +61,9 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
     if options.load_in_4bit:
         common.append("--load-in-4bit")
     precision = "bf16" if gpu else "fp32"
-    args = options.parse(memory_estimator.Options,
+    args = parse(memory_estimator.Options,
         ["--model-name", name, "--gpus-per-node", str(options.processes), "--precision", precision,
-         "--seq-length", str(length), *common]
+         "--seq-length", str(options.seq_length), *common]
     )  # fmt: skip
     model = memory_estimator.read_model(args)
     choice = (strategy, False, recompute, "adamw")
@@ -72,7 +72,9 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
         config.save_pretrained(directory)
         ByT5Tokenizer().save_pretrained(directory)
         flags = ["--model-name", directory, "--precision", precision, "--strategy", strategy,
-                 LENGTH[script], str(length), *common]  # fmt: skip
+                 LENGTH[script], str(args.seq_length), *common]  # fmt: skip
+        if script == "T5_training":
+            flags += ["--target-length", str(args.target_length)]
         measured = launch(options.processes, __file__, "--worker", script, json.dumps(flags))
     cells = [f"{expected[term] / 1e6:,.2f} / {measured[term] / 1e6:,.2f}" for term in TERMS]
     if gpu:

@@ -35,8 +35,9 @@ class Options:
     lora_dropout: float = flag(0.0, "dropout rate of their inputs", low=0, below=1)
     lora_targets: list[str] = flag([], "projections with adapters, such as q_proj v_proj (default: "
         "all in the blocks)", metavar="NAME")  # fmt: skip
-    load_in_4bit: bool = flag(False, "hold the blocks' frozen projections in NF4 (QLoRA)")
-    merge: bool = flag(False, "export whole models to best/ and final/, not adapters")
+    load_in_4bit: bool = flag(False, "hold frozen projections in NF4 (QLoRA)")
+    merge: bool = flag(False, "export whole models, not adapters")
+    packages = {"peft": "lora_rank", "bitsandbytes": "load_in_4bit"}  # and the field that needs it
 
     def derive(self) -> None:
         """Set --fsdp to 2 if adapters are trained and it is not passed."""
@@ -55,9 +56,9 @@ class Options:
             problems.append("--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.")
         if self.merge and self.model_name == "tiny":
             problems.append("--merge needs a model in files, not --model-name tiny.")
-        for package, is_needed in (("peft", True), ("bitsandbytes", self.load_in_4bit)):
-            if is_needed and importlib.util.find_spec(package) is None:
-                problems.append(f"--lora-rank needs {package}. {INSTALL}")
+        for package, name in self.packages.items():
+            if getattr(self, name) and importlib.util.find_spec(package) is None:
+                problems.append(f"{as_flag(name)} needs {package}. {INSTALL}")
         if self.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
             problems.append(f"--load-in-4bit needs torch 2.13 or newer, not {torch.__version__}.")
         return problems
@@ -78,16 +79,9 @@ def add(
     """
     import peft
 
-    projections = _projections(model, blocks)
-    names = {name.rpartition(".")[2] for name in projections}
-    targets = set(args.lora_targets or names)
-    if not targets <= names:
-        raise ValueError(
-            f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. Pass some of "
-            f"{', '.join(sorted(names))}."
-        )
+    layers, targets = projections(args, model, blocks)
     if args.load_in_4bit:
-        for name, module in projections.items():
+        for name, module in layers.items():
             if fits_4bit(model, name):
                 model.set_submodule(name, Linear4bit(module, dtype))
     base = args.model_name
@@ -103,11 +97,10 @@ def add(
     )
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
-    if not adapted <= projections.keys():  # such as experts
+    if not adapted <= layers.keys():  # such as experts
         raise ValueError(
-            f"--lora-targets {' '.join(sorted(targets))} names {min(adapted - projections.keys())} "
-            "too, which is not a projection of a block. Pass only the projections of the "
-            "attention."
+            f"--lora-targets {' '.join(sorted(targets))} names {min(adapted - layers.keys())} too, "
+            "which is not a projection of a block. Pass only the projections of the attention."
         )
     config.inference_mode = True  # the value that peft saves
     for parameter in model.parameters():
@@ -122,12 +115,21 @@ def add(
     return lora
 
 
-def _projections(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> dict[str, nn.Module]:
-    """Return the linear layers inside a model's blocks, by name; `blocks` are classes."""
+def projections(args: Options, model: nn.Module, blocks: tuple) -> tuple[dict, set[str]]:
+    """Return by name the linear layers inside a model's `blocks`, which are classes, and the last
+    parts of the names of those with adapters. Raise ValueError if one of --lora-targets is none."""
     inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
     # Llama 4's router is a Linear too, but its forward returns a tuple.
     linear = (nn.Linear.forward, Conv1D.forward)
-    return {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
+    layers = {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
+    names = {name.rpartition(".")[2] for name in layers}
+    targets = set(args.lora_targets or names)
+    if not targets <= names:
+        raise ValueError(
+            f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. Pass some of "
+            f"{', '.join(sorted(names))}."
+        )
+    return layers, targets
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:

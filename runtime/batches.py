@@ -5,6 +5,7 @@ batches are grouped by length. It does not depend on the number of ranks.
 """
 
 import math
+import signal
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -108,6 +109,11 @@ def train_sampler(
     return GlobalBatchSampler(len(dataset), batch_size, accumulation, seed, lengths)
 
 
+def block_stops(_: int) -> None:
+    """Block, in a worker process of a DataLoader, the requests to stop that its rank handles."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+
+
 def val_loaders(
     val_sets: dict[str, Any], batch_size: int, collate: Callable
 ) -> dict[str, DataLoader]:
@@ -177,7 +183,7 @@ def parameter_groups(
 
 def learning_rate(args: Namespace, total_steps: int, epoch_steps: int) -> Callable[[int], float]:
     """Return a function from optimizer step to factor of --lr: a warm-up, then --lr-schedule."""
-    warmup = math.ceil(args.warmup_ratio * total_steps)
+    warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
 
     def factor(step: int) -> float:
         if args.lr_schedule == "step":

@@ -25,6 +25,15 @@ INSTALL = "Run `pip install -r requirements-extras.txt`."
 MODEL_NAME = "hub id, directory, or tiny (random, no download)"
 BadRows = Literal["fail", "skip"]
 Tracker = Literal["tensorboard", "wandb", "trackio"]
+OTHERS = {  # flags of Transformers and TRL, and ours: the first that the script has
+    "--learning-rate": "--lr", "--lr-scheduler-type": "--lr-schedule", "--report-to": "--track",
+    "--bf16": "--precision bf16", "--fp16": "--precision fp16", "--num-train-epochs": "--epochs",
+    "--save-steps": "--save-every", "--eval-steps": "--eval-every", "--logging-steps":
+    "--log-every", "--save-total-limit": "--keep-checkpoints", "--train-file": "--dataset",
+    "--validation-file": "--val-dataset", "--text-column": "--source-column", "--summary-column":
+    "--target-column", "--max-seq-len": "--block-size/--source-length", "--max-length":
+    "--block-size/--source-length", "--torch-compile": "--compile",
+}  # fmt: skip
 
 
 def flag(
@@ -64,9 +73,12 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:
         """Exit with code 1 and the message, with a suggestion for each misspelled flag."""
         flags = re.findall(r"--[\w-]+", self.format_help())
-        for word in message.partition("unrecognized arguments: ")[2].split():
-            for close in difflib.get_close_matches(word, flags, n=1):
-                message += f" (did you mean {close}?)"
+        for word in re.findall(r"--[\w-]+", message.partition("unrecognized arguments: ")[2]):
+            name = word.replace("_", "-")
+            close = [x for x in OTHERS.get(name, "").split("/") if x.split(" ")[0] in flags]
+            close += difflib.get_close_matches(name, flags, n=1, cutoff=0.7)
+            close += [x for x in flags if f"{x[1:]}-" in f"{name[1:]}-"]  # whose words it contains
+            message += f" (did you mean {close[0]}?)" if close else ""
         ranks.exit_with(message)
 
 
@@ -201,7 +213,7 @@ class Run:
     checkpoint_type: Literal["sharded", "full"] = flag(
         "sharded", "one file per rank; full: one file, for which rank 0 holds the whole state"
     )
-    async_save: bool = flag(False, "save in the background, from a copy in host memory")
+    async_save: bool = flag(False, "save in the background, from a host copy")
     keep_checkpoints: int = flag(2, "newest checkpoints to keep", low=1)
     save_best: bool = flag(True, "export best/ after each validation with the lowest loss so far")
     export_dtype: Literal["fp32", "bf16", "fp16"] = flag("fp32", "of best/, final/")
@@ -228,14 +240,16 @@ class Optimization:
         "--batch-size (0: use the two flags above)", low=0)  # fmt: skip
     accumulate_no_sync: bool = flag(False, "communicate once per step, not per micro-batch; every "
         "rank then holds the whole gradient")  # fmt: skip
+    num_workers: int = flag(0, "processes per rank that load samples", low=0)
     epochs: int = flag(2, "passes over the training set", low=1)
     max_steps: int = flag(0, "steps to train (0: --epochs)", low=0)
-    lr: float = flag(3e-4, "peak learning rate", above=0)
+    lr: float = flag(3e-4, "peak learning rate", above=0, below=10)
     lr_schedule: Literal["linear", "cosine", "constant", "step"] = flag(
         "linear", "after the warm-up; step multiplies by --gamma every epoch"
     )
     gamma: float = flag(0.85, "factor of --lr-schedule step", above=0)
     warmup_ratio: float = flag(0.03, "fraction of steps for warm-up", low=0, below=1)
+    warmup_steps: int = flag(0, "steps of warm-up (0: --warmup-ratio)", low=0)
     weight_decay: float = flag(0.01, "except for biases and norms", low=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this norm", above=0)
     seed: int = flag(0, "for weights, data order and dropout", low=0, below=2**31)

@@ -58,6 +58,10 @@ def _start(name: str, args: Namespace, directory: Path, script: str, step: int) 
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
-    os.environ |= {"WANDB_RUN_ID": path.read_text(), "WANDB_DIR": str(directory)}
-    options = {"project": script, "name": path.read_text(), "config": vars(args)}
-    return importlib.import_module(name).init(resume="allow", **options)
+    run = path.read_text()
+    ours = {"project": script, "name": run, "group": os.environ.get(f"{name}_run_group".upper())}
+    if name == "wandb":
+        ours |= {"id": os.environ.get("WANDB_RUN_ID", run), "dir": str(directory)}
+    # The user's variables, such as WANDB_NAME or TRACKIO_PROJECT, take precedence.
+    options = {key: os.environ.get(f"{name}_{key}".upper(), x) for key, x in ours.items()}
+    return importlib.import_module(name).init(resume="allow", config=vars(args), **options)

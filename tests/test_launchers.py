@@ -5,6 +5,7 @@ The schema tests need `pip install kubernetes-validate==1.37.0 skypilot==0.14.1`
 
 import copy
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import containers
 import pytest
 import yaml
 from conftest import ROOT, live_metrics
+
+import T5_training
+from benchmarks.driven import parse_flags
 
 K8S, SKY = ROOT / "launch/k8s.yaml", ROOT / "launch/sky.yaml"
 
@@ -35,6 +39,16 @@ def test_kubernetes_file_is_valid(version):
     invalid["spec"]["template"]["spec"]["terminationGracePeriod"] = 360
     with pytest.raises(Exception, match="terminationGracePeriod"):
         validate(invalid, version, strict=True)
+
+
+def test_launch_files_train_on_data_that_is_there(tmp_path, monkeypatch):
+    _, job = documents()
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    sky_words = shlex.split(yaml.safe_load(SKY.read_text())["run"], comments=True)
+    monkeypatch.chdir(tmp_path)  # without data/wikihowAll.csv
+    for words in (container["args"], sky_words[sky_words.index("T5_training.py") :]):
+        args = parse_flags(T5_training, words[1:])
+        assert args.dataset == ["docstrings"] and args.output_dir == "/output/t5"
 
 
 def test_skypilot_file_is_valid(tmp_path):

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import shlex
 import statistics
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import policies
 from benchmarks import published
 from benchmarks.driven import parse_flags
-from runtime import options
+from runtime import adapters, options
 from tools import memory_estimator
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -164,10 +166,16 @@ def test_estimates_are_near_published_measurements():
 
 @pytest.mark.parametrize("flags, line, expected", [
     ("", "full_shard fits on 1 x 8 GPUs: 15.5 of 80 GB. C", {"activation_checkpointing": True}),
-    ("--model-name llama-2-70b", "full_shard with --cpu-offload fits on 1 x 8 GPUs: 72.4 of 80 GB, "
-     "and 2,071 GB of CPU memory per node. C", {"cpu_offload": True}),
-    ("--model-name tiny-t5 --seq-length 256 --target-length 64", "full_shard fits",
+    ("--model-name llama-2-70b", "full_shard with --fsdp 2 --cpu-offload fits on 1 x 8 GPUs: 10.6 "
+     "of 80 GB, and 1,168 GB of CPU memory per node. C", {"cpu_offload": True, "fsdp": 2}),
+    ("--model-name llama-2-70b --fsdp 1", "full_shard with --cpu-offload fits on 1 x 8 GPUs: 72.4 "
+     "of 80 GB, and 2,071 GB of CPU memory per node. C", {"cpu_offload": True, "fsdp": 1}),
+    ("--gpus-per-node 1 --gpu-memory-gb 24", "full_shard with --fsdp 2 --cpu-offload fits on 1 x 1",
+     {"cpu_offload": True, "fsdp": 2}),
+    ("--model-name tiny-t5", "full_shard fits",
      {"model_name": "tiny", "source_length": 256, "target_length": 64}),
+    ("--model-name t5-base --seq-length 256 --target-length 64", "full_shard fits",
+     {"source_length": 256, "target_length": 64}),
     ("--model-name gpt2 --script gpt2_fsdp.py", "full_shard fits", {"block_size": 1024}),
     ("--seq-length 4096 --no-activation-checkpointing --precision fp32 --optimizer "
      "paged_adamw_32bit", "full_shard fits", {"max_seq_length": 4096, "precision": "fp32",
@@ -175,7 +183,6 @@ def test_estimates_are_near_published_measurements():
     ("--lora-rank 16 --load-in-4bit --gpus-per-node 1 --gpu-memory-gb 24", "full_shard fits on 1 "
      "x 1 GPUs: 5.7 of 24 GB", {"lora_rank": 16, "load_in_4bit": True, "fsdp": 2}),
 ])  # fmt: skip
-@needs_extras
 def test_verdict_contains_a_command_that_the_script_accepts(
     flags, line, expected, monkeypatch, capsys
 ):
@@ -183,13 +190,91 @@ def test_verdict_contains_a_command_that_the_script_accepts(
     memory_estimator.main(flags.split())
     printed = capsys.readouterr().out
     assert printed.count("\n  full_shard  ") == len(memory_estimator.TABLES)
-    first, command, *_ = printed.splitlines()
+    first, command, *others = printed.splitlines()
     assert first.startswith(line)
     words = shlex.split(command)
     assert f"fits on {words[2]} x {words[4]} GPUs" in first
+    # The tables are for the command's flags, under which full_shard fits.
+    (header,) = (line for line in others if " parameters in " in line)
+    assert f" {words[2]} x {words[4]} GPUs of " in header
+    assert ("FSDP2" in header) == ("--fsdp 2" in command)
+    offload = "full_shard" + " + offload" * ("--cpu-offload" in words)
+    peaks = printed.partition("GB on each GPU, peaks")[2].partition("\n\n")[0].splitlines()[1:]
+    cells = {line[:30].strip(): line[30:].split() for line in peaks}
+    assert cells[offload][3:] == ["yes", words[2]]
     (index,) = (i for i, word in enumerate(words) if word.endswith(".py"))
     monkeypatch.setenv("WORLD_SIZE", words[4])
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     script = importlib.import_module(words[index].removesuffix(".py"))
     values = vars(parse_flags(script, [*words[index + 1 :], "--dataset", "docstrings"]))
     assert {name: values[name] for name in expected} == expected
+
+
+def test_defaults_of_a_copy_are_estimated(tmp_path, capsys):
+    text = (ROOT / "llama_fsdp.py").read_text()
+    text = text.replace(
+        "    seed: int = 100\n", "    seed: int = 100\n    max_seq_length: int = 3072\n"
+    )
+    (tmp_path / "my_script.py").write_text(text)
+    memory_estimator.main(["--script", str(tmp_path / "my_script.py")])
+    assert " 1 x 3072 tokens per GPU" in capsys.readouterr().out
+
+
+def test_more_nodes_are_advised_with_tables_for_them(capsys):
+    memory_estimator.main(["--model-name", "llama-2-70b", "--precision", "fp16", "--fsdp", "2"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("full_shard fits on 3 x 8 GPUs") and "; 3 x 8 GPUs of" in printed
+
+
+@pytest.mark.parametrize("flags, saves_host_memory", [
+    ("", True), ("--fsdp 1", False), ("--fsdp 2", False), ("--lora-rank 8", False),
+    ("--optimizer paged_adamw_32bit", False),
+])  # fmt: skip
+def test_fsdp2_is_proposed_where_it_needs_less_memory_on_the_host(flags, saves_host_memory, capsys):
+    memory_estimator.main(flags.split())
+    line = "With --fsdp 2, saves need 0.0 instead of 80.9 GB of CPU memory per node."
+    assert (line in capsys.readouterr().out.splitlines()) == saves_host_memory
+
+
+PEFT_FLAGS = ["--lora-rank 8", "--lora-rank 8 --load-in-4bit --lora-targets q_proj down_proj",
+              "--lora-rank 4 --lora-dropout 0.1 --lora-targets v_proj"]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", PEFT_FLAGS)
+def test_adapters_are_estimated_without_their_packages(flags, monkeypatch):
+    """The result is that of a model with peft's adapters, if it is installed."""
+    flags = ["--model-name", "tiny", "--seq-length", "64", *flags.split()]
+    expected = None
+    if HAS_EXTRAS:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory_estimator, "add_adapters", peft_adapters)
+            expected = read(*flags)[1]
+    find_spec = importlib.util.find_spec
+    missing = {"peft", "bitsandbytes"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda x: None if x in missing else find_spec(x)
+    )
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    args, model = read(*flags)
+    for name in (
+        "parameters",
+        "trained",
+        "largest_in_4bit",
+        "activations",
+        "stays",
+        "block",
+        "flops",
+    ):
+        assert expected is None or getattr(model, name) == getattr(expected, name), name
+    for unit, other in zip(model.units, expected.units if expected else model.units, strict=True):
+        assert sorted(unit) == sorted(other)
+    assert memory_estimator.memory(model, args, "full_shard", False, True, "adamw")["fits"]
+
+
+def peft_adapters(args: Any, model: Any, blocks: Any) -> set[torch.nn.Parameter]:
+    """Add peft's adapters to a model; return the weights that --load-in-4bit quantizes."""
+    layers, _ = adapters.projections(args, model, blocks)
+    in_4bit = {layer.weight for layer in layers.values()} if args.load_in_4bit else set()
+    adapters.add(replace(args, load_in_4bit=False), model, {}, blocks, torch.bfloat16)
+    return in_4bit

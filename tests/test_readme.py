@@ -198,6 +198,17 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
         pytest.fail(f"{line}: {capsys.readouterr().err}")
 
 
+def test_upload_commands_have_the_arguments_of_hf():
+    hf = Path(sys.executable).parent / "hf"
+    usage = subprocess.check_output([hf, "upload", "--help"], text=True)
+    assert "hf upload [OPTIONS] REPO_ID [LOCAL_PATH]" in usage
+    lines = [line for line in commands() if line.startswith("hf upload ")]
+    assert lines
+    for line in lines:
+        _, _, repository, path = shlex.split(line, comments=True)
+        assert "/" in repository and path.endswith("/final")
+
+
 def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub generates for the headings of a page."""
     counts: dict[str, int] = {}
@@ -257,8 +268,6 @@ def test_memory_table_matches_estimator():
 
 
 def test_gpu_table_matches_estimator():
-    pytest.importorskip("peft")
-    pytest.importorskip("bitsandbytes")
     pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
     for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
         nodes = max(1, int(gpus) // 8)

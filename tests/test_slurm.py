@@ -207,6 +207,15 @@ def test_job_starts_one_process_per_gpu(cluster, tmp_path):
     assert job.log.read_text().splitlines() == ["2 ranks, GPUs 0,1, 2 threads"] * 2
 
 
+def test_job_without_gpus_does_not_train_on_cpus(cluster, tmp_path):
+    """Unless CUDA_VISIBLE_DEVICES is empty, as in the other tests."""
+    (tmp_path / "shows.py").write_text(PRINTING_SCRIPT)
+    job = Job(tmp_path / "output", [], tmp_path / "shows.py", CUDA_VISIBLE_DEVICES="0")
+    job.wait("FAILED")
+    (line,) = job.log.read_text().splitlines()
+    assert line.startswith("error: Slurm gave this job no GPU. Pass --gpus-per-node=8")
+
+
 def test_sbatch_options_precede_all_commands():
     """sbatch ignores options after the first command, and "# SBATCH" with a space."""
     lines = LAUNCH.read_text().splitlines()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +11,7 @@ from conftest import losses, metrics, status
 
 import gpt2_fsdp
 from benchmarks.driven import parse_flags
+from runtime.trackers import Trackers
 
 
 @pytest.fixture
@@ -77,6 +79,49 @@ def test_wandb_resumes_the_same_run(flags, tmp_path, monkeypatch):
     run_twice([*flags, "--track", "wandb"])
     stores = sorted((tmp_path / "run/track/wandb").glob("offline-run-*/*.wandb"))
     assert len(stores) == 2 and len({path.name for path in stores}) == 1
+
+
+class Recorder(ModuleType):
+    """A tracker that keeps the arguments of its start, and is its own run."""
+
+    def init(self, **options: object) -> "Recorder":
+        """Keep the arguments."""
+        self.options = options
+        return self
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_variables_of_a_tracker_override_our_defaults(name, tmp_path, monkeypatch):
+    tracker = Recorder(name)
+    monkeypatch.setitem(sys.modules, name, tracker)
+    keys = ("PROJECT", "NAME", "RUN_GROUP", "RUN_ID", "DIR")
+    for key in keys:
+        monkeypatch.delenv(f"{name.upper()}_{key}", raising=False)
+    args = Namespace(track=[name], lr=0.5)
+    assert Trackers(args, tmp_path / "track", "my_script", 0).open
+    run = (tmp_path / "track/id").read_text()
+    expected = {"project": "my_script", "name": run, "group": None, "resume": "allow"}
+    expected["config"] = {"track": [name], "lr": 0.5}
+    if name == "wandb":
+        expected |= {"id": run, "dir": str(tmp_path / "track")}
+    assert tracker.options == expected
+    for key in keys:
+        monkeypatch.setenv(f"{name.upper()}_{key}", key)
+    assert Trackers(args, tmp_path / "track", "my_script", 5).open
+    expected |= {"project": "PROJECT", "name": "NAME", "group": "RUN_GROUP"}
+    if name == "wandb":
+        expected |= {"id": "RUN_ID", "dir": "DIR"}
+    assert tracker.options == expected
+
+
+def test_wandb_stores_a_run_under_the_users_name(flags, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for key, value in {"MODE": "offline", "SILENT": "true", "PROJECT": "mine", "NAME": "first",
+                       "RUN_GROUP": "sweep"}.items():  # fmt: skip
+        monkeypatch.setenv(f"WANDB_{key}", value)
+    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--track", "wandb", "--max-steps", "1"]))
+    (store,) = (tmp_path / "run/track/wandb").glob("offline-run-*/*.wandb")
+    assert all(word in store.read_bytes() for word in (b"mine", b"first", b"sweep"))
 
 
 class Broken(ModuleType):

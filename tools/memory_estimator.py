@@ -5,7 +5,8 @@
     python tools/memory_estimator.py --model-name DIRECTORY --script my_script.py
 
 The first line says how full_shard fits, the second is the command for it, and the tables compare
-all strategies. 1 GB is 10^9 bytes. The estimator reads no weights and allocates nothing: it builds
+all strategies under that command's flags; --json has those given. It needs no peft or bitsandbytes.
+1 GB is 10^9 bytes. The estimator reads no weights and allocates nothing: it builds
 the model on the meta device, splits it into FSDP units by the script's policy, and runs one forward
 pass to see which tensors autograd keeps.
 
@@ -42,6 +43,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
+from transformers.pytorch_utils import Conv1D
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
@@ -50,8 +52,6 @@ from runtime import adapters, checks, chunked_loss, options, ranks, weights
 from runtime.options import flag
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
-LENGTHS = {"llama": 2048, "gpt2": 1024, "t5": 512}  # the scripts' defaults, in tokens
-OTHER_LENGTH = 1024
 LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
 T5 = functools.partial(T5Config, decoder_start_token_id=0)
 FLAN = functools.partial(T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
@@ -92,6 +92,7 @@ OPTIMIZERS = {"adamw": (8, 0), "paged_adamw_32bit": (0, 8)}
 SHARDED = itertools.product(("shard_grad_op", "full_shard", "hybrid_shard"), (False, True))
 MODES = [("ddp", False), *SHARDED]  # strategy, CPU offload
 LENGTH_FLAGS = ("max_seq_length", "block_size", "source_length")  # --seq-length in the scripts
+OTHER_LENGTH = 1024  # tokens, for a script that has none of them
 TERMS = ("parameter", "gradient", "optimizer", "unsharded", "activation", "logit")
 NODE_COUNTS = [*range(1, 65), 128, 256, 512, 1024, 2048, 4096]  # for "min nodes"
 TABLES = {  # title: the key of an estimate for each column
@@ -154,20 +155,21 @@ class Options(adapters.Options, Machine):
     batch_size: int = flag(1, "samples per GPU and micro-batch", low=1)
     gradient_accumulation_steps: int = flag(1, "micro-batches per step", low=1)
     global_batch_size: int = flag(0, "samples per step on all GPUs", low=0)
-    seq_length: int = flag(0, "tokens, T5: of the source (0: default)", low=0)
-    target_length: int = flag(150, "tokens of the target (T5)", low=1)
+    seq_length: int = flag(0, "tokens, T5: of the source (0: the script's default)", low=0)
+    target_length: int = flag(0, "tokens of the target, T5 (0: the script's default)", low=0)
     precision: Literal[*policies.PRECISIONS] = flag("bf16", "compute dtype")
-    fsdp: Literal[1, 2] | None = flag(None, "as in the scripts (default: 1, adapters: 2)")
+    fsdp: Literal[1, 2] | None = flag(None, "as in the scripts (default: 1, or 2 for "
+        "adapters and offload)")  # fmt: skip
     attention: Literal["fused", "eager"] = flag("fused", "fused: flash, varlen or sdpa; eager also "
         "keeps the score matrices")  # fmt: skip
     activation_checkpointing: bool | None = flag(None, "recompute blocks")
     optimizer: Literal[*OPTIMIZERS] = flag("adamw", "paged: moments on the CPU")
     json: bool = flag(False, "print JSON, in bytes and seconds")
     strategy = "full_shard"  # no flag: the tables show all of them
+    packages = {}  # of lora.Options; here adapters need none
 
     def derive(self) -> None:
         """Cut --global-batch-size into micro-batches. Raise ValueError if that fails."""
-        self.fsdp = self.fsdp or (2 if self.lora_rank else 1)
         options.cut_global_batch(self, max(1, self.nodes * self.gpus_per_node))
 
     def problems(self) -> list[str]:
@@ -315,7 +317,7 @@ class Model:
 
 
 def read_model(args: Options) -> Model:
-    """Return the sizes of --model-name, built on meta; replace a --seq-length of 0 in `args`. Raise
+    """Return the sizes of --model-name, built on meta; replace lengths of 0 in `args`. Raise
     ValueError if the model does not exist or does not fit the script or the sequence length.
 
     T5_training.py holds the logits of all target tokens: as computed, in fp32, and their fp32
@@ -323,14 +325,17 @@ def read_model(args: Options) -> Model:
     """
     config = load_config(args.model_name)
     script = load_script(args, config)
-    flags = options.defaults(script.Options)
+    is_tiny = hub_id(args.model_name) == "tiny"
+    flags = options.defaults(script.TinyOptions if is_tiny else script.Options)
     for name, default in (("lora_rank", 0), ("optimizer", "adamw")):
         if getattr(args, name) != default and name not in flags:
             raise ValueError(
                 f"{options.as_flag(name)} is not a flag of the script for {args.model_name}."
             )
     config = weights.text_config(config, script.MODEL, args.model_name)
-    args.seq_length = args.seq_length or LENGTHS.get(config.model_type, OTHER_LENGTH)
+    lengths = [flags[name] for name in LENGTH_FLAGS if name in flags]
+    args.seq_length = args.seq_length or max(lengths, default=OTHER_LENGTH)
+    args.target_length = args.target_length or flags.get("target_length", args.seq_length)
     checks.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
     AttentionMaskInterface.register("estimate", lambda **_: None)
@@ -339,14 +344,12 @@ def read_model(args: Options) -> Model:
     with torch.device("meta"):
         model = model_class(script)(config)
     policies.fuse(model)
-    if args.lora_rank:
-        add_adapters(args, script, model, compute)
+    in_4bit = add_adapters(args, model, script.BLOCKS) if args.lora_rank else set()
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
     policy = policies.wrap_policy(script.unit_classes(model))
     wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
-    units = weights_by_unit(args, model, wrapped)
-    in_4bit = [w.shape.numel() for unit in units for w in unit if w.in_4bit]
+    units = weights_by_unit(model, wrapped, in_4bit)
     head = model.get_output_embeddings().weight
     checkpointing = args.activation_checkpointing
     if checkpointing is None:
@@ -359,7 +362,7 @@ def read_model(args: Options) -> Model:
         units=units,
         parameters=sum(p.numel() for p in model.parameters()),
         trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        largest_in_4bit=max(in_4bit, default=0),
+        largest_in_4bit=max((weight.numel() for weight in in_4bit), default=0),
         head=head.numel(),
         head_is_trained=head.requires_grad,
         tied=head is model.get_input_embeddings().weight,
@@ -374,15 +377,9 @@ def read_model(args: Options) -> Model:
 
 
 def weights_by_unit(
-    args: Options, model: nn.Module, wrapped: list[nn.Module]
+    model: nn.Module, wrapped: list[nn.Module], in_4bit: set[nn.Parameter]
 ) -> list[list[Weight]]:
     """Return a list of Weights for the root unit, then one for each module in `wrapped`."""
-    in_4bit = set()
-    if args.load_in_4bit:
-        for name, parameter in model.named_parameters():
-            stem = name.removesuffix(".base_layer.weight")
-            if stem != name and adapters.fits_4bit(model, stem):
-                in_4bit.add(parameter)
     inner = {p for module in wrapped for p in module.parameters()}
     root = [p for p in model.parameters() if p not in inner]
     units = []
@@ -391,11 +388,38 @@ def weights_by_unit(
     return units
 
 
-def add_adapters(args: Options, script: ModuleType, model: nn.Module, dtype: torch.dtype) -> None:
-    """Add adapters of --lora-rank to a model on meta. Its weights stay in `dtype`; for those that
-    --load-in-4bit quantizes, `weights_by_unit` sets `Weight.in_4bit`."""
-    without_4bit = replace(args, load_in_4bit=False)
-    adapters.add(without_4bit, model, {}, script.BLOCKS, dtype)
+class Adapted(nn.Module):
+    """A projection with an adapter of --lora-rank, which computes as peft's does."""
+
+    def __init__(self, args: Options, layer: nn.Module) -> None:
+        super().__init__()
+        outputs, width = layer.weight.shape
+        if isinstance(layer, Conv1D):
+            width, outputs = layer.weight.shape
+        self.base_layer = layer
+        self.lora_dropout = nn.Dropout(args.lora_dropout)
+        self.lora_A = nn.Linear(width, args.lora_rank, bias=False, device="meta")
+        self.lora_B = nn.Linear(args.lora_rank, outputs, bias=False, device="meta")
+        self.scaling = args.lora_alpha / args.lora_rank
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the sum of the outputs of the projection and of its adapter."""
+        change = self.lora_B(self.lora_A(self.lora_dropout(inputs))) * self.scaling
+        return self.base_layer(inputs) + change
+
+
+def add_adapters(args: Options, model: nn.Module, blocks: policies.Classes) -> set[nn.Parameter]:
+    """Freeze a model on meta and add adapters to the projections in its blocks, as adapters.add
+    does. Return the weights that --load-in-4bit quantizes, whose shapes stay."""
+    model.requires_grad_(False)
+    projections, targets = adapters.projections(args, model, blocks)
+    in_4bit = set()
+    for name, layer in projections.items():
+        if args.load_in_4bit and adapters.fits_4bit(model, name):
+            in_4bit.add(layer.weight)
+        if name.rpartition(".")[2] in targets:
+            model.set_submodule(name, Adapted(args, layer))
+    return in_4bit
 
 
 def storages(weights: set[int], *tensors: Any) -> dict[int, torch.UntypedStorage]:
@@ -783,7 +807,7 @@ def choices(model: Model, args: Options) -> list[tuple[str, bool, bool, str]]:
     """Return every `choice` (see `memory`) that the scripts accept with these flags."""
     accepted = []
     for strategy, offload in MODES:
-        if strategy == "ddp" and args.lora_rank:
+        if strategy == "ddp" and args.fsdp == 2:
             continue
         if strategy == "hybrid_shard" and args.gpus_per_node == 1:
             continue
@@ -794,25 +818,46 @@ def choices(model: Model, args: Options) -> list[tuple[str, bool, bool, str]]:
     return accepted
 
 
-def verdict(model: Model, args: Options) -> str | None:
-    """Return two lines, how full_shard fits and its torchrun command, or None if it never fits.
+def candidates(model: Model, args: Options) -> list[tuple[Options, dict[str, Any]]]:
+    """Return flags that may fit better than `args`, each with its estimate of full_shard: the flags
+    as given; activation checkpointing, which costs a third more compute; CPU offload, which is
+    slower but needs no more machines. Unless --fsdp is given, offload tries both, first the one
+    that needs less memory on the host."""
+    offloaded = []
+    for fsdp in (args.fsdp,) if args.fsdp else (None, 2):
+        flags = replace(args, fsdp=fsdp, optimizer="adamw")
+        if takes_offload(flags):
+            row = estimate(model, flags, "full_shard", True, True, "adamw")
+            offloaded.append((flags, row))
+    offloaded.sort(key=lambda candidate: host_bytes(candidate[1]))
+    switches = (model.checkpointing, True)
+    rows = [estimate(model, args, "full_shard", False, x, args.optimizer) for x in switches]
+    return [*((args, row) for row in rows), *offloaded]
 
-    Use the first of these that fits: the flags as given; activation checkpointing, which costs a
-    third more compute; CPU offload, which is slower but needs no more machines; more nodes; more
-    nodes with CPU offload.
-    """
-    options = [(False, model.checkpointing, args.optimizer), (False, True, args.optimizer)]
-    if takes_offload(args):
-        options.append((True, True, "adamw"))
-    rows = [estimate(model, args, "full_shard", *option) for option in options]
-    if not any(row["fits"] for row in rows):
-        node_counts = [row["smallest_nodes"] for row in rows[1:] if row["smallest_nodes"]]
+
+def host_bytes(row: dict[str, Any]) -> int:
+    """Return the peak of an estimate's CPU memory in each node."""
+    return max(row[f"{phase}cpu_bytes_per_node"] for phase in ("", "save_", "resume_"))
+
+
+def advise(model: Model, args: Options) -> tuple[Options, dict[str, Any]] | None:
+    """Return flags with which full_shard fits, and its estimate, or None if it never fits: the
+    first of `candidates` that fits, or else the first that fits on more nodes, on these nodes."""
+    options = candidates(model, args)
+    if not any(row["fits"] for _, row in options):
+        node_counts = [row["smallest_nodes"] for _, row in options[1:] if row["smallest_nodes"]]
         if not node_counts:
             return None
-        args = replace(args, nodes=node_counts[0])
-        rows = [estimate(model, args, "full_shard", *option) for option in options]
-    row = next(row for row in rows if row["fits"])
+        options = candidates(model, replace(args, nodes=node_counts[0]))
+    return next((flags, row) for flags, row in options if row["fits"])
+
+
+def verdict(model: Model, given: Options, args: Options, row: dict[str, Any]) -> str:
+    """Return how full_shard fits with the flags `args` and the estimate `row`, and its command. Say
+    what was added to the `given` flags, and what FSDP2 would save."""
     added = []
+    if args.fsdp != given.fsdp:
+        added.append(f"--fsdp {args.fsdp}")
     if row["activation_checkpointing"] != model.checkpointing:
         added.append("--activation-checkpointing")
     if row["cpu_offload"]:
@@ -821,9 +866,18 @@ def verdict(model: Model, args: Options) -> str | None:
     line = f"full_shard{extra} fits on {args.nodes} x {args.gpus_per_node} GPUs: "
     line += f"{row['peak_bytes'] / 1e9:.1f} of {args.gpu_memory_gb:g} GB"
     if row["cpu_offload"]:
-        on_cpu = max(row[f"{phase}cpu_bytes_per_node"] for phase in ("", "save_", "resume_"))
-        line += f", and {on_cpu / 1e9:,.0f} GB of CPU memory per node"
-    return f"{line}. Command for each node:\n{command(model, args, row)}"
+        line += f", and {host_bytes(row) / 1e9:,.0f} GB of CPU memory per node"
+    lines = f"{line}. Command for each node:\n{command(model, args, row)}"
+    if args.fsdp is None and args.optimizer == "adamw":
+        choice = [row[x] for x in ("cpu_offload", "activation_checkpointing", "optimizer")]
+        other = memory(model, replace(args, fsdp=2), "full_shard", *choice)
+        if other["fits"] and host_bytes(other) < host_bytes(row):
+            sizes = [f"{host_bytes(x) / 1e9:,.1f}" for x in (other, row)]
+            lines += (
+                f"\nWith --fsdp 2, saves need {' instead of '.join(sizes)} GB of CPU memory per "
+            )
+            lines += "node."
+    return lines
 
 
 def command(model: Model, args: Options, row: dict[str, Any]) -> str:
@@ -872,12 +926,13 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
 
 
 def print_estimates(model: Model, args: Options, rows: list[dict[str, Any]]) -> None:
-    """Print the model and the flags on one line, then the tables."""
-    recomputed = "with" if model.checkpointing else "no"
+    """Print the model and the flags of `rows` on one line, then the tables."""
+    recomputed = "with" if rows[0]["activation_checkpointing"] else "no"
     print(
         f"{args.model_name}: {model.parameters:,} parameters in {len(model.units)} units; "
         f"{args.nodes} x {args.gpus_per_node} GPUs of {args.gpu_memory_gb:g} GB; {args.precision}, "
-        f"{args.batch_size} x {args.seq_length} tokens per GPU, {args.optimizer}, "
+        f"{args.batch_size} x {args.seq_length} tokens per GPU, FSDP{args.fsdp or 1}, "
+        f"{args.optimizer}, "
         f"{recomputed} activation checkpointing"
     )
     for title, columns in TABLES.items():
@@ -892,14 +947,20 @@ def main(argv: list[str] | None = None) -> None:
         model = read_model(args)
     except ValueError as error:
         ranks.exit_with(error)
-    lines = verdict(model, args)
-    rows = [estimate(model, args, *choice) for choice in choices(model, args)]
+    advice = advise(model, args)
     if args.json:
+        rows = [estimate(model, args, *choice) for choice in choices(model, args)]
         print(json.dumps({"estimates": rows}))
     else:
-        print(f"{lines or 'full_shard does not fit.'}\n")
-        print_estimates(model, args, rows)
-    if lines is None:
+        text, flags = "full_shard does not fit.", args
+        if advice:
+            flags, row = advice
+            text = verdict(model, args, flags, row)
+            model = replace(model, checkpointing=row["activation_checkpointing"])
+        rows = [estimate(model, flags, *choice) for choice in choices(model, flags)]
+        print(f"{text}\n")
+        print_estimates(model, flags, rows)
+    if advice is None:
         most = replace(args, nodes=NODE_COUNTS[-1])
         peak = memory(model, most, "full_shard", False, True, args.optimizer)["peak_bytes"]
         ranks.exit_with(
