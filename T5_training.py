@@ -36,7 +36,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset as data
-from runtime import batches, optimization, options, ranks, rouge, screen, tokens, weights
+from runtime import batches, optimization, options, ranks, readers, rouge, screen, weights
 from runtime.batches import Batch
 from runtime.decoder_checks import check_decoder
 from runtime.generation import check_generation, generation
@@ -218,7 +218,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
 def train(args: Options, model: nn.Module, train_set: Any, val_loaders: Loaders, run: Run) -> bool:
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = run.device
-    lengths = data.source_lengths(args, train_set)  # None: do not group by length
+    lengths = data.source_lengths(train_set) if args.group_by_length else None
     sampler = batches.train_sampler(args, train_set, lengths)  # same order on any number of ranks
     collate = data.collator(model)
     loader = DataLoader(
@@ -293,7 +293,7 @@ def run_without_training(
         return
     train_set, val_sets = load_data(args, tokenizer)
     if args.prepare_only:
-        tokens.write_prepared(args, train_set, val_sets, tokenizer)
+        readers.write_prepared(args, train_set, val_sets, tokenizer)
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(args, val_sets, data.collator(model))

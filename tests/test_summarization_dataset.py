@@ -91,7 +91,7 @@ def articles(number):
 
 def wikihow_splits(**changes):
     """Return the (text, summary) pairs of WikiHow by split."""
-    parts = sd.load_rows("wikihow", arguments(**changes), TOKENIZER, True)
+    parts = sd.load_rows("wikihow", arguments(**changes), TOKENIZER)
     return {split: [(row["text"], row["summary"]) for row in rows] for split, rows in parts.items()}
 
 
@@ -190,7 +190,7 @@ def test_wikihow_splits_and_slices_can_be_selected(tmp_path):
 
 
 def test_docstrings_are_split_by_module():
-    parts = sd.load_rows("docstrings", arguments(), TOKENIZER, True)
+    parts = sd.load_rows("docstrings", arguments(), TOKENIZER)
     keys = [set(rows["key"]) for rows in parts.values()]
     assert list(parts) == ["train", "validation"] and not keys[0] & keys[1]
     sizes = [len(rows) for rows in parts.values()]
