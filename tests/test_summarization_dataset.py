@@ -270,6 +270,17 @@ def test_encoded_texts_end_with_eos(tmp_path, template):
     assert all(row["length"] == len(row["input_ids"]) for row in rows)
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_unknown_target_tokens_are_counted(count, tmp_path, capsys):
+    """A warning needs more than 1 in 100 tokens; each of the 40 targets has four and EOS."""
+    rows = [{"text": "a", "headline": "b c d e"}] * (40 - count)
+    rows += [{"text": "b", "headline": "b { } e"}] * count
+    path = str(write_rows(tmp_path / "x.jsonl", rows))
+    sd.load(arguments(dataset=path, val_dataset=[path]), words_tokenizer())
+    warning = "Warning: 4 of 200 target tokens are <unk>"
+    assert (warning in capsys.readouterr().out) == bool(count)
+
+
 def test_collate_pads_to_a_multiple_of_8_on_a_gpu(monkeypatch):
     examples = [{"input_ids": [5] * 9, "labels": [6, 1]}, {"input_ids": [7, 1], "labels": [8] * 8}]
     assert sd.collate(examples, 0, 2)["input_ids"].tolist() == [[5] * 9, [7, 1] + [0] * 7]
