@@ -50,17 +50,15 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, readers
     Raise ValueError if data or flags cannot be used.
     """
 
-    def draw(spec: str, split: str, rows: Dataset, limit: int) -> Dataset:
-        blocks = readers.sample(rows, limit)
-        say(f"{spec}, {split}: {len(blocks):,} of {len(rows):,} blocks used")
-        return blocks
+    load_parts = functools.partial(load_blocks, tokenizer=tokenizer, args=args)
+    return readers.load_sets(args, WIKITEXT, load_parts, hold_out, draw)
 
-    load_parts = functools.partial(load_blocks, args=args, tokenizer=tokenizer)
-    train_sets, val_sets = readers.load_sets(args, WIKITEXT, load_parts, hold_out)
-    blocks = [draw(spec, "train", rows, args.num_train_samples) for spec, rows in train_sets]
-    for spec, rows in val_sets.items():
-        val_sets[spec] = readers.join([draw(spec, "validation", rows, args.num_val_samples)])
-    return readers.join(blocks) if blocks else None, val_sets
+
+def draw(spec: str, split: str, rows: Dataset, limit: int) -> Dataset:
+    """Return `limit` random blocks (0: all)."""
+    blocks = readers.sample(rows, limit)
+    say(f"{spec}, {split}: {len(blocks):,} of {len(rows):,} blocks used")
+    return blocks
 
 
 def load_blocks(spec: str, tokenizer: Tokenizer, args: Namespace) -> readers.Parts:

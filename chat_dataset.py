@@ -12,7 +12,7 @@ import re
 from argparse import Namespace
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 
@@ -22,6 +22,7 @@ from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from runtime import chats, readers
+from runtime.batches import pad
 from runtime.options import BadRows, flag
 from runtime.ranks import say
 
@@ -73,25 +74,19 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[st
     replaces them. Raise ValueError if data or flags cannot be used.
     """
 
-    def packs(parts: list[Dataset]) -> Packs:
-        capacity = args.max_seq_length if args.packing else 0
-        return Packs(readers.join(parts), capacity, args.seed)
+    def draw(spec: str, split: str, rows: Dataset, limit: int) -> Dataset:
+        if split == "train":
+            count_open_ended(spec, rows, tokenizer)
+        return draw_documents(f"{spec}, {split}", rows, limit, args.max_seq_length)
 
-    length = args.max_seq_length
     load_parts = functools.partial(load_documents, tokenizer=tokenizer, args=args)
-    train_sets, val_sets = readers.load_sets(args, "docstrings", load_parts, hold_out)
-    documents = []
-    for spec, rows in train_sets:
-        count_open_ended(spec, rows, tokenizer)
-        documents.append(draw_documents(f"{spec}, train", rows, args.num_train_samples, length))
-    val_packs = {}
-    for spec, rows in val_sets.items():
-        rows = draw_documents(f"{spec}, validation", rows, args.num_val_samples, length)
-        val_packs[spec] = packs([rows])
-    if not documents:
-        return None, val_packs
-    say(f"an example, with targets in « »: {mark_targets(documents[0][0], tokenizer)}")
-    return packs(documents), val_packs
+    train_set, val_sets = readers.load_sets(args, "docstrings", load_parts, hold_out, draw)
+    capacity = args.max_seq_length if args.packing else 0
+    packs = {spec: Packs(rows, capacity, args.seed) for spec, rows in val_sets.items()}
+    if not train_set:
+        return None, packs
+    say(f"an example, with targets in « »: {mark_targets(train_set[0], tokenizer)}")
+    return Packs(train_set, capacity, args.seed), packs
 
 
 def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> readers.Parts:
@@ -249,9 +244,11 @@ def render(
             empty = text_of([{"role": "assistant", "content": ""}])
             prompt = os.path.commonprefix([text, empty]).rstrip(" ")
         if not text.startswith(prompt):
-            raise ValueError(f"turn {i + 1}: the chat template does not start the answer with its "
-                             f"generation prompt, so training would differ from use{advice(prompt)}"
-                             )  # fmt: skip
+            raise ValueError(
+                f"turn {i + 1}: the chat template does not start the answer with its generation "
+                "prompt, so training would differ from use. If the prompt opens <think>, the "
+                "answers need reasoning_content. Or pass --chat-template chatml, which opens none"
+            )
         chats.check_rendered(chat[i], None, text[len(prompt) :])
         extends_last = documents and text.startswith(documents[-1][0])
         spans = documents.pop()[1] if extends_last else []
@@ -260,14 +257,6 @@ def render(
     if whole.startswith(text):  # with the turns after the last answer
         documents[-1] = whole, spans
     return [(text, spans, spans[-1][1] == len(text)) for text, spans in documents]
-
-
-def advice(prompt: str) -> str:
-    """Return what to do if an answer does not start with its generation prompt."""
-    if not prompt.rstrip().endswith("<think>"):
-        return ""
-    return (". The prompt opens <think>, so the answers need reasoning_content. Or pass "
-            "--chat-template chatml, which does not open it")  # fmt: skip
 
 
 class AnswerTokens:
@@ -523,36 +512,27 @@ def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
     in the flattened batch, [0] if there are none, because the head needs at least one.
     """
     rows = samples or [[]]
-    lengths = [sum(len(document["labels"]) - 1 for document in row) for row in rows]
-    width = max(8, -(-max(lengths) // 8) * 8)
-    shape = len(rows), width
-    input_ids = np.zeros(shape, dtype=np.int64)
-    labels = np.full(shape, -100)
-    positions = np.zeros(shape, dtype=np.int64)
-    offsets = np.arange(width)
-    bounds = [0]
-    for number, row in enumerate(rows):
-        start = 0
-        for document in row:
-            end = start + len(document["labels"]) - 1
-            input_ids[number, start:end] = document["input_ids"][:-1]
-            labels[number, start:end] = document["labels"][1:]
-            positions[number, start:end] = offsets[: end - start]
-            bounds.append(number * width + end)
-            start = end
-        if start < width:
-            bounds.append((number + 1) * width)
-    target_positions = np.flatnonzero(labels != -100)
-    targets = len(target_positions)
-    if targets == 0:
-        target_positions = np.zeros(1, dtype=np.int64)
+    lengths = [[len(document["labels"]) - 1 for document in row] for row in rows]
+    inputs = [joined(document["input_ids"][:-1] for document in row) for row in rows]
+    targets = [joined(document["labels"][1:] for document in row) for row in rows]
+    input_ids = pad(inputs, 0, least=8, multiple=8)
+    labels = pad(targets, -100, least=8, multiple=8)
+    positions = pad([joined(map(np.arange, row)) for row in lengths], 0, least=8, multiple=8)
+    width = labels.shape[1]
+    segments = [n for row in lengths for n in (*row, width - sum(row)) if n]
+    target_positions = (labels.flatten() != -100).nonzero().flatten()
     return {
-        "input_ids": torch.from_numpy(input_ids),
-        "labels": torch.from_numpy(labels),
-        "target_positions": torch.from_numpy(target_positions),
-        "position_ids": torch.from_numpy(positions),
-        "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
-        "longest_document": int(np.diff(bounds).max()),
-        "targets": targets,
-        "tokens": sum(lengths),
+        "input_ids": input_ids,
+        "labels": labels,
+        "target_positions": target_positions if len(target_positions) else torch.tensor([0]),
+        "position_ids": positions,
+        "cu_seq_lens": torch.tensor([0, *itertools.accumulate(segments)], dtype=torch.int32),
+        "longest_document": max(segments),
+        "targets": len(target_positions),
+        "tokens": sum(map(sum, lengths)),
     }
+
+
+def joined(parts: Iterable[Sequence[int]]) -> np.ndarray:
+    """Return the values of all parts, none if there are no parts."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])

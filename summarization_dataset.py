@@ -84,15 +84,12 @@ def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, readers
     """
     load_parts = partial(load_rows, args=args, tokenizer=tokenizer)
     hold_out = partial(split_rows, percent=PERCENT["other"])
-    train_sets, val_sets = readers.load_sets(args, "wikihow", load_parts, hold_out)
-    samples = [draw(spec, "train", rows, args, tokenizer) for spec, rows in train_sets]
-    for spec, rows in val_sets.items():
-        val_sets[spec] = readers.join([draw(spec, "validation", rows, args, tokenizer)])
-    if not samples:
-        return None, val_sets
-    text, summary = (tokenizer.decode(samples[0][0][x]) for x in ("input_ids", "labels"))
-    say(readers.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
-    return readers.join(samples), val_sets
+    make = partial(draw, args=args, tokenizer=tokenizer)
+    train_set, val_sets = readers.load_sets(args, "wikihow", load_parts, hold_out, make)
+    if train_set:
+        text, summary = (tokenizer.decode(train_set[0][x]) for x in ("input_ids", "labels"))
+        say(readers.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
+    return train_set, val_sets
 
 
 def load_rows(spec: str, args: Namespace, tokenizer: Tokenizer) -> readers.Parts:
@@ -171,11 +168,9 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
         number = stable_hash(*key or [text])
         return [{"text": text, "summary": summary, "key": number, "split": ""}]
 
-    def clean_batch(batch: list[dict]) -> list[list[dict]]:
-        return list(map(clean, batch))
-
-    key = needed, titles
-    cleaned = readers.map_rows(name, rows, clean_batch, PAIR | KEY, args.bad_rows, *key)
+    cleaned = readers.map_rows(
+        name, rows, lambda x: [*map(clean, x)], PAIR | KEY, args.bad_rows, needed, titles
+    )
     say(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
     return cleaned
 
@@ -210,11 +205,10 @@ def read_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer)
         ids = pair["input_ids"]
         return [pair | {"length": len(ids), "key": stable_hash(repr(ids)), "split": ""}]
 
-    def read_batch(batch: list[dict]) -> list[list[dict]]:
-        return list(map(read, batch))
-
     key = limits, len(tokenizer)
-    return readers.map_rows(name, rows, read_batch, TOKENS | KEY, args.bad_rows, *key)
+    return readers.map_rows(
+        name, rows, lambda x: [*map(read, x)], TOKENS | KEY, args.bad_rows, *key
+    )
 
 
 def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> readers.Parts:
@@ -243,9 +237,10 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> readers.Par
     return parts
 
 
-def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return random rows as TOKENS, the same in every run. A flag for `split` sets their number."""
-    limit = args.num_train_samples if split == "train" else args.num_val_samples
+def draw(
+    spec: str, split: str, rows: Dataset, limit: int | None, args: Namespace, tokenizer: Tokenizer
+) -> Dataset:
+    """Return `limit` random rows (0: all, None: the default) as TOKENS, the same in every run."""
     default = BUILT_IN.get(spec.partition(":")[0], (0, 0))[split != "train"]
     total = len(rows)
     number = (default if limit is None else limit) or total

@@ -279,7 +279,7 @@ def pick(name: str, parts: Parts, split: str | None) -> Parts:
     except (ValueError, AssertionError) as error:
         advice = f"Pass {name}:SPLIT with one of {', '.join(parts)}."
         raise ValueError(f"--dataset {name} has no split {split or 'train'}. {advice}") from error
-    chosen = [parts[x.splitname].select(range(sizes[x.splitname])[x.from_ : x.to]) for x in pieces]
+    chosen = [parts[x.splitname].select(range(x.from_, x.to)) for x in pieces]
     return {"train": concatenate_datasets(chosen)}
 
 
@@ -394,27 +394,32 @@ def load_sets(
     default: str,
     load_parts: Callable[[str], Parts],
     hold_out: Callable[[str, Dataset], Parts],
-) -> tuple[list[tuple[str, Dataset]], Parts]:
-    """Return --dataset arguments with their training rows, none with --evaluate-only, and the
-    validation rows by argument.
+    draw: Callable[[str, str, Dataset, int | None], Dataset],
+) -> tuple[Dataset | None, Parts]:
+    """Return the training set, None with --evaluate-only, and the validation sets by --dataset or
+    --val-dataset argument.
 
-    `load_parts` returns the rows of an argument by split. `hold_out` splits those of an argument
-    that has no validation rows.
+    `load_parts` returns the rows of an argument by split, `hold_out` splits those that have no
+    validation rows, and `draw` makes samples of those of a split, at most a number (0: all).
     """
     train_sets = []
     val_sets = {}
+
+    def add_validation(spec: str, rows: Dataset) -> None:
+        val_sets[spec] = join([draw(spec, "validation", rows, args.num_val_samples)])
+
     for spec in [] if args.evaluate_only and args.val_dataset else args.dataset or [default]:
         parts = load_parts(spec)
         if "validation" not in parts and not args.val_dataset:
             parts = hold_out(spec, parts["train"])
-        if not args.val_dataset:
-            val_sets[spec] = parts["validation"]
         if not args.evaluate_only:
-            train_sets.append((spec, parts["train"]))
+            train_sets.append(draw(spec, "train", parts["train"], args.num_train_samples))
+        if not args.val_dataset:
+            add_validation(spec, parts["validation"])
     for spec in args.val_dataset:
         parts = load_parts(spec)
-        val_sets[spec] = parts.get("validation", parts["train"])
-    return train_sets, val_sets
+        add_validation(spec, parts.get("validation", parts["train"]))
+    return join(train_sets) if train_sets else None, val_sets
 
 
 def split_by(is_held_out: np.ndarray, rows: Dataset) -> Parts:
