@@ -269,7 +269,7 @@ class AnswerTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.added = {*tokenizer.added_tokens_decoder}
-        self.known: dict[str, list[int]] = {}
+        self.ids_of = functools.cache(lambda text: self.tokenize(text)[0])
         tokenizer("", verbose=False)  # resets what an earlier call set, such as truncation
 
     def tokenize(self, text: str) -> tuple[list[int], list[int] | None]:
@@ -281,12 +281,6 @@ class AnswerTokens:
         # Without the tokenizer's own call, which takes several times as long for short texts.
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         return encoding.ids, [end for _, end in encoding.offsets]
-
-    def ids_of(self, text: str) -> list[int]:
-        """Return the token ids of a text that may be asked for again."""
-        if text not in self.known:
-            self.known[text] = self.tokenize(text)[0]
-        return self.known[text]
 
     def encode(self, text: str, spans: Spans) -> list[tuple[list[int], list[int]]]:
         """Return the documents of a text as ids and labels, given the answers in it."""

@@ -250,7 +250,8 @@ def draw(
         rows = rows.select(sorted(indices[:number]))  # reads faster than in random order
     rows = rows.remove_columns(list(KEY))
     if "input_ids" not in rows.column_names:
-        rows = encode(spec, rows, args, tokenizer)
+        lengths = args.source_length, args.target_length
+        rows = encode(spec, rows, tokenizer, args.source_prefix, lengths, args.bad_rows)
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
     say(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
     targets = np.concatenate([x.flatten().to_numpy() for x in readers.arrays(rows, "labels")])
@@ -262,11 +263,17 @@ def draw(
     return rows
 
 
-def encode(spec: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Tokenize rows of PAIR and return them with the columns of TOKENS."""
+def encode(
+    spec: str,
+    rows: Dataset,
+    tokenizer: Tokenizer,
+    prefix: str,
+    lengths: tuple[int, int],
+    bad_rows: str,
+) -> Dataset:
+    """Tokenize rows of PAIR and return them with the columns of TOKENS. `prefix` precedes each
+    text; a text and a summary have at most `lengths` tokens."""
     options = {"truncation": True, "return_attention_mask": False}
-    lengths = args.source_length, args.target_length
-    prefix = args.source_prefix
 
     def with_eos(ids: list[int], length: int) -> list[int]:
         eos = [tokenizer.eos_token_id]
@@ -285,7 +292,7 @@ def encode(spec: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> D
         return samples
 
     key = prefix, lengths, readers.tokenizer_digest(tokenizer)
-    return readers.map_rows(spec, rows, encode_batch, TOKENS, args.bad_rows, *key)
+    return readers.map_rows(spec, rows, encode_batch, TOKENS, bad_rows, *key)
 
 
 def collator(model: nn.Module) -> Callable:

@@ -141,15 +141,11 @@ def main_turns(row: dict, columns: Sequence[str], train_on_prompt: bool) -> list
 
 def is_trained(item: dict, what: str) -> bool:
     """Return whether a turn or a row is a target by its TRAIN_KEYS and `mask`: true, 1 or none."""
-    for key in ("mask", *TRAIN_KEYS):
-        value = item.get(key)
-        if value is None:
-            continue
+    values = {x: item[x] for x in ("mask", *TRAIN_KEYS) if item.get(x) is not None}
+    for key, value in values.items():
         if value not in (0, 1):
             raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
-        if bool(value) == (key == "mask"):
-            return False
-    return True
+    return all(bool(value) != (key == "mask") for key, value in values.items())
 
 
 def as_list(value: Any, name: str) -> list[dict]:
