@@ -264,12 +264,7 @@ def draw(
 
 
 def encode(
-    spec: str,
-    rows: Dataset,
-    tokenizer: Tokenizer,
-    prefix: str,
-    lengths: tuple[int, int],
-    bad_rows: str,
+    spec: str, rows: Dataset, tokenizer: Tokenizer, prefix: str, lengths: tuple, bad_rows: str
 ) -> Dataset:
     """Tokenize rows of PAIR and return them with the columns of TOKENS. `prefix` precedes each
     text; a text and a summary have at most `lengths` tokens."""

@@ -119,7 +119,9 @@ def read_hub(name: str, config: str | None) -> Parts:
     except Exception:
         with contextlib.suppress(Exception):
             path = snapshot_download(name, repo_type="dataset", local_files_only=True)
-            return datasets.load_dataset(path, config)
+            parts = datasets.load_dataset(path, config)
+            say(f"{name}: the hub cannot be read, so the rows are those of all files in {path}")
+            return parts
         raise
 
 

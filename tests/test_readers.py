@@ -305,7 +305,7 @@ def test_compressed_files_have_the_rows_of_plain_ones(tmp_path):
     assert list(readers.read(str(tmp_path / "y.parquet.gz"), None)["train"]) == rows
 
 
-def test_data_set_of_hf_download_is_read_from_the_hub_cache(tmp_path, monkeypatch):
+def test_data_set_of_hf_download_is_read_from_the_hub_cache(tmp_path, monkeypatch, capfd):
     repository = tmp_path / "datasets--someone--pairs"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs/main").write_text("1" * 40)
@@ -316,6 +316,7 @@ def test_data_set_of_hf_download_is_read_from_the_hub_cache(tmp_path, monkeypatc
         readers, "snapshot_download", partial(snapshot_download, cache_dir=tmp_path)
     )
     assert list(readers.read("someone/pairs", None)["train"]) == PAIRS
+    assert f"the rows are those of all files in {snapshot}" in capfd.readouterr().out
     with pytest.raises(ValueError, match="someone/other cannot be read: .*Correct the name"):
         readers.read("someone/other", None)
 
