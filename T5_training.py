@@ -37,7 +37,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import policies
 import summarization_dataset as data
-from runtime import batches, options, ranks, rouge, screen, tokens, weights
+from runtime import batches, options, ranks, readers, rouge, screen, weights
 from runtime.batches import Batch
 from runtime.checks import check_model, fit_config
 from runtime.options import flag
@@ -224,7 +224,7 @@ def train(
 ) -> bool:  # fmt: skip
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = output.device
-    lengths = data.source_lengths(args, train_set)  # None: do not group by length
+    lengths = data.source_lengths(train_set) if args.group_by_length else None
     sampler = batches.train_sampler(  # same order on any number of ranks
         train_set, args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
     )
@@ -303,7 +303,7 @@ def run_without_training(
         return
     train_set, val_sets = load_data(args, facts.tokenizer)
     if args.prepare_only:
-        tokens.write_prepared(args, train_set, val_sets, facts.tokenizer)
+        readers.write_prepared(args, train_set, val_sets, facts.tokenizer)
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collator(model))

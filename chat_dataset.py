@@ -8,40 +8,31 @@ import hashlib
 import itertools
 import json
 import os.path
-import random
 import re
 from argparse import Namespace
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from operator import itemgetter
 
 import numpy as np
 import torch
 from datasets import Dataset, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import chats, readers, tokens
+from runtime import chats, readers
+from runtime.batches import pad
 from runtime.options import BadRows, flag
 from runtime.ranks import say
 
-FEATURES = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
-FEATURES |= {"cut": Value("int64"), "key": Value("int64"), "first_target": Value("int64")}
+IDS = List(Value("int32"))
+NUMBER = Value("int64")
+FEATURES = {"input_ids": IDS, "labels": IDS, "cut": NUMBER, "key": NUMBER, "first_target": NUMBER}
 BUILT_IN = ("docstrings",)
 DATE = date(2024, 7, 26)
 
-
-def probe_batch(args: Namespace) -> list[list[dict]]:
-    """Return two sequences that start alike, for checks.check_model. With --packing both end
-    with the document that the first starts with; it is longer than some attention blocks."""
-    # Use a multiple of 4: two documents fill a row, which is padded to a multiple of 8.
-    length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))
-    long = [10 + i % 97 for i in range(length + 1)]
-    other = long[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
-    first, second, short = ({"input_ids": x, "labels": x} for x in (long, other, long[:9]))
-    return [[first, first], [second, first]] if args.packing else [[first], [short]]
+Spans = list[tuple[int, int]]  # the start and end characters of the assistant's turns in a text
 
 
 @dataclass
@@ -76,6 +67,135 @@ class Options:
         return ["Pass both --prompt-column and --completion-column."]
 
 
+def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[str, "Packs"]]:
+    """Return the training set (None with --evaluate-only) and the validation sets by name.
+
+    Each data set has its own validation set: its split `validation`, else 5% of it. --val-dataset
+    replaces them. Raise ValueError if data or flags cannot be used.
+    """
+
+    def draw(spec: str, split: str, rows: Dataset, limit: int) -> Dataset:
+        if split == "train":
+            count_open_ended(spec, rows, tokenizer)
+        return draw_documents(f"{spec}, {split}", rows, limit, args.max_seq_length)
+
+    load_parts = functools.partial(load_documents, tokenizer=tokenizer, args=args)
+    train_set, val_sets = readers.load_sets(args, "docstrings", load_parts, hold_out, draw)
+    capacity = args.max_seq_length if args.packing else 0
+    packs = {spec: Packs(rows, capacity, args.seed) for spec, rows in val_sets.items()}
+    if not train_set:
+        return None, packs
+    say(f"an example, with targets in « »: {mark_targets(train_set[0], tokenizer)}")
+    return Packs(train_set, capacity, args.seed), packs
+
+
+def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> readers.Parts:
+    """Return the documents of one --dataset argument by split: train, and maybe validation."""
+    name, split = readers.split_spec(spec, BUILT_IN)
+    if name in BUILT_IN:
+        rows = readers.docstring_rows()
+        parts = {"train": rows.rename_columns({"headline": "prompt", "text": "completion"})}
+    else:
+        parts = readers.read(name, args.dataset_config)
+    template = tokenizer.chat_template
+    if "strftime_now" in str(template):
+        say(f"The chat template writes a date, which is always {DATE}.")
+    columns = args.text_column, args.prompt_column, args.completion_column, args.system_column
+    key = [args.max_seq_length, args.train_on_prompt, *columns, template]
+    key += [readers.tokenizer_digest(tokenizer), readers.cache_key(chats.read_chat)]
+    documents = {}
+    for part, rows in readers.pick(name, parts, split).items():
+        convert = row_encoder(name, rows, tokenizer, args)
+        rows = readers.select(rows, [*chats.COLUMNS, *columns, "input_ids", "labels"])
+        documents[part] = readers.map_rows(name, rows, convert, FEATURES, args.bad_rows, *key)
+    return documents
+
+
+def row_encoder(
+    name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace
+) -> Callable[[list[dict]], list[list[dict]]]:
+    """Return a function from a list of rows of data set `name` to a list of documents per row.
+
+    A document has FEATURES and at most --max-seq-length + 1 tokens. `cut` counts those cut off,
+    `key` a 56-bit hash of everything before the first answer, `first_target` the answer's position.
+    """
+    length = args.max_seq_length + 1
+    columns = readers.columns_of(name, rows)
+    chat_columns = chats.find_columns(name, columns, (args.prompt_column, args.completion_column))
+    form = f"chats in {' and '.join(chat_columns)}" if chat_columns else "documents or tokens"
+    say(f"{name}: columns {', '.join(columns)}, read as {form}")
+    options = args.system_column, args.train_on_prompt
+
+    def documents(prompt: object, encoded: list[tuple[list, list]]) -> list[dict]:
+        digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).hexdigest()
+        result = []
+        for ids, labels in encoded:
+            start = next((i for i, label in enumerate(labels) if label != -100), len(labels))
+            values = ids[:length], labels[:length], len(ids[length:]), int(digest, 16), start
+            result.append(dict(zip(FEATURES, values, strict=True)))
+        return result
+
+    def from_chats(batch: list[dict]) -> list[list[dict]]:
+        turns = [chats.read_chat(row, chat_columns, *options) for row in batch]
+        prompts = []
+        for chat, _ in turns:
+            first = [turn["role"] for turn in chat].index("assistant")
+            prompts.append(chat[:first] or chat)
+        return list(map(documents, prompts, encode(turns, tokenizer, args.train_on_prompt)))
+
+    def from_texts(batch: list[dict]) -> list[list[dict]]:
+        texts = [row.get(args.text_column) for row in batch]
+        pairs = zip(texts, encode_texts(texts, tokenizer), strict=True)
+        return [documents(text, [encoded]) for text, encoded in pairs]
+
+    def from_tokens(batch: list[dict]) -> list[list[dict]]:
+        pairs = [read_tokens(row, length, tokenizer) for row in batch]
+        return [documents(ids, [(ids, labels)]) for ids, labels in pairs]
+
+    if chat_columns:
+        return from_chats
+    if args.text_column in columns:
+        return from_texts
+    if "input_ids" in columns:
+        readers.compare_origin(name, args, tokenizer)
+        return from_tokens
+    texts = [x for x, has_text in columns.items() if has_text]
+    likely = readers.guess_columns(columns)
+    advice = "Write each chat as a row of messages"
+    if "text" in texts or len(texts) == 1:
+        advice = f"Pass --text-column {'text' if 'text' in texts else texts[0]}"
+    elif len(likely) == 2:
+        advice = f"Pass --prompt-column {likely[0]} --completion-column {likely[1]}"
+    names = ", ".join(columns)
+    raise ValueError(f"--dataset {name} has no chats in its columns {names}. {advice}.")
+
+
+def encode(
+    rows: list[tuple[list[dict], list[dict] | None]], tokenizer: Tokenizer, train_on_prompt: bool
+) -> list[list[tuple[list, list]]]:
+    """Return the documents of each chat as token ids and labels, which are the ids of targets and
+    otherwise -100. `rows` are chats with their tools. The first token is not a target.
+
+    Targets are the tokens of the assistant's turns, from after the header through the end marker,
+    or all tokens with `train_on_prompt`. EOS is appended to an answer that ends a document.
+    """
+    tokens = AnswerTokens(tokenizer)
+    eos = tokenizer.eos_token_id
+    result = []
+    for chat, tools in rows:
+        documents = []
+        for text, spans, ends_in_answer in render(chat, tools, tokenizer, train_on_prompt):
+            parts = tokens.encode(text, spans)
+            for ids, labels in parts:
+                if train_on_prompt:
+                    labels = list(ids)
+                if (ends_in_answer or len(parts) > 1) and ids[-1] != eos:
+                    ids, labels = [*ids, eos], [*labels, eos]
+                documents.append((ids, [-100, *labels[1:]]))
+        result.append(documents)
+    return result
+
+
 @functools.cache
 def fix_date(template: str) -> str:
     """Return a chat template that writes DATE instead of today's date, so that all nodes and all
@@ -89,10 +209,10 @@ def fix_date(template: str) -> str:
 
 
 def render(
-    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, args: Namespace
-) -> list[tuple[str, list[tuple[int, int]], bool]]:
-    """Render a chat and return its documents as tuples: the text, the start and end characters of
-    the assistant's turns, and whether the text ends with an answer.
+    chat: list[dict], tools: list[dict] | None, tokenizer: Tokenizer, train_on_prompt: bool
+) -> list[tuple[str, Spans, bool]]:
+    """Render a chat and return its documents as tuples: the text, the assistant's turns in it, and
+    whether the text ends with an answer.
 
     Each answer is a target in one text, rendered without the turns after it. Usually that is the
     whole chat, but some templates drop reasoning before the last question or move the system
@@ -113,11 +233,10 @@ def render(
     for turn in chat:
         if turn["role"] != "assistant":
             chats.check_rendered(turn, tools, whole)
-    if args.train_on_prompt:
+    if train_on_prompt:
         return [(whole, [], is_target[-1])]
-    texts: list[str] = []
-    spans: list[list[tuple[int, int]]] = []
-    for i in [i for i, is_answer in enumerate(is_target) if is_answer]:
+    documents: list[tuple[str, Spans]] = []
+    for i in itertools.compress(range(len(chat)), is_target):
         text = whole if i == len(chat) - 1 else text_of(chat[: i + 1]).rstrip()
         if i:
             prompt = text_of(chat[:i], add_generation_prompt=True)
@@ -125,28 +244,19 @@ def render(
             empty = text_of([{"role": "assistant", "content": ""}])
             prompt = os.path.commonprefix([text, empty]).rstrip(" ")
         if not text.startswith(prompt):
-            raise ValueError(f"turn {i + 1}: the chat template does not start the answer with its "
-                             f"generation prompt, so training would differ from use{advice(prompt)}"
-                             )  # fmt: skip
+            raise ValueError(
+                f"turn {i + 1}: the chat template does not start the answer with its generation "
+                "prompt, so training would differ from use. If the prompt opens <think>, the "
+                "answers need reasoning_content. Or pass --chat-template chatml, which opens none"
+            )
         chats.check_rendered(chat[i], None, text[len(prompt) :])
-        if texts and text.startswith(texts[-1]):
-            texts[-1] = text
-        else:
-            texts.append(text)
-            spans.append([])
-        spans[-1].append((len(prompt), len(text)))
-    if whole.startswith(texts[-1]):
-        texts[-1] = whole  # with the turns after the last answer
-    ends_in_answer = [text != whole or is_target[-1] for text in texts]
-    return list(zip(texts, spans, ends_in_answer, strict=True))
-
-
-def advice(prompt: str) -> str:
-    """Return what to do if an answer does not start with its generation prompt."""
-    if not prompt.rstrip().endswith("<think>"):
-        return ""
-    return (". The prompt opens <think>, so the answers need reasoning_content. Or pass "
-            "--chat-template chatml, which does not open it")  # fmt: skip
+        extends_last = documents and text.startswith(documents[-1][0])
+        spans = documents.pop()[1] if extends_last else []
+        documents.append((text, [*spans, (len(prompt), len(text))]))
+    text, spans = documents[-1]
+    if whole.startswith(text):  # with the turns after the last answer
+        documents[-1] = whole, spans
+    return [(text, spans, spans[-1][1] == len(text)) for text, spans in documents]
 
 
 class AnswerTokens:
@@ -159,70 +269,57 @@ class AnswerTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.added = {*tokenizer.added_tokens_decoder}
-        self.known: dict[str, list[int]] = {}
-        self.options = {"add_special_tokens": False, "return_attention_mask": False}
+        self.ids_of = functools.cache(lambda text: self.tokenize(text)[0])
+        tokenizer("", verbose=False)  # resets what an earlier call set, such as truncation
 
-    def ids_of(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
-        if text not in self.known:
-            if self.tokenizer.is_fast:  # several times as fast, without truncation since `encode`
-                backend = self.tokenizer.backend_tokenizer
-                self.known[text] = backend.encode(text, add_special_tokens=False).ids
-            else:
-                encoded = self.tokenizer(text, verbose=False, **self.options)
-                self.known[text] = encoded["input_ids"]
-        return self.known[text]
+    def tokenize(self, text: str) -> tuple[list[int], list[int] | None]:
+        """Return the ids of a text's tokens and the characters where these end, None if the
+        tokenizer is slow."""
+        if not self.tokenizer.is_fast:
+            options = {"add_special_tokens": False, "verbose": False}
+            return self.tokenizer(text, **options)["input_ids"], None
+        # Without the tokenizer's own call, which takes several times as long for short texts.
+        encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, [end for _, end in encoding.offsets]
 
-    def encode(
-        self, texts: list[str], spans: list[list[tuple[int, int]]]
-    ) -> Iterator[list[tuple[list[int], list[int]]]]:
-        """Yield the documents of each text, as ids and labels, given the start and end characters
-        of its answers."""
-        is_fast = self.tokenizer.is_fast
-        encoded = self.tokenizer(
-            texts, verbose=False, return_offsets_mapping=is_fast, **self.options
-        )
-        offsets = encoded.get("offset_mapping", [None] * len(texts))
-        for text, ids, places, answers in zip(
-            texts, encoded["input_ids"], offsets, spans, strict=True
-        ):
-            labels = [-100] * len(ids)
-            for start, end in answers:
-                first = self.count(text, ids, places, start)
-                last = self.count(text, ids, places, end, is_prompt=False)
-                if first is None or last is None:
-                    yield self.split(text, answers)
-                    break
-                labels[first:last] = ids[first:last]
-            else:
-                yield [(ids, labels)]
+    def encode(self, text: str, spans: Spans) -> list[tuple[list[int], list[int]]]:
+        """Return the documents of a text as ids and labels, given the answers in it."""
+        ids, ends = self.tokenize(text)
+        labels = [-100] * len(ids)
+        for start, end in spans:
+            first = self.count(text, ids, ends, start)
+            last = self.count(text, ids, ends, end, is_prompt=False)
+            if first is None or last is None:
+                return self.split(text, spans)
+            labels[first:last] = ids[first:last]
+        return [(ids, labels)]
 
     def count(
-        self, text: str, ids: list[int], places: list | None, position: int, is_prompt: bool = True
+        self, text: str, ids: list[int], ends: list | None, position: int, is_prompt: bool = True
     ) -> int | None:
-        """Return how many of the `ids` of `text` are those of text[:position] alone, or None if
-        these differ. `places` are the tokens' start and end characters (None: unknown). At the end
-        of an answer only the last token is compared."""
-        if places is None:
+        """Return the number of tokens in text[:position], or None if those of the whole text
+        differ. Slow tokenizers give no `ends`; for them, compare `ids` with the encoding of
+        text[:position]. At the end of an answer only the last token is compared."""
+        if ends is None:
             part = self.ids_of(text[:position])
             return len(part) if ids[: len(part)] == part else None
-        count = bisect_right(places, position, key=itemgetter(1))
+        count = bisect_right(ends, position)
         if not is_prompt:
-            return count if places[count - 1][1] == position else None
+            return count if ends[count - 1] == position else None
         # Compare only the last tokens: the text before them, or before an added token, does not
         # change them. If they differ, for example because of a space at the start, compare all.
         recent = range(count - 1, max(0, count - 24), -1)
         first = next((i for i in recent if ids[i] in self.added), max(0, count - 24))
-        start = places[first - 1][1] if first else 0
+        start = ends[first - 1] if first else 0
         kept = ids[max(first, count - 16) : count]
         if self.ids_of(text[start:position])[-len(kept) :] == kept:
             return count
         return count if ids[:count] == self.ids_of(text[:position]) else None
 
-    def split(self, text: str, answers: list[tuple[int, int]]) -> list[tuple[list, list]]:
+    def split(self, text: str, spans: Spans) -> list[tuple[list[int], list[int]]]:
         """Return the documents of a text that is cut at the ends of its prompts and answers."""
         documents: list[tuple[list, list]] = []
-        for start, end in answers:
+        for start, end in spans:
             prompt, ids = self.ids_of(text[:start]), self.ids_of(text[:end])
             if ids[: len(prompt)] != prompt:
                 ids = prompt + self.after(prompt, text[start:end], ids)
@@ -238,39 +335,10 @@ class AnswerTokens:
         tokenizers put a space before the first word of a text, hence the other beginnings."""
         expected = self.tokenizer.decode(whole)
         for beginning in ("", "a", "\n", ".", "0"):
-            count = len(self.ids_of(beginning)) if beginning else 0
-            ids = self.ids_of(beginning + answer)[count:]
+            ids = self.ids_of(beginning + answer)[len(self.ids_of(beginning)) :]
             if self.tokenizer.decode(prompt + ids) == expected:
                 return ids
         return self.ids_of(answer)
-
-
-def encode(
-    rows: list[tuple[list[dict], list[dict] | None]], tokenizer: Tokenizer, args: Namespace
-) -> list[list[tuple[list, list]]]:
-    """Return the documents of each chat as token ids and labels, which are the ids of targets and
-    otherwise -100. `rows` are chats with their tools. The first token is not a target.
-
-    Targets are the tokens of the assistant's turns, from after the header through the end marker,
-    or all tokens with --train-on-prompt. EOS is appended to an answer that ends a document.
-    """
-    rendered = [render(chat, tools, tokenizer, args) for chat, tools in rows]
-    texts = [text for documents in rendered for text, _, _ in documents]
-    spans = [spans for documents in rendered for _, spans, _ in documents]
-    encoded = AnswerTokens(tokenizer).encode(texts, spans)
-    eos = tokenizer.eos_token_id
-    result = []
-    for documents in rendered:
-        result.append([])
-        for _, _, ends_in_answer in documents:
-            parts = next(encoded)
-            for ids, labels in parts:
-                if args.train_on_prompt:
-                    labels = list(ids)
-                if (ends_in_answer or len(parts) > 1) and ids[-1] != eos:
-                    ids, labels = [*ids, eos], [*labels, eos]
-                result[-1].append((ids, [-100, *labels[1:]]))
-    return result
 
 
 def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, list]]:
@@ -288,180 +356,60 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
     return documents
 
 
-def check_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, list]:
+def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, list]:
     """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
-    ids = tokens.check_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
+    ids = readers.token_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
     if len(labels) != len(ids) or not {*labels} <= {-100, *ids} or {*labels} == {-100}:
         raise ValueError("labels must be one per token, -100 or the token, and not all -100")
     return ids, labels
 
 
-def row_encoder(
-    name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace
-) -> Callable[[list[dict]], list[list[dict]]]:
-    """Return a function from a list of rows of data set `name` to a list of documents per row.
-
-    A document has FEATURES and at most --max-seq-length + 1 tokens. `cut` counts those cut off,
-    `key` a 56-bit hash of everything before the first answer, `first_target` the answer's position.
-    """
-    length = args.max_seq_length + 1
-    columns, texts = readers.column_names(name, rows), readers.text_columns(rows)
-    pair = args.prompt_column, args.completion_column
-    kind = chats.find_format(name, columns, texts, pair)
-    form = kind[0] if kind else "plain documents or tokens"
-    say(f"{name}: columns {', '.join(columns)}, read as {form}")
-    options = args.system_column, args.train_on_prompt
-
-    def documents(prompt: object, encoded: list[tuple[list, list]]) -> list[dict]:
-        digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).hexdigest()
-        result = []
-        for ids, labels in encoded:
-            start = next((i for i, label in enumerate(labels) if label != -100), len(labels))
-            values = ids[:length], labels[:length], len(ids[length:]), int(digest, 16), start
-            result.append(dict(zip(FEATURES, values, strict=True)))
-        return result
-
-    def from_chats(batch: list[dict]) -> list[list[dict]]:
-        turns = [chats.read_chat(row, *kind, *options) for row in batch]
-        prompts = []
-        for chat, _ in turns:
-            first = [turn["role"] for turn in chat].index("assistant")
-            prompts.append(chat[:first] or chat)
-        return list(map(documents, prompts, encode(turns, tokenizer, args)))
-
-    def from_texts(batch: list[dict]) -> list[list[dict]]:
-        texts = [row.get(args.text_column) for row in batch]
-        pairs = zip(texts, encode_texts(texts, tokenizer), strict=True)
-        return [documents(text, [encoded]) for text, encoded in pairs]
-
-    def from_tokens(batch: list[dict]) -> list[list[dict]]:
-        pairs = [check_tokens(row, length, tokenizer) for row in batch]
-        return [documents(ids, [(ids, labels)]) for ids, labels in pairs]
-
-    if kind:
-        return from_chats
-    if args.text_column in columns:
-        return from_texts
-    if "input_ids" in columns:
-        tokens.check_origin(name, args, tokenizer)
-        return from_tokens
-    flags = " ".join(f"--{x}-column {y}" for x, y in zip(
-        ("prompt", "completion"), readers.guess_columns(texts), strict=False))  # fmt: skip
-    if len(texts) == 1 or "text" in texts:
-        flags = f"--text-column {'text' if 'text' in texts else texts[0]}"
-    advice = f"Pass {flags}" if texts else "Write each chat as a row of messages"
-    raise ValueError(
-        f"--dataset {name} has no chats in its columns {', '.join(columns)}. {advice}."
-    )
-
-
-def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> dict[str, Dataset]:
-    """Return the documents of one --dataset argument by split: train, and maybe validation."""
-    name, split = readers.split_spec(spec, BUILT_IN)
-    if name in BUILT_IN:
-        rows = readers.docstring_rows()
-        parts = {"train": rows.rename_columns({"headline": "prompt", "text": "completion"})}
-    else:
-        parts = readers.read(name, args.dataset_config)
-    template = tokenizer.chat_template
-    cache_key = [args.max_seq_length, args.train_on_prompt, args.text_column, template]
-    cache_key += [args.prompt_column, args.completion_column, args.system_column]
-    cache_key += [readers.tokenizer_fingerprint(tokenizer), readers.fingerprint(chats.read_chat)]
-    if "strftime_now" in str(template):
-        say(f"The chat template writes a date, which is always {DATE}.")
-    documents = {}
-    for key, rows in readers.pick(name, parts, split).items():
-        encode_rows = row_encoder(name, rows, tokenizer, args)
-        formats = itertools.chain(*chats.FORMATS.values())
-        own = args.text_column, args.prompt_column, args.completion_column, args.system_column
-        rows = readers.select(rows, [*chats.ROW_KEYS, *formats, *own, "input_ids", "labels"])
-        documents[key] = readers.map_rows(name, rows, encode_rows, FEATURES, args, *cache_key)
-    return documents
-
-
-def hold_out(name: str, rows: Dataset) -> dict[str, Dataset]:
+def hold_out(name: str, rows: Dataset) -> readers.Parts:
     """Split documents into `train` and `validation`, see `readers.held_out`. Documents with equal
     prompts (column `key`) stay together."""
     keys = rows.with_format("numpy")["key"][:]
     distinct = np.unique(keys)  # hashes, so their order is random
-    mask = readers.held_out(name, keys, keys < distinct[: len(distinct) // 20 + 1][-1])
-    parts = {"train": ~mask, "validation": mask}
-    return {split: rows.select(np.flatnonzero(part)) for split, part in parts.items()}
+    usual = keys < distinct[len(distinct) // 20]
+    return readers.split_by(readers.held_out(name, keys, usual), rows)
 
 
-def draw_documents(rows: Dataset, limit: int, name: str, args: Namespace) -> Dataset:
+def draw_documents(name: str, rows: Dataset, limit: int, length: int) -> Dataset:
     """Return `limit` random documents (0: all), without those whose first answer starts after
-    --max-seq-length. Raise ValueError if these are more than half."""
+    `length` tokens. Raise ValueError if these are more than half."""
     total = len(rows)
-    limit = min(limit or total, total)
-    if limit < total:
-        rows = rows.select(sorted(random.Random(0).sample(range(total), limit)))
-    columns = rows.select_columns(["cut", "first_target"]).with_format("numpy")[:]
-    first_targets = columns["first_target"]
-    kept = np.flatnonzero(first_targets <= args.max_seq_length)
-    dropped = limit - len(kept)
-    say(f"{name}: {limit:,} of {total:,} documents, {count_targets(rows):,} target tokens\n"
-        f"  {np.count_nonzero(columns['cut']):,} cut to --max-seq-length; {dropped:,} left out, "
-        "because their answers start later")  # fmt: skip
-    if 2 * dropped > limit:
-        enough = np.sort(first_targets)[-(-9 * limit // 10) - 1]
-        raise ValueError(f"{name}: in {dropped:,} of {limit:,} documents, the answers start after "
-                         f"--max-seq-length {args.max_seq_length}. Pass {enough} to keep nine of "
-                         "ten.")  # fmt: skip
+    rows = readers.sample(rows, limit)
+    first_targets = rows.with_format("numpy")["first_target"][:]
+    kept = np.flatnonzero(first_targets <= length)
+    dropped = len(rows) - len(kept)
+    cut = np.count_nonzero(rows.with_format("numpy")["cut"][:])
+    say(f"{name}: {len(rows):,} of {total:,} documents, {count_targets(rows):,} target tokens\n"
+        f"  {cut:,} cut to --max-seq-length; {dropped:,} left out, because their answers start "
+        "later")  # fmt: skip
+    if 2 * dropped > len(rows):
+        enough = np.sort(first_targets)[-(-9 * len(rows) // 10) - 1]
+        raise ValueError(f"{name}: in {dropped:,} of {len(rows):,} documents, the answers start "
+                         f"after --max-seq-length {length}. Pass {enough} to keep nine of ten."
+                         )  # fmt: skip
     return rows.select_columns(["input_ids", "labels"]).select(kept)
-
-
-def load(args: Namespace, tokenizer: Tokenizer) -> tuple["Packs | None", dict[str, "Packs"]]:
-    """Return the training set (None with --evaluate-only) and the validation sets by name.
-
-    Each data set has its own validation set: its split `validation`, else 5% of it. --val-dataset
-    replaces them. Raise ValueError if data or flags cannot be used.
-    """
-    train_sets: list[Dataset] = []
-    val_sets = {}
-    for spec in [] if args.evaluate_only and args.val_dataset else args.dataset or ["docstrings"]:
-        parts = load_documents(spec, tokenizer, args)
-        if "validation" not in parts and not args.val_dataset:
-            parts = hold_out(spec, parts["train"])
-        if not args.val_dataset:
-            val_sets[spec] = parts["validation"]
-        if not args.evaluate_only:
-            check_stops(spec, parts["train"], tokenizer)
-            train_sets.append(
-                draw_documents(parts["train"], args.num_train_samples, f"{spec}, train", args)
-            )
-    for spec in args.val_dataset:
-        parts = load_documents(spec, tokenizer, args)
-        val_sets[spec] = parts.get("validation", parts["train"])
-    for spec, rows in val_sets.items():
-        limit = args.num_val_samples
-        val_sets[spec] = draw_documents(rows, limit, f"{spec}, validation", args)
-    packs = {spec: Packs(readers.join([rows]), args) for spec, rows in val_sets.items()}
-    if args.evaluate_only:
-        return None, packs
-    say(f"an example, with targets in « »: {mark_targets(train_sets[0][0], tokenizer)}")
-    return Packs(readers.join(train_sets), args), packs
 
 
 def count_targets(rows: Dataset) -> int:
     """Return the number of labels in the rows that are not -100."""
-    tables = rows.with_format("arrow").select_columns("labels").iter(10_000)
-    labels = (table["labels"].combine_chunks().flatten().to_numpy() for table in tables)
-    return sum(int((part != -100).sum()) for part in labels)
+    parts = (labels.flatten().to_numpy() for labels in readers.arrays(rows, "labels"))
+    return sum(int((part != -100).sum()) for part in parts)
 
 
-def check_stops(name: str, rows: Dataset, tokenizer: Tokenizer) -> None:
+def count_open_ended(name: str, rows: Dataset, tokenizer: Tokenizer) -> None:
     """Print a warning if answers in the rows end in an ordinary token, not cut ones."""
     added = tokenizer.added_tokens_decoder.items()
     stops = [tokenizer.eos_token_id, *(i for i, token in added if token.special)]
     total = open_ended = 0
-    for table in rows.with_format("arrow").iter(10_000):
-        labels = table["labels"].combine_chunks()
+    for labels, cut in zip(*(readers.arrays(rows, x) for x in ("labels", "cut")), strict=True):
         tokens = labels.flatten().to_numpy()
         is_last = (tokens != -100) & (np.append(tokens[1:], -100) == -100)
         ends = np.cumsum(labels.value_lengths().to_numpy()) - 1
-        is_last[ends[table["cut"].to_numpy() > 0]] = False
+        is_last[ends[cut.to_numpy() > 0]] = False
         total += np.count_nonzero(is_last)
         open_ended += np.count_nonzero(~np.isin(tokens[is_last], stops))
     if open_ended:
@@ -504,38 +452,47 @@ def pack(lengths: Sequence[int], capacity: int, generator: torch.Generator) -> l
 
 
 class Packs(torch.utils.data.Dataset):
-    """Sequences of packed documents, planned separately for each epoch.
+    """Sequences of documents that are packed up to `capacity` tokens (0: one each), planned
+    separately for each epoch.
 
     A document of n tokens takes n - 1 positions, because its last token has no target. The
     `mean_length` of documents is averaged over positions.
     """
 
-    def __init__(self, documents: Dataset, args: Namespace):
+    def __init__(self, documents: Dataset, capacity: int, seed: int):
         self.dataset = documents
-        self.args = args
-        self.epoch = 0
-        self.plans: dict[int, list[list[int]]] = {}  # only of the current epoch
-        parts = (x[0] for x in documents.with_format("arrow", ["input_ids"]).iter(10_000))
-        self.lengths = [n - 1 for x in parts for n in x.combine_chunks().value_lengths().tolist()]
+        self.capacity = capacity
+        self.seed = seed
+        parts = (ids.value_lengths().tolist() for ids in readers.arrays(documents, "input_ids"))
+        self.lengths = [length - 1 for part in parts for length in part]
         self.mean_length = sum(n * n for n in self.lengths) / sum(self.lengths)
-
-    def plan(self) -> list[list[int]]:
-        """Return, for each sequence of the current epoch, the indices of its documents."""
-        if self.epoch not in self.plans:
-            capacity = self.args.max_seq_length if self.args.packing else 0
-            generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + self.epoch)
-            self.plans = {self.epoch: pack(self.lengths, capacity, generator)}
-        return self.plans[self.epoch]
+        self.epoch: int | None = None
+        self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch whose packed sequences len() and [i] refer to."""
-        self.epoch = epoch
+        """Plan the epoch whose packed sequences len() and [i] refer to."""
+        if epoch != self.epoch:
+            self.epoch = epoch
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self.plan = pack(self.lengths, self.capacity, generator)
 
     def __len__(self) -> int:
-        return len(self.plan())
+        return len(self.plan)
 
     def __getitem__(self, i: int) -> list[dict]:
-        return self.dataset.__getitems__(self.plan()[i])
+        return self.dataset.__getitems__(self.plan[i])
+
+
+def probe_batch(max_seq_length: int, packing: bool) -> list[list[dict]]:
+    """Return two sequences that start alike, for checks.check_model. With `packing`, the
+    rows are [a, a] and [b, a], so that equal documents can be compared."""
+    # A multiple of 4, because two documents fill a row, which is padded to a multiple of 8. It is
+    # longer than some attention blocks.
+    length = max(16, min(160, max_seq_length // 2 // 4 * 4))
+    a = [10 + i % 97 for i in range(length + 1)]
+    b = a[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
+    rows = [[a, a], [b, a]] if packing else [[a], [a[:9]]]
+    return [[{"input_ids": ids, "labels": ids} for ids in row] for row in rows]
 
 
 def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
@@ -549,36 +506,27 @@ def collate(samples: list[list[dict]]) -> dict[str, torch.Tensor | int]:
     in the flattened batch, [0] if there are none, because the head needs at least one.
     """
     rows = samples or [[]]
-    lengths = [sum(len(document["labels"]) - 1 for document in row) for row in rows]
-    width = max(8, -(-max(lengths) // 8) * 8)
-    shape = len(rows), width
-    input_ids = np.zeros(shape, dtype=np.int64)
-    labels = np.full(shape, -100)
-    positions = np.zeros(shape, dtype=np.int64)
-    offsets = np.arange(width)
-    bounds = [0]
-    for number, row in enumerate(rows):
-        start = 0
-        for document in row:
-            end = start + len(document["labels"]) - 1
-            input_ids[number, start:end] = document["input_ids"][:-1]
-            labels[number, start:end] = document["labels"][1:]
-            positions[number, start:end] = offsets[: end - start]
-            bounds.append(number * width + end)
-            start = end
-        if start < width:
-            bounds.append((number + 1) * width)
-    target_positions = np.flatnonzero(labels != -100)
-    targets = len(target_positions)
-    if targets == 0:
-        target_positions = np.zeros(1, dtype=np.int64)
+    lengths = [[len(document["labels"]) - 1 for document in row] for row in rows]
+    inputs = [joined(document["input_ids"][:-1] for document in row) for row in rows]
+    targets = [joined(document["labels"][1:] for document in row) for row in rows]
+    input_ids = pad(inputs, 0, least=8, multiple=8)
+    labels = pad(targets, -100, least=8, multiple=8)
+    positions = pad([joined(map(np.arange, row)) for row in lengths], 0, least=8, multiple=8)
+    width = labels.shape[1]
+    segments = [n for row in lengths for n in (*row, width - sum(row)) if n]
+    target_positions = (labels.flatten() != -100).nonzero().flatten()
     return {
-        "input_ids": torch.from_numpy(input_ids),
-        "labels": torch.from_numpy(labels),
-        "target_positions": torch.from_numpy(target_positions),
-        "position_ids": torch.from_numpy(positions),
-        "cu_seq_lens": torch.tensor(bounds, dtype=torch.int32),
-        "longest_document": int(np.diff(bounds).max()),
-        "targets": targets,
-        "tokens": sum(lengths),
+        "input_ids": input_ids,
+        "labels": labels,
+        "target_positions": target_positions if len(target_positions) else torch.tensor([0]),
+        "position_ids": positions,
+        "cu_seq_lens": torch.tensor([0, *itertools.accumulate(segments)], dtype=torch.int32),
+        "longest_document": max(segments),
+        "targets": len(target_positions),
+        "tokens": sum(map(sum, lengths)),
     }
+
+
+def joined(parts: Iterable[Sequence[int]]) -> np.ndarray:
+    """Return the values of all parts, none if there are no parts."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])

@@ -41,7 +41,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import block_dataset as data
 import policies
-from runtime import batches, options, ranks, tokens, weights
+from runtime import batches, options, ranks, readers, weights
 from runtime.batches import Batch
 from runtime.checks import check_model, fit_config
 from runtime.chunked_loss import LossHead
@@ -258,7 +258,7 @@ def model_inputs(batch: Batch) -> Batch:
 
 def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is a sum and uses the model's causal logits. All ranks."""
-    rows = data.probe_batch(args)
+    rows = data.probe_batch()
     probe = [batches.to_device(data.collate(x), device) for x in (rows, *([row] for row in rows))]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(model, args.precision):
@@ -353,7 +353,7 @@ def run_without_training(
         return
     train_set, val_sets = load_data(args, facts.tokenizer)
     if args.prepare_only:
-        tokens.write_prepared(args, train_set, val_sets, facts.tokenizer)
+        readers.write_prepared(args, train_set, val_sets, facts.tokenizer)
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collate)

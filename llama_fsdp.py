@@ -44,7 +44,7 @@ from runtime import (
     options,
     paged,
     ranks,
-    tokens,
+    readers,
     weights,
 )
 from runtime.batches import Batch
@@ -280,7 +280,7 @@ def model_inputs(batch: Batch) -> Batch:
 
 def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     """Raise ValueError unless the loss is a sum and uses the model's causal logits. All ranks."""
-    rows = data.probe_batch(args)
+    rows = data.probe_batch(args.max_seq_length, args.packing)
     probe = [batches.to_device(data.collate(x), device) for x in (rows, *([row] for row in rows))]
     dtype = policies.PRECISIONS[args.precision].param_dtype
     with policies.evaluation(model), policies.autocast(model, args.precision):
@@ -378,7 +378,7 @@ def run_without_training(
         return
     train_set, val_sets = load_data(args, facts.tokenizer)
     if args.prepare_only:
-        tokens.write_prepared(args, train_set, val_sets, facts.tokenizer)
+        readers.write_prepared(args, train_set, val_sets, facts.tokenizer)
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collate)

@@ -26,7 +26,8 @@ from datasets import Dataset, List, Value
 from torch import nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import ranks, readers, tokens
+from runtime import ranks, readers
+from runtime.batches import pad
 from runtime.options import BadRows, flag
 from runtime.ranks import say
 from runtime.weights import unwrapped
@@ -75,66 +76,52 @@ class Options:
     group_by_length: bool = flag(True, "batch texts of similar length, to pad less")
 
 
-def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, dict[str, Dataset]]:
+def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, readers.Parts]:
     """Return the training set (None with --evaluate-only) and the validation sets by name.
 
     Their columns are TOKENS: `length` is that of `input_ids`, and EOS is last. The choice of rows
     depends only on the data. Raise ValueError if data or flags cannot be used.
     """
-    train_sets = []
-    val_sets = {}
-    for spec in [] if args.evaluate_only and args.val_dataset else args.dataset or ["wikihow"]:
-        parts = load_rows(spec, args, tokenizer, hold_out=not args.val_dataset)
-        if not args.val_dataset:
-            val_sets[spec] = parts["validation"]
-        if not args.evaluate_only:
-            train_sets.append(draw(spec, "train", parts["train"], args, tokenizer))
-    for spec in args.val_dataset:
-        parts = load_rows(spec, args, tokenizer, hold_out=False)
-        val_sets[spec] = parts.get("validation", parts["train"])
-    for spec, rows in val_sets.items():
-        val_sets[spec] = readers.join([draw(spec, "validation", rows, args, tokenizer)])
-    if args.evaluate_only:
-        return None, val_sets
-    text, summary = (tokenizer.decode(train_sets[0][0][x]) for x in ("input_ids", "labels"))
-    say(readers.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
-    return readers.join(train_sets), val_sets
+    load_parts = partial(load_rows, args=args, tokenizer=tokenizer)
+    hold_out = partial(split_rows, percent=PERCENT["other"])
+    make = partial(draw, args=args, tokenizer=tokenizer)
+    train_set, val_sets = readers.load_sets(args, "wikihow", load_parts, hold_out, make)
+    if train_set:
+        text, summary = (tokenizer.decode(train_set[0][x]) for x in ("input_ids", "labels"))
+        say(readers.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
+    return train_set, val_sets
 
 
-def load_rows(
-    spec: str, args: Namespace, tokenizer: Tokenizer, hold_out: bool
-) -> dict[str, Dataset]:
-    """Return the rows of one --dataset argument by split; `hold_out` adds a split `validation`."""
-    name, split = readers.split_spec(spec, list(BUILT_IN))
-    if name in BUILT_IN:
-        rows = open_wikihow(args) if name == "wikihow" else readers.docstring_rows()
-        rows = clean_rows(name, rows, args, tokenizer)
-        parts = readers.pick(name, split_rows(spec, rows, PERCENT[name]), split)
-    else:
+def load_rows(spec: str, args: Namespace, tokenizer: Tokenizer) -> readers.Parts:
+    """Return the clean rows of one --dataset argument by split."""
+    name, split = readers.split_spec(spec, BUILT_IN)
+    if name not in BUILT_IN:
         raw = readers.pick(name, readers.read(name, args.dataset_config), split)
-        parts = {key: clean_rows(name, rows, args, tokenizer) for key, rows in raw.items()}
-    if hold_out and "validation" not in parts:
-        parts = split_rows(spec, parts["train"], PERCENT["other"])
-    return parts
+        return {key: clean_rows(name, rows, args, tokenizer) for key, rows in raw.items()}
+    if name == "wikihow":
+        rows = open_wikihow(Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part])
+    else:
+        rows = readers.docstring_rows()
+    rows = clean_rows(name, rows, args, tokenizer)
+    return readers.pick(name, split_rows(spec, rows, PERCENT[name]), split)
 
 
-def open_wikihow(args: Namespace) -> Dataset:
+def open_wikihow(path: Path) -> Dataset:
     """Return the rows of WikiHow's CSV file; raise ValueError with its URL if it is missing."""
-    path = Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part]
-    if not path.is_file():
-        raise ValueError(
-            f"--dataset wikihow needs {path}. Get {path.name} (Koupaee & Wang 2018) from "
-            "https://github.com/mahnazkoupaee/WikiHow-Dataset, or pass --dataset docstrings, which "
-            "needs no download."
-        )
-    return readers.read(str(path), None)["train"]
+    if path.is_file():
+        return readers.read(str(path), None)["train"]
+    raise ValueError(
+        f"--dataset wikihow needs {path}. Get {path.name} (Koupaee & Wang 2018) from "
+        "https://github.com/mahnazkoupaee/WikiHow-Dataset, or pass --dataset docstrings, which "
+        "needs no download."
+    )
 
 
-def read_title_lists(args: Namespace) -> dict[str, str]:
+def read_title_lists(directory: Path) -> dict[str, str]:
     """Return a dict of `title_key` to split from WikiHow's title lists; {} without lists."""
     titles = {}
     for split, name in TITLE_LISTS.items():
-        path = Path(args.data_dir).expanduser() / name
+        path = directory / name
         if path.is_file():
             lines = path.read_text(encoding="utf-8-sig", errors="replace").split("\n")
             titles |= {title_key(line): split for line in lines}
@@ -153,41 +140,37 @@ def stable_hash(key: str) -> int:
 
 def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return the usable rows of data set `name` with KEY and cleaned texts (PAIR) or TOKENS."""
-    columns = readers.column_names(name, rows)
+    columns = readers.columns_of(name, rows)
     needed = COLUMNS.get(name, [args.source_column, args.target_column])
-    likely = readers.guess_columns(readers.text_columns(rows))
+    missing = [column for column in needed if column not in columns]
     rows = readers.select(rows, [*needed, "input_ids", "labels"])
-    if "input_ids" in columns and not {*needed} <= {*columns}:
-        return check_tokens(name, rows, args, tokenizer)
-    if not {*needed} <= {*columns}:
-        missing = [column for column in needed if column not in columns]
+    if missing and "input_ids" in columns:
+        return read_tokens(name, rows, args, tokenizer)
+    if missing:
+        likely = readers.guess_columns(columns)
         advice = "Pass a data set with two columns of text."
         if len(likely) == 2 and name not in COLUMNS:
             advice = f"Pass --source-column {likely[0]} --target-column {likely[1]}."
         raise ValueError(f"{readers.lacks(name, missing, columns)} {advice}")
-    titles = read_title_lists(args) if name == "wikihow" else {}
-
-    def value_of(row: dict[str, Any], column: str) -> str:
-        value = row.get(column)
-        if not isinstance(value, str):
-            raise ValueError(f"{column} is {value!r}, not text")
-        return value.strip() if name in BUILT_IN else value
+    titles = read_title_lists(Path(args.data_dir).expanduser()) if name == "wikihow" else {}
 
     def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
-        text, summary, *key = (value_of(row, column) for column in needed)
+        for column in needed:
+            if not isinstance(row.get(column), str):
+                raise ValueError(f"{column} is {row.get(column)!r}, not text")
+        text, summary, *key = (row[column] for column in needed)
         if name == "wikihow":
-            return clean_wikihow(text, summary, title_key(*key), titles)
+            return clean_wikihow(text.strip(), summary.strip(), title_key(*key), titles)
+        if name in BUILT_IN:
+            text, summary = on_one_line(text.strip()), on_one_line(summary.strip())
         if not text.strip() or not summary.strip():
             raise ValueError("the text or the summary is empty")
-        pair = {"text": text, "summary": summary}
-        if name == "docstrings":
-            pair = {column: on_one_line(value) for column, value in pair.items()}
-        return [pair | {"key": stable_hash(*key or [text]), "split": ""}]
+        number = stable_hash(*key or [text])
+        return [{"text": text, "summary": summary, "key": number, "split": ""}]
 
-    def clean_batch(batch: list[dict]) -> list[list[dict]]:
-        return [clean(row) for row in batch]
-
-    cleaned = readers.map_rows(name, rows, clean_batch, PAIR | KEY, args, needed, titles)
+    cleaned = readers.map_rows(
+        name, rows, lambda x: [*map(clean, x)], PAIR | KEY, args.bad_rows, needed, titles
+    )
     say(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
     return cleaned
 
@@ -211,24 +194,24 @@ def on_one_line(text: str) -> str:
     return re.sub(r"\s*[\r\n]\s*", " ", text)
 
 
-def check_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Check rows that are already tokenized, and return them with the columns of TOKENS and KEY."""
-    tokens.check_origin(name, args, tokenizer)
-    lengths = args.source_length, args.target_length
+def read_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+    """Return rows that are already tokenized with the columns of TOKENS and KEY."""
+    readers.compare_origin(name, args, tokenizer)
+    limits = {"input_ids": ("--source-length", args.source_length)}
+    limits["labels"] = ("--target-length", args.target_length)
 
-    def check(row: dict[str, Any]) -> dict[str, Any]:
-        ids = tokens.check_ids(row.get("input_ids"), "--source-length", lengths[0], tokenizer)
-        labels = tokens.check_ids(row.get("labels"), "--target-length", lengths[1], tokenizer)
-        pair = {"input_ids": ids, "labels": labels, "length": len(ids)}
-        return pair | {"key": stable_hash(repr(ids)), "split": ""}
+    def read(row: dict[str, Any]) -> list[dict[str, Any]]:
+        pair = {x: readers.token_ids(row.get(x), *limits[x], tokenizer) for x in limits}
+        ids = pair["input_ids"]
+        return [pair | {"length": len(ids), "key": stable_hash(repr(ids)), "split": ""}]
 
-    def check_batch(batch: list[dict]) -> list[list[dict]]:
-        return [[check(row)] for row in batch]
+    key = limits, len(tokenizer)
+    return readers.map_rows(
+        name, rows, lambda x: [*map(read, x)], TOKENS | KEY, args.bad_rows, *key
+    )
 
-    return readers.map_rows(name, rows, check_batch, TOKENS | KEY, args, lengths, len(tokenizer))
 
-
-def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, Dataset]:
+def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> readers.Parts:
     """Return rows by split: from their column `split` or, if it is empty, `percent` of their keys.
 
     Rows with equal keys stay together. Raise ValueError if `train` or `validation` is empty.
@@ -237,18 +220,14 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
     keys = rows.with_format("numpy")["key"][:]
     row_splits = np.array(rows["split"], dtype=object)
     if not row_splits[0]:
-        bounds = np.cumsum(list(percent.values()))
+        places = np.cumsum(list(percent.values())).searchsorted(keys % 100, side="right")
         if percent is PERCENT["other"]:
-            mask = readers.held_out(name, keys, keys % 100 >= bounds[0])
-            row_splits[:] = "train"
-            row_splits[mask] = "validation"
-        else:
-            places = bounds.searchsorted(keys % 100, side="right")
-            row_splits = np.array(splits, dtype=object)[places]
-            if len({*row_splits}) < len(splits):
-                row_splits[:] = "train"
-                for key, split in zip(np.unique(keys)[:-1], splits[1:], strict=False):
-                    row_splits[keys == key] = split
+            places = readers.held_out(name, keys, places > 0).astype(int)
+        elif len({*places}) < len(splits):
+            places[:] = 0
+            for number, key in enumerate(np.unique(keys)[:-1][: len(splits) - 1], 1):
+                places[keys == key] = number
+        row_splits = np.array(splits, dtype=object)[places]
     parts = {split: rows.select(np.flatnonzero(row_splits == split)) for split in splits}
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
     if not len(parts["train"]) or not len(parts["validation"]):
@@ -258,9 +237,10 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> dict[str, D
     return parts
 
 
-def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Return random rows as TOKENS, the same in every run. A flag for `split` sets their number."""
-    limit = args.num_train_samples if split == "train" else args.num_val_samples
+def draw(
+    spec: str, split: str, rows: Dataset, limit: int | None, args: Namespace, tokenizer: Tokenizer
+) -> Dataset:
+    """Return `limit` random rows (0: all, None: the default) as TOKENS, the same in every run."""
     default = BUILT_IN.get(spec.partition(":")[0], (0, 0))[split != "train"]
     total = len(rows)
     number = (default if limit is None else limit) or total
@@ -270,30 +250,29 @@ def draw(spec: str, split: str, rows: Dataset, args: Namespace, tokenizer: Token
         rows = rows.select(sorted(indices[:number]))  # reads faster than in random order
     rows = rows.remove_columns(list(KEY))
     if "input_ids" not in rows.column_names:
-        rows = encode(spec, rows, args, tokenizer)
+        lengths = args.source_length, args.target_length
+        rows = encode(spec, rows, tokenizer, args.source_prefix, lengths, args.bad_rows)
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
     say(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
-    tables = rows.with_format("arrow").select_columns("labels").iter(10_000)
-    parts = [table["labels"].combine_chunks().flatten().to_numpy() for table in tables]
-    targets = np.concatenate(parts)
+    targets = np.concatenate([x.flatten().to_numpy() for x in readers.arrays(rows, "labels")])
     unknown = int((targets == tokenizer.unk_token_id).sum())
     if 100 * unknown > len(targets):
-        say(
-            f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. "
+        say(f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. "
             "The tokenizer lacks some characters, so the model cannot learn to write them."
-        )
+            )  # fmt: skip
     return rows
 
 
-def encode(spec: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
-    """Tokenize rows of PAIR and return them with the columns of TOKENS."""
-    prefix = args.source_prefix
-    lengths = args.source_length, args.target_length
+def encode(
+    spec: str, rows: Dataset, tokenizer: Tokenizer, prefix: str, lengths: tuple, bad_rows: str
+) -> Dataset:
+    """Tokenize rows of PAIR and return them with the columns of TOKENS. `prefix` precedes each
+    text; a text and a summary have at most `lengths` tokens."""
     options = {"truncation": True, "return_attention_mask": False}
 
-    def add_eos(ids: list[int], length: int) -> list[int]:
-        eos = tokenizer.eos_token_id
-        return ids if ids and ids[-1] == eos else [*ids[: length - 1], eos]
+    def with_eos(ids: list[int], length: int) -> list[int]:
+        eos = [tokenizer.eos_token_id]
+        return ids if ids[-1:] == eos else ids[: length - 1] + eos
 
     def encode_batch(batch: list[dict]) -> list[list[dict]]:
         texts = [prefix + row["text"] for row in batch]
@@ -302,12 +281,13 @@ def encode(spec: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> D
         targets = tokenizer(text_target=summaries, max_length=lengths[1], **options)["input_ids"]
         samples = []
         for source, target in zip(sources, targets, strict=True):
-            ids, labels = add_eos(source, lengths[0]), add_eos(target, lengths[1])
+            ids = with_eos(source, lengths[0])
+            labels = with_eos(target, lengths[1])
             samples.append([{"input_ids": ids, "labels": labels, "length": len(ids)}])
         return samples
 
-    key = prefix, lengths, readers.tokenizer_fingerprint(tokenizer)
-    return readers.map_rows(spec, rows, encode_batch, TOKENS, args, *key)
+    key = prefix, lengths, readers.tokenizer_digest(tokenizer)
+    return readers.map_rows(spec, rows, encode_batch, TOKENS, bad_rows, *key)
 
 
 def collator(model: nn.Module) -> Callable:
@@ -331,10 +311,8 @@ def collator(model: nn.Module) -> Callable:
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
 
-def source_lengths(args: Namespace, samples: Sequence[dict]) -> list[int] | None:
-    """Return the number of source tokens of each sample; None without --group-by-length."""
-    if not args.group_by_length:
-        return None
+def source_lengths(samples: Sequence[dict]) -> list[int]:
+    """Return the number of source tokens of each sample."""
     if isinstance(samples, Dataset):
         return samples["length"][:].tolist()
     return [len(sample["input_ids"]) for sample in samples]
@@ -363,29 +341,19 @@ def collate(
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
     sources = [example["input_ids"] for example in examples]
     targets = [example["labels"] for example in examples]
-    labels = pad(targets, -100)
+    multiple = 1 if ranks.accelerator() is None else 8
+    labels = pad(targets, -100, multiple=multiple)
     decoder_input_ids = torch.full_like(labels, decoder_start_token_id)
     decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)
     decoder_attention_mask = (labels != -100).long()
     decoder_attention_mask[:, 0] = 1
     count = sum(map(len, targets))
     return {
-        "input_ids": pad(sources, pad_token_id),
-        "attention_mask": pad([np.ones(len(source)) for source in sources], 0),
+        "input_ids": pad(sources, pad_token_id, multiple=multiple),
+        "attention_mask": pad([[1] * len(source) for source in sources], 0, multiple=multiple),
         "labels": labels,
         "decoder_input_ids": decoder_input_ids,
         "decoder_attention_mask": decoder_attention_mask,
         "targets": count,
         "tokens": count + sum(map(len, sources)),
     }
-
-
-def pad(rows: list[np.ndarray], value: int) -> torch.Tensor:
-    """Return rows as int64 [rows, length of the longest, at least 1], padded with `value`; on a GPU
-    the length is rounded up to a multiple of 8."""
-    multiple = 1 if ranks.accelerator() is None else 8
-    width = max(1, -(-max(map(len, rows)) // multiple)) * multiple
-    array = np.full((len(rows), width), value)
-    for number, row in enumerate(rows):
-        array[number, : len(row)] = row
-    return torch.from_numpy(array)

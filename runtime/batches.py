@@ -7,9 +7,10 @@ batches are grouped by length. It does not depend on the number of ranks.
 import math
 import signal
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -149,6 +150,16 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on `device`, copied asynchronously."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     return batch | {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+
+
+def pad(rows: Sequence[Sequence[int]], value: int, least: int = 1, multiple: int = 1) -> Tensor:
+    """Return rows as int64 [rows, length], padded with `value`. The length is that of the longest
+    row, at least `least`, rounded up to a multiple of `multiple`."""
+    width = -(-max(least, *map(len, rows)) // multiple) * multiple
+    array = np.full((len(rows), width), value)
+    for target, row in zip(array, rows, strict=True):
+        target[: len(row)] = row
+    return torch.from_numpy(array)
 
 
 def parameter_groups(

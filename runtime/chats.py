@@ -9,26 +9,28 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from . import ranks, readers
 
-FORMATS = {  # the columns that each format requires; the first match is used
-    "messages": ("messages",),
-    "prompt": ("prompt", "completion"),
-    "ShareGPT": ("conversations",),
-    "conversation": ("conversation",),
-    "Alpaca": ("instruction", "output"),
-    "Dolly": ("instruction", "response"),
-    "ms-swift": ("query", "response"),
-}
+FORMATS = (  # the columns that each format requires; the first match is used
+    ("messages",),
+    ("prompt", "completion"),
+    ("conversations",),  # ShareGPT
+    ("conversation",),
+    ("instruction", "output"),  # Alpaca
+    ("instruction", "response"),  # Dolly
+    ("query", "response"),  # ms-swift
+)
+INPUTS = ("input", "context")  # columns that continue those of INSTRUCTIONS
+INSTRUCTIONS = ("instruction", "query")
 PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
 TREES = ("parent_id", "message_tree_id")
 MEDIA = ("images", "videos", "audios")
 # Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
 TRAIN_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_weight")
-ROW_KEYS = ("system", "system_prompt", "history", "input", "context", "tools", "functions", "label",
-            "kto_tag", "mask", *TRAIN_KEYS, *MEDIA)  # fmt: skip
+COLUMNS = ("system", "system_prompt", "history", *INPUTS, "tools", "functions", "label", "kto_tag",
+           "mask", *TRAIN_KEYS, *MEDIA, *(x for needed in FORMATS for x in needed))  # fmt: skip
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
-SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
+SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", *CALLERS), "assistant")
 OPTIONAL_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a turn
 HARMLESS_KEYS = """id uuid index turn turn_id turn_identifier message_id parent_id conversation_id
 date time timestamp created created_at create_time updated_at model model_name lang language country
@@ -58,72 +60,57 @@ LLAMA_2 = r"""{%- set turns, head = messages, '' -%}
 TEMPLATES = {"chatml": CHATML, "llama-2": LLAMA_2}
 
 
-def find_format(
-    name: str, columns: Sequence[str], texts: Sequence[str], pair: Sequence[str | None]
-) -> tuple[str, Sequence[str]] | None:
-    """Return the format of the chats in data set `name` and its columns, None if it has none.
+def find_columns(
+    name: str, columns: dict[str, bool], pair: Sequence[str | None]
+) -> Sequence[str] | None:
+    """Return the columns with the chats of data set `name`, None if it has none.
 
-    `texts` are the columns with text, and `pair` those of --prompt-column and --completion-column.
-    Raise ValueError if a column is missing, or if the rows are preferences or trees of messages.
+    `columns` are those of `readers.columns_of`, and `pair` is --prompt-column and
+    --completion-column. Raise ValueError if a column is missing, or if the rows are preferences or
+    trees of messages.
     """
     if any(pair):
         if missing := [column for column in pair if column not in columns]:
             raise ValueError(readers.lacks(name, missing, columns))
-        return "prompt", pair
-    if {*TREES} & {*columns}:
+        return pair
+    if not columns.keys().isdisjoint(TREES):
         raise ValueError(f"--dataset {name} has trees of messages. Write each path from a prompt "
                          "to an answer as one row of messages.")  # fmt: skip
-    kinds = ((kind, needed) for kind, needed in FORMATS.items() if {*needed} <= {*columns})
-    found = next(kinds, None)
-    if preferences := [x for x in PREFERENCES if x in columns]:
-        prompts = [*(found[1] if found else ()), *readers.guess_columns(texts)]
-        prompts = [x for x in prompts if x not in PREFERENCES]
-        advice = "write them as rows of messages"
-        if "chosen" in preferences and prompts:
-            advice = f"pass --prompt-column {prompts[0]} --completion-column chosen"
-        raise ValueError(f"--dataset {name} has preferences ({', '.join(preferences)}), which need "
-                         f"another loss. To train on the chosen answers, {advice}.")  # fmt: skip
-    return found
+    result = next((needed for needed in FORMATS if columns.keys() >= {*needed}), None)
+    preferences = [x for x in PREFERENCES if x in columns]
+    if not preferences:
+        return result
+    others = {x: has_text for x, has_text in columns.items() if x not in PREFERENCES}
+    prompts = [*(result or ()), *readers.guess_columns(others)]
+    advice = "write them as rows of messages"
+    if "chosen" in preferences and prompts:
+        advice = f"pass --prompt-column {prompts[0]} --completion-column chosen"
+    raise ValueError(f"--dataset {name} has preferences ({', '.join(preferences)}), which need "
+                     f"another loss. To train on the chosen answers, {advice}.")  # fmt: skip
 
 
 def read_chat(
-    row: dict,
-    kind: str,
-    columns: Sequence[str],
-    system_column: str | None = None,
-    train_on_prompt: bool = False,
+    row: dict, columns: Sequence[str], system_column: str | None, train_on_prompt: bool
 ) -> tuple[list[dict], list[dict] | None]:
-    """Return the turns of the chat in a row (see `validate_turn`), and its tools or None.
+    """Return the turns of the chat in a row (see `read_turn`), and its tools or None.
 
-    `kind` and `columns` are those of `find_format`. Raise ValueError if the row is unusable, for
-    example because it excludes all answers from training, or one with `train_on_prompt`.
+    `columns` are those of `find_columns`. Raise ValueError if the row is unusable, for example
+    because it excludes all answers from training, or one with `train_on_prompt`.
     """
-    question, *answer = (row.get(column) for column in columns)
-    if not answer:
-        turns = as_list(question, columns[0])
-    elif kind == "prompt":
-        turns, answers = as_turns("user", question), as_turns("assistant", *answer)
-        if role_of(answers[0]) != "assistant":
-            raise ValueError(f"{columns[1]} does not start with an assistant's turn")
-        if not train_on_prompt:
-            turns = [
-                turn | {"train": False} if role_of(turn) == "assistant" else turn for turn in turns
-            ]
-        turns += answers
-    else:
-        for key in ("input", "context"):
-            if (more := row.get(key)) not in (None, ""):
-                question = f"{as_text(question, columns[0])}\n\n{as_text(more, key)}"
-        turns = as_turns("user", question) + as_turns("assistant", *answer)
-    turns = [validate_turn(turn) for turn in [*earlier_turns(row.get("history")), *turns]]
-    system = (
-        row.get(system_column) if system_column else row.get("system") or row.get("system_prompt")
-    )
-    if system not in (None, "", turns[0]["content"]):
+    turns = [*earlier_turns(row.get("history")), *main_turns(row, columns, train_on_prompt)]
+    turns = [read_turn(turn) for turn in turns]
+    system_columns = [system_column] if system_column else ["system", "system_prompt"]
+    system = next(filter(None, map(row.get, system_columns)), None)
+    if system not in (None, turns[0]["content"]):
         if turns[0]["role"] == "system":
             raise ValueError("the row has a system column and a system turn")
         turns = [{"role": "system", "content": as_text(system, "system")}, *turns]
-    check_row(row)
+    for key in MEDIA:
+        if row.get(key):
+            raise ValueError(f"the row has {key}, and this script trains on text only")
+    for key in ("label", "kto_tag"):
+        if row.get(key) is False:
+            raise ValueError(f"{key} is false, so the answer is a bad example (KTO)")
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     if not answers:
         raise ValueError("the chat has no assistant turn, so there is nothing to learn")
@@ -135,27 +122,30 @@ def read_chat(
     return turns, as_list(tools, "tools") if tools else None
 
 
-def check_row(row: dict) -> None:
-    """Raise ValueError if a row has images, or an answer that is marked as bad."""
-    for key in MEDIA:
-        if row.get(key):
-            raise ValueError(f"the row has {key}, and this script trains on text only")
-    for key in ("label", "kto_tag"):
-        if row.get(key) is False:
-            raise ValueError(f"{key} is false, so the answer is a bad example (KTO)")
+def main_turns(row: dict, columns: Sequence[str], train_on_prompt: bool) -> list[dict]:
+    """Return the turns in the `columns` of a row: messages, or a prompt and its answer."""
+    prompt, *answer = (row.get(column) for column in columns)
+    if not answer:
+        return as_list(prompt, columns[0])
+    for key in INPUTS if columns[0] in INSTRUCTIONS else ():
+        if row.get(key) not in (None, ""):
+            prompt = f"{as_text(prompt, columns[0])}\n\n{as_text(row[key], key)}"
+    turns = as_turns("user", prompt)
+    answers = as_turns("assistant", *answer)
+    if role_of(answers[0]) != "assistant":
+        raise ValueError(f"{columns[1]} does not start with an assistant's turn")
+    if not train_on_prompt:  # earlier answers are context
+        turns = [x | {"train": False} if role_of(x) == "assistant" else x for x in turns]
+    return turns + answers
 
 
 def is_trained(item: dict, what: str) -> bool:
     """Return whether a turn or a row is a target by its TRAIN_KEYS and `mask`: true, 1 or none."""
-    for key in ("mask", *TRAIN_KEYS):
-        value = item.get(key)
-        if value is None:
-            continue
+    values = {x: item[x] for x in ("mask", *TRAIN_KEYS) if item.get(x) is not None}
+    for key, value in values.items():
         if value not in (0, 1):
             raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
-        if bool(value) == (key == "mask"):
-            return False
-    return True
+    return all(bool(value) != (key == "mask") for key, value in values.items())
 
 
 def as_list(value: Any, name: str) -> list[dict]:
@@ -195,13 +185,13 @@ def earlier_turns(history: Any) -> list[dict]:
 def role_of(turn: dict) -> str:
     """Return the role of a turn; raise ValueError if it is unknown."""
     speaker = turn.get("role") or turn.get("from")
-    role = "assistant" if speaker in CALLERS else SPEAKERS.get(speaker, speaker)
+    role = SPEAKERS.get(speaker, speaker)
     if role not in ROLES:
         raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
     return role
 
 
-def validate_turn(turn: dict) -> dict:
+def read_turn(turn: dict) -> dict:
     """Return a turn with its content as text, its role in ROLES and only known keys; `train` is
     False if it is no target. Raise ValueError if the turn is invalid."""
     role = role_of(turn)
@@ -210,23 +200,21 @@ def validate_turn(turn: dict) -> dict:
             raise ValueError(f"the {role}'s turn has {key}, an unknown key. Rename or remove it")
     content = turn.get("content", turn.get("value"))
     calls = from_json(turn.get("tool_calls"))
-    call = (
-        content if (turn.get("role") or turn.get("from")) in CALLERS else turn.get("function_call")
-    )
+    call = turn.get("function_call")
+    if (turn.get("role") or turn.get("from")) in CALLERS:
+        call, content = content, None
     if call:
-        parsed = from_json(call)
-        calls = [{"type": "function", "function": x} for x in as_list(
-            [parsed] if isinstance(parsed, dict) else parsed, "the function call")]  # fmt: skip
-        content = "" if call is content else content
+        call = from_json(call)
+        calls = as_list([call] if isinstance(call, dict) else call, "the function call")
+        calls = [{"type": "function", "function": x} for x in calls]
     if isinstance(content, list):
         texts = [part.get("text", part.get("value")) for part in as_list(content, "content")]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if content is None and calls:
         content = ""  # some templates need it to be text
-    content = as_text(content, f"the {role}'s turn")
+    result = {"role": role, "content": as_text(content, f"the {role}'s turn")}
     if role == "assistant" and not calls and not content.strip():
         raise ValueError("the assistant's turn is empty")
-    result = {"role": role, "content": content}
     if calls:
         result["tool_calls"] = [parse_call(call) for call in as_list(calls, "tool_calls")]
     if not is_trained(turn, f"{role}'s turn"):

@@ -1,4 +1,5 @@
-"""Read files and data sets as rows, and map rows to samples, for any model and task.
+"""Read files and data sets as rows, and map rows to samples, for any model and task. Write and
+check samples that are tokenized already, rows of `input_ids`.
 
 `datasets` caches the results: let one process per node load first.
 """
@@ -14,6 +15,7 @@ import inspect
 import itertools
 import json
 import os
+import random
 import re
 import sys
 import sysconfig
@@ -29,39 +31,55 @@ import datasets
 import numpy as np
 import pyarrow.parquet
 from datasets import Dataset, Features, List, ReadInstruction, Value, concatenate_datasets
-from transformers import PreTrainedTokenizerBase
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from . import ranks
+from .options import as_flag
 from .ranks import say
+
+Parts = dict[str, Dataset]  # rows or samples by split: train, and maybe validation and others
 
 PROBLEM = "problem of the row"  # a column of CSV files
 BEFORE = "text before"  # a column of text files: the end of the previous piece
-IS_LAST = "is last piece"  # a column of text files
-EXTRA = (PROBLEM, BEFORE, IS_LAST)
+CONTINUES = "text continues"  # a column of text files: "yes", or "" for the last piece
+LINE = "json line"  # the only column of a JSON file: its lines, which `parse` reads
+EXTRA = (PROBLEM, BEFORE, CONTINUES)
 PIECE = 1 << 14  # characters of a text file that make a row
 # Where a text file is cut: before a space, or else at a line break.
 CUTS = [re.compile(r"[^\W\d_](?= )"), re.compile(r"[^\W\d_](?=\s)|(?<=\S)\n(?=\S)")]
-LINE = "json line"  # the only column of a JSON file: its lines, which `parse` reads
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
 LARGE = 50_000  # rows above which several processes map them
 # Names of columns, the likeliest first.
 PROMPTS = "prompt question instruction query problem input user human document article text source"
 ANSWERS = "completion response answer output solution assistant summary highlights headline target"
-PROMPTS, ANSWERS = PROMPTS.split(), ANSWERS.split()
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+ADVICE = (  # by the type of an error while a file is read; the first match is used
+    (UnicodeError, "Convert it to UTF-8, or pass CSV, JSONL or Parquet."),
+    (csv.Error, "Correct it."),
+    ((gzip.BadGzipFile, EOFError), "Compress it again."),
+    (Exception, "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."),
+)
+PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
+ORIGIN = "prepared.json"  # a file in it with the origin of the tokens
+TOKEN_FLAGS = "source_length target_length source_prefix block_size max_seq_length train_on_prompt"
 datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it raises the errors that it logs
 if not sys.stderr.isatty() or int(os.environ.get("RANK", 0)):
     datasets.disable_progress_bars()
 
 
 def find_paths(spec: str) -> list[Path]:
-    """Return the paths of one --dataset argument: a file, a directory, or the files of a glob."""
+    """Return the paths of one --dataset argument: a file, a directory written by `save_to_disk`, or
+    the files of a glob or, if it has text files, of a directory."""
     path = Path(spec).expanduser()
+    if path.is_dir():
+        return sorted(x for x in path.iterdir() if suffix_of(x) == ".txt") or [path]
     names = [path] if path.exists() else sorted(glob(str(path), recursive=True))
     return list(map(Path, names))
 
 
-def split_spec(spec: str, built_in: Sequence[str]) -> tuple[str, str | None]:
+def split_spec(spec: str, built_in: Iterable[str]) -> tuple[str, str | None]:
     """Return the name in a --dataset argument, and the split after its first colon or None."""
     if spec in built_in or find_paths(spec):
         return spec, None
@@ -69,37 +87,45 @@ def split_spec(spec: str, built_in: Sequence[str]) -> tuple[str, str | None]:
     return name, split or None
 
 
-def read(name: str, config: str | None) -> dict[str, Dataset]:
+def read(name: str, config: str | None) -> Parts:
     """Return rows by split, of files (train), a `save_to_disk` directory or a hub data set."""
     files = find_paths(name)
-    if not files and (kind_of(Path(name)) in SUFFIXES or name.count("/") > 1):
+    if not files and (suffix_of(Path(name)) in SUFFIXES or name.count("/") > 1):
         raise ValueError(f"--dataset {name} does not exist. Correct the path.")
     try:
         if not files:
-            return datasets.load_dataset(name, config)
+            return read_hub(name, config)
         if files[0].is_dir():
             parts = datasets.load_from_disk(str(files[0]))
             return parts if isinstance(parts, dict) else {"train": parts}
         parts = [read_file(path) for path in files]
         if any(part.features != parts[0].features for part in parts):  # optional fields differ
-            parts = [part if LINE in part.column_names else as_lines(part) for part in parts]
+            parts = [as_lines(part) for part in parts]
         return {"train": concatenate_datasets(parts)}
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
         cause = error.__cause__ or error
-        advice = "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."
+        advice = next(text for kind, text in ADVICE if isinstance(cause, kind))
         if not files:
             advice = "It is not a file. Correct the name, or set HF_TOKEN if it is private."
-        elif isinstance(cause, UnicodeError):
-            advice = "Convert it to UTF-8, or pass CSV, JSONL or Parquet."
-        elif isinstance(cause, csv.Error):
-            advice = "Correct it."
-        elif isinstance(cause, (gzip.BadGzipFile, EOFError)):
-            advice = "Compress it again."
         reason = shorten(str(cause)).rstrip(".")
         raise ValueError(f"--dataset {name} cannot be read: {reason}. {advice}") from error
 
 
-def kind_of(path: Path) -> str:
+def read_hub(name: str, config: str | None) -> Parts:
+    """Return the rows of a hub data set by split. If that fails, read the files that `hf download`
+    has cached."""
+    try:
+        return datasets.load_dataset(name, config)
+    except Exception:
+        with contextlib.suppress(Exception):
+            path = snapshot_download(name, repo_type="dataset", local_files_only=True)
+            parts = datasets.load_dataset(path, config)
+            say(f"{name}: the hub cannot be read, so the rows are those of all files in {path}")
+            return parts
+        raise
+
+
+def suffix_of(path: Path) -> str:
     """Return the suffix of a file, without .gz."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
@@ -112,83 +138,87 @@ def open_text(path: Path) -> IO[str]:
 
 def read_file(path: Path) -> Dataset:
     """Return the rows of a file, for JSON its unparsed lines."""
-    kind = kind_of(path)
-    options: dict[str, Any] = {"data_files": escape(str(path)), "split": "train"}
+    suffix = suffix_of(path)
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
     if path.name.lower().endswith(".parquet.gz"):
         return Dataset(pyarrow.parquet.read_table(gzip.open(path)))
-    if kind == ".parquet":
-        return datasets.load_dataset("parquet", **options)
-    if kind in (".csv", ".tsv"):
-        columns = dict.fromkeys((*csv_header(path), PROBLEM), Value("string"))
-        return from_generator(csv_rows, columns, path)
-    if kind not in (".jsonl", ".ndjson", ".json"):
-        columns = {"text": Value("string"), BEFORE: Value("string"), IS_LAST: Value("bool")}
-        return from_generator(text_pieces, columns, path)
-    with open_text(path) as file:
-        if kind == ".json" and file.read(1 << 20).lstrip().startswith("["):
-            return from_generator(list_rows, {LINE: Value("string")}, path)
-    rows = datasets.load_dataset("text", encoding="utf-8-sig", **options)
-    return rows.rename_column("text", LINE)
+    if suffix == ".parquet":
+        return datasets.load_dataset("parquet", data_files=escape(str(path)), split="train")
+    if suffix in (".csv", ".tsv"):
+        _, header = next(csv_lines(path))
+        if len({*header}) < len(header):
+            raise csv.Error(f"{path} has the column {max(header, key=header.count)} twice")
+        return from_generator(csv_rows, (*header, PROBLEM), path)
+    if suffix in (".jsonl", ".ndjson", ".json"):
+        return from_generator(json_lines, (LINE,), path)
+    return from_generator(text_pieces, ("text", BEFORE, CONTINUES), path)
+
+
+def from_generator(generate: Callable, columns: Iterable[str], path: Path) -> Dataset:
+    """Return the rows that `generate(path)` yields, whose columns are all text, cached by path,
+    modification time and code."""
+    features = Features(dict.fromkeys(columns, Value("string")))
+    key = cache_key(generate, str(path.resolve()), path.stat().st_mtime_ns)
+    return Dataset.from_generator(generate, features, gen_kwargs={"path": path}, fingerprint=key)
 
 
 def as_lines(rows: Dataset) -> Dataset:
     """Return rows as lines of JSON, in which rows with other fields fit too. Values that JSON does
     not have become null."""
+    if LINE in rows.column_names:
+        return rows
 
     def to_lines(columns: dict[str, list]) -> dict[str, list[str]]:
-        batch = (dict(zip(columns, x, strict=True)) for x in zip(*columns.values(), strict=True))
-        return {LINE: [json.dumps(without_none(row), default=lambda _: None) for row in batch]}
+        batch = map(without_none, by_row(columns))
+        return {LINE: [json.dumps(row, default=lambda _: None) for row in batch]}
 
     rows = select(rows, rows.column_names)
     features = Features({LINE: Value("string")})
     return rows.map(to_lines, batched=True, remove_columns=rows.column_names, features=features)
 
 
-def csv_reader(file: IO[str], path: Path) -> Any:
-    """Return a reader of a CSV or TSV file."""
+def by_row(columns: dict[str, list]) -> list[dict[str, Any]]:
+    """Return the rows of a batch that `datasets` gives as columns."""
+    return [dict(zip(columns, x, strict=True)) for x in zip(*columns.values(), strict=True)]
+
+
+def csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the fields of each row of a CSV or TSV file, first the header, and the number of its
+    last line. Raise csv.Error where the rest cannot be read."""
     csv.field_size_limit(2**31 - 1)
-    return csv.reader(file, delimiter="\t" if kind_of(path) == ".tsv" else ",", strict=True)
-
-
-def csv_header(path: Path) -> list[str]:
-    """Return the column names of a CSV file; raise csv.Error if it has one twice."""
+    delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     with open_text(path) as file:
-        header = next(csv_reader(file, path))
-    for name in header:
-        if header.count(name) > 1:
-            raise csv.Error(f"{path} has the column {name} twice")
-    return header
-
-
-def csv_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a CSV or TSV file. PROBLEM says what is wrong with one, and csv.Error is
-    raised where the rest cannot be read."""
-    with open_text(path) as file:
-        reader = csv_reader(file, path)
-        header = next(reader)
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             for fields in filter(None, reader):
-                problem = None
-                if len(fields) != len(header):
-                    problem = f"line {reader.line_num}: {len(fields)} fields, not {len(header)}"
-                yield dict(itertools.zip_longest(header, fields[: len(header)])) | {
-                    PROBLEM: problem
-                }
+                yield reader.line_num, fields
         except csv.Error as error:
             raise csv.Error(f"{path}, line {reader.line_num}: {error}") from None
 
 
-def list_rows(path: Path) -> Iterator[dict[str, str]]:
-    """Yield the rows of a JSON file that contains a list, each as a line of JSON."""
+def csv_rows(path: Path) -> Iterator[dict[str, str | None]]:
+    """Yield the rows of a CSV or TSV file. PROBLEM says what is wrong with one."""
+    lines = csv_lines(path)
+    _, header = next(lines)
+    for line, fields in lines:
+        row = dict(itertools.zip_longest(header, fields[: len(header)]))
+        is_wrong = len(fields) != len(header)
+        problem = f"line {line}: {len(fields)} fields, not {len(header)}"
+        yield row | {PROBLEM: problem if is_wrong else None}
+
+
+def json_lines(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the lines of a JSON file, or the rows of one that contains a list as lines."""
     with open_text(path) as file:
-        rows = json.load(file)
-    for row in rows:
-        yield {LINE: json.dumps(row)}  # in ASCII: half of a surrogate pair is not UTF-8
+        is_list = suffix_of(path) == ".json" and file.read(1 << 20).lstrip().startswith("[")
+        file.seek(0)
+        # In ASCII, because half of a surrogate pair is not UTF-8.
+        for line in map(json.dumps, json.load(file)) if is_list else file:
+            yield {LINE: line.strip()}
 
 
-def text_pieces(path: Path) -> Iterator[dict[str, Any]]:
+def text_pieces(path: Path) -> Iterator[dict[str, str]]:
     """Yield a text file in pieces that have the same tokens as in the whole text, with the end of
     the piece before each: some tokenizers put a space before the first word of a text.
 
@@ -200,21 +230,21 @@ def text_pieces(path: Path) -> Iterator[dict[str, Any]]:
         while block := file.read(PIECE):
             pending += block
             start = max(0, len(pending) - PIECE)
-            kind = CUTS[len(pending) > 16 * PIECE]
-            cut = max((match.end() for match in kind.finditer(pending, start)), default=0)
+            places = CUTS[len(pending) > 16 * PIECE].finditer(pending, start)
+            cut = max((place.end() for place in places), default=0)
             if not cut and len(pending) > 64 * PIECE:
                 cut = len(pending) - 1
             if cut and pending[cut:].strip():
                 piece, pending = pending[:cut], pending[cut:]
-                yield {"text": piece, BEFORE: before, IS_LAST: False}
+                yield {"text": piece, BEFORE: before, CONTINUES: "yes"}
                 before = piece[-16:]
-    yield {"text": pending.rstrip("\r\n"), BEFORE: before, IS_LAST: True}
+    yield {"text": pending.rstrip("\r\n"), BEFORE: before, CONTINUES: ""}
 
 
 def docstring_rows() -> Dataset:
     """Return the docstrings of Python's standard library as rows: text, headline, module."""
-    columns = dict.fromkeys(("text", "headline", "module"), Value("string"))
     with warnings.catch_warnings(action="ignore"):  # about escapes in the library's own strings
+        columns = ("text", "headline", "module")
         return from_generator(docstrings, columns, Path(sysconfig.get_path("stdlib")))
 
 
@@ -241,14 +271,7 @@ def docstrings(path: Path) -> Iterator[dict[str, str]]:
                 yield {"text": body, "headline": headline, "module": module}
 
 
-def from_generator(generate: Callable, features: dict | None, path: Path) -> Dataset:
-    """Return the rows that `generate(path)` yields, cached by path, modification time and code."""
-    key = fingerprint(generate, str(path.resolve()), path.stat().st_mtime_ns)
-    columns = Features(features) if features else None  # those of a CSV file are in its header
-    return Dataset.from_generator(generate, columns, gen_kwargs={"path": path}, fingerprint=key)
-
-
-def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, Dataset]:
+def pick(name: str, parts: Parts, split: str | None) -> Parts:
     """Return one split or slice, such as train[:1000], as {"train": rows}; if None, all `parts`."""
     if split is None and "train" in parts:
         return parts
@@ -258,47 +281,37 @@ def pick(name: str, parts: dict[str, Dataset], split: str | None) -> dict[str, D
     except (ValueError, AssertionError) as error:
         advice = f"Pass {name}:SPLIT with one of {', '.join(parts)}."
         raise ValueError(f"--dataset {name} has no split {split or 'train'}. {advice}") from error
-    chosen = [parts[x.splitname].select(range(sizes[x.splitname])[x.from_ : x.to]) for x in pieces]
+    chosen = [parts[x.splitname].select(range(x.from_, x.to)) for x in pieces]
     return {"train": concatenate_datasets(chosen)}
 
 
-def first_object(rows: Dataset) -> dict[str, Any] | None:
-    """Return the first JSON object of the rows, None if there is none in the first 1,000 lines."""
+def columns_of(name: str, rows: Dataset) -> dict[str, bool]:
+    """Return whether each column contains text, by name; for JSON lines, the first object's keys.
+
+    Raise ValueError if the first 1,000 lines have no object.
+    """
+    if LINE not in rows.column_names:
+        kinds = {x: kind for x, kind in rows.features.items() if x not in EXTRA}
+        return {x: getattr(kind, "dtype", "") == "string" for x, kind in kinds.items()}
     for line in rows[:1000][LINE]:
         with contextlib.suppress(ValueError):
             if isinstance(value := json.loads(line), dict):
-                return value
-    return None
+                return {key: isinstance(x, str) for key, x in value.items()}
+    raise ValueError(f"--dataset {name} has no JSON objects. Write one on each line.")
 
 
-def column_names(name: str, rows: Dataset) -> list[str]:
-    """Return the column names of a data set; for JSON lines, the keys of the first object."""
-    if LINE not in rows.column_names:
-        return [column for column in rows.column_names if column not in EXTRA]
-    value = first_object(rows)
-    if value is None:
-        raise ValueError(f"--dataset {name} has no JSON objects. Write one on each line.")
-    return list(value)
-
-
-def text_columns(rows: Dataset) -> list[str]:
-    """Return the names of the columns that contain text, in JSON lines those of the first row."""
-    if LINE in rows.column_names:
-        return [key for key, x in (first_object(rows) or {}).items() if isinstance(x, str)]
-    features = rows.features.items()
-    return [x for x, kind in features if getattr(kind, "dtype", "") == "string" and x not in EXTRA]
-
-
-def guess_columns(texts: Sequence[str]) -> list[str]:
+def guess_columns(columns: dict[str, bool]) -> list[str]:
     """Return the columns that most likely have the prompts and the answers, or the texts and their
-    summaries: the first of PROMPTS and of ANSWERS among `texts`, or else the first columns."""
-    texts = [name for name in texts if not name.endswith("id")]
-    prompts = [*(x for x in PROMPTS if x in texts), *texts]
-    answers = [x for x in (*(x for x in ANSWERS if x in texts), *texts) if x != prompts[0]]
-    return prompts[:1] + answers[:1]
+    summaries: the first of PROMPTS and of ANSWERS among those with text, or else the first."""
+    texts = [name for name, has_text in columns.items() if has_text and not name.endswith("id")]
+    result: list[str] = []
+    for likely in (PROMPTS, ANSWERS):
+        names = [*(x for x in likely.split() if x in texts), *texts]
+        result += [x for x in names if x not in result][:1]
+    return result
 
 
-def lacks(name: str, missing: Sequence[str], columns: Sequence[str]) -> str:
+def lacks(name: str, missing: Iterable[str], columns: Iterable[str]) -> str:
     """Return the first part of an error message about missing columns."""
     return (f"--dataset {name} has no column {' or '.join(missing)}. Its columns are: "
             f"{', '.join(columns)}.")  # fmt: skip
@@ -338,7 +351,7 @@ def without_none(value: Any) -> Any:
 
 
 def map_rows(
-    name: str, rows: Dataset, function: Callable, features: dict, args: Namespace, *key: object
+    name: str, rows: Dataset, function: Callable, features: dict, bad_rows: str, *key: object
 ) -> Dataset:
     """Return the samples, dicts of `features`, that `function` makes of rows, cached by `key`.
 
@@ -353,21 +366,21 @@ def map_rows(
             if len(batch) > 1:
                 return [convert([row], [i])[0] for row, i in zip(batch, numbers, strict=True)]
             problem = f"{name}, row {numbers[0]}: {shorten(getattr(error, 'msg', str(error)))}"
-            if args.bad_rows == "fail":
+            if bad_rows == "fail":
                 advice = "Correct it, or pass --bad-rows skip."
                 raise ValueError(f"{problem}. {advice}") from None
             say(f"Skipped {problem}")
             return [[]]
 
     def convert_columns(columns: dict[str, list], indices: list[int]) -> dict[str, list]:
-        batch = [dict(zip(columns, x, strict=True)) for x in zip(*columns.values(), strict=True)]
+        batch = by_row(columns)
         kept = [i for i, row in enumerate(batch) if row.get(LINE, "x").strip()]  # no blank lines
         groups = convert([batch[i] for i in kept], [indices[i] + 1 for i in kept]) if kept else []
         return {x: [sample[x] for group in groups for sample in group] for x in features}
 
     gc.collect()  # finalizing garbage may crash a forked process
     # The hash of `datasets` depends on a tokenizer's state, and not on a module's code.
-    key = fingerprint(function, rows._fingerprint, name, args.bad_rows, sorted(features), *key)
+    key = cache_key(function, rows._fingerprint, name, bad_rows, sorted(features), *key)
     mapped = rows.with_format(None).map(
         convert_columns, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
         remove_columns=rows.column_names, features=Features(features),
@@ -376,6 +389,45 @@ def map_rows(
     if len(mapped) == 0:
         raise ValueError(f"--dataset {name} has no usable rows among {len(rows):,}. Correct it.")
     return mapped
+
+
+def load_sets(
+    args: Namespace,
+    default: str,
+    load_parts: Callable[[str], Parts],
+    hold_out: Callable[[str, Dataset], Parts],
+    draw: Callable[[str, str, Dataset, int | None], Dataset],
+) -> tuple[Dataset | None, Parts]:
+    """Return the training set, None with --evaluate-only, and the validation sets by --dataset or
+    --val-dataset argument.
+
+    `load_parts` returns the rows of an argument by split, `hold_out` splits those that have no
+    validation rows, and `draw` makes samples of those of a split, at most a number (0: all).
+    """
+    train_sets = []
+    val_sets = {}
+
+    def add_validation(spec: str, rows: Dataset) -> None:
+        val_sets[spec] = join([draw(spec, "validation", rows, args.num_val_samples)])
+
+    for spec in [] if args.evaluate_only and args.val_dataset else args.dataset or [default]:
+        parts = load_parts(spec)
+        if "validation" not in parts and not args.val_dataset:
+            parts = hold_out(spec, parts["train"])
+        if not args.evaluate_only:
+            train_sets.append(draw(spec, "train", parts["train"], args.num_train_samples))
+        if not args.val_dataset:
+            add_validation(spec, parts["validation"])
+    for spec in args.val_dataset:
+        parts = load_parts(spec)
+        add_validation(spec, parts.get("validation", parts["train"]))
+    return join(train_sets) if train_sets else None, val_sets
+
+
+def split_by(is_held_out: np.ndarray, rows: Dataset) -> Parts:
+    """Return the rows by split, given a mask of those for validation."""
+    masks = {"train": ~is_held_out, "validation": is_held_out}
+    return {split: rows.select(np.flatnonzero(mask)) for split, mask in masks.items()}
 
 
 def held_out(name: str, keys: np.ndarray, usual: np.ndarray) -> np.ndarray:
@@ -399,27 +451,36 @@ def held_out(name: str, keys: np.ndarray, usual: np.ndarray) -> np.ndarray:
     return mask
 
 
+def sample(rows: Dataset, limit: int) -> Dataset:
+    """Return `limit` random rows (0: all), the same in every run."""
+    number = min(limit or len(rows), len(rows))
+    return rows.select(sorted(random.Random(0).sample(range(len(rows)), number)))
+
+
 def join(parts: list[Dataset]) -> Dataset:
     """Return the rows of all parts, stored in this order and read as NumPy arrays."""
     return concatenate_datasets(parts).flatten_indices().with_format("numpy")
 
 
-def check_embedded(samples: Any, count: int, tokenizer: PreTrainedTokenizerBase) -> None:
+def arrays(rows: Dataset, column: str) -> Iterator[pyarrow.Array]:
+    """Yield a column in parts of 10,000 rows."""
+    for table in rows.with_format("arrow").select_columns(column).iter(10_000):
+        yield table[column].combine_chunks()
+
+
+def check_embedded(samples: Any, count: int, tokenizer: Tokenizer) -> None:
     """Raise ValueError, with its text, if a token in a data set of tokens has no row in the model,
     which has `count` rows. Some tokenizers have special tokens without one."""
     rows = getattr(samples, "dataset", samples)  # from which packs are made
     if len(tokenizer) <= count or not isinstance(rows, Dataset):
         return
     for column in {"input_ids", "labels"} & {*rows.column_names}:
-        for batch in rows.with_format("arrow").select_columns(column).iter(10_000):
-            for ids in batch[column].to_pylist():
-                if ids and max(ids) >= count:
-                    text = shorten(tokenizer.decode([x for x in ids if x >= 0]))
-                    token = tokenizer.convert_ids_to_tokens(max(ids))
-                    raise ValueError(
-                        f"The data have the token {token} ({max(ids):,}), but the model has "
-                        f"{count:,} rows. It is in: {text}"
-                    )
+        for ids in itertools.chain.from_iterable(x.to_pylist() for x in arrays(rows, column)):
+            if max(ids, default=0) >= count:
+                text = shorten(tokenizer.decode([x for x in ids if x >= 0]))
+                token = f"{tokenizer.convert_ids_to_tokens(max(ids))} ({max(ids):,})"
+                raise ValueError(f"The data have the token {token}, but the model has {count:,} "
+                                 f"rows. It is in: {text}")  # fmt: skip
 
 
 def content_sum(rows: Dataset, crc: int = 0) -> int:
@@ -430,7 +491,64 @@ def content_sum(rows: Dataset, crc: int = 0) -> int:
     return crc
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def token_origin(args: Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the values that determine a row's tokens: version, tokenizer, template and flags."""
+    origin = {"version": 1, "tokenizer": tokenizer_digest(tokenizer)}
+    if hasattr(args, "chat_template"):
+        origin["--chat-template"] = digest(tokenizer.chat_template)
+    return origin | {as_flag(x): vars(args)[x] for x in TOKEN_FLAGS.split() if x in vars(args)}
+
+
+def write_prepared(
+    args: Namespace, train_set: Any, val_sets: dict[str, Any], tokenizer: Tokenizer
+) -> None:
+    """Write the samples by split to OUTPUT_DIR/prepared, and their origin; all ranks.
+
+    Raise ValueError if there are several validation sets or the directory exists.
+    """
+    if len(val_sets) > 1:
+        raise ValueError(f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one "
+                         "--dataset or one --val-dataset.")  # fmt: skip
+    path = Path(args.output_dir) / PREPARED
+    sets = {"train": train_set, "validation": next(iter(val_sets.values()))}
+    ranks.on_rank_zero(save_prepared, path, sets, token_origin(args, tokenizer))
+    say(f"Pass --dataset {path} to train on these tokens.")
+
+
+def save_prepared(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
+    """Write the origin of the samples, then the samples by split; rank 0 only. `load_from_disk`
+    rejects a directory whose last file is missing."""
+    if path.exists():
+        raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
+    path.mkdir()
+    (path / ORIGIN).write_text(json.dumps(origin, indent=2))
+    rows = {split: getattr(samples, "dataset", samples) for split, samples in sets.items()}
+    datasets.DatasetDict(rows).save_to_disk(path)
+
+
+def compare_origin(name: str, args: Namespace, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if data set `name` was prepared with another tokenizer or flags."""
+    file = Path(name).expanduser() / ORIGIN
+    origin = json.loads(file.read_text()) if file.is_file() else None
+    for key, value in token_origin(args, tokenizer).items() if origin else ():
+        if origin.get(key) != value:
+            raise ValueError(f"--dataset {name} was prepared with {key} {origin.get(key)}, not "
+                             f"{value}. Pass the same, or prepare it again.")  # fmt: skip
+
+
+def token_ids(ids: Any, flag: str, limit: int, tokenizer: Tokenizer) -> Sequence[int]:
+    """Return `ids`; raise ValueError unless they are 1 to `limit` token ids of the tokenizer."""
+    if not ids or not isinstance(ids, list) or not all(isinstance(x, int) for x in ids):
+        raise ValueError("tokens are empty or not a list of integers")
+    if len(ids) > limit:
+        raise ValueError(f"{len(ids):,} tokens, but {flag} allows {limit:,}")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < len(tokenizer):
+            raise ValueError(f"token {token} is not one of the tokenizer's {len(tokenizer):,}")
+    return ids
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """Return a digest of what determines a tokenizer's output: its rules if it has a fast backend,
     its vocabulary, and the tokens of a probe text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -445,7 +563,7 @@ def shorten(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-def fingerprint(function: Callable, *parts: object) -> str:
+def cache_key(function: Callable, *parts: object) -> str:
     """Return a digest of `parts`, of this file, and of the file that defines `function`."""
     files = Path(__file__), Path(inspect.getsourcefile(function))
     return digest(parts, *(file.read_bytes() for file in files))

@@ -159,10 +159,12 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     files = tokenizer.vocab_files_names.values()  # empty if bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
         raise ValueError(f"{directory} has no tokenizer: its vocabulary is missing. Save one.")
-    if None in (getattr(tokenizer, "src_lang", ""), getattr(tokenizer, "tgt_lang", "")):
+    languages = [getattr(tokenizer, x, "") for x in ("src_lang", "tgt_lang")]
+    if None in languages or languages[0] == languages[1] != "":
         raise ValueError(
-            f"{directory} has a tokenizer for many languages. Set src_lang and tgt_lang "
-            "in its tokenizer_config.json, for example to codes of its vocabulary."
+            f"{directory} has a tokenizer for many languages, but src_lang is {languages[0]} and "
+            f"tgt_lang is {languages[1]}. Set src_lang and tgt_lang in its tokenizer_config.json "
+            "to two codes of its vocabulary."
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{directory} has a tokenizer without an EOS token. Set its eos_token.")

@@ -105,10 +105,13 @@ def byt5(template: str = PROMPTER) -> ByT5Tokenizer:
 
 
 def encode(
-    chat: list[dict], tokenizer: object, tools: list[dict] | None = None, **flags: object
+    chat: list[dict],
+    tokenizer: object,
+    tools: list[dict] | None = None,
+    train_on_prompt: bool = False,
 ) -> list[tuple]:
     """Return the ids and labels of each document of a chat."""
-    (pairs,) = chat_dataset.encode([(chat, tools)], tokenizer, arguments(**flags))
+    (pairs,) = chat_dataset.encode([(chat, tools)], tokenizer, train_on_prompt)
     return pairs
 
 
@@ -466,9 +469,9 @@ def test_formats_give_the_same_chat(tmp_path):
     ],
 )
 def test_unusable_chats_are_refused(row, message):
-    kind = chats.find_format("rows", list(row), [], (None, None))
+    columns = chats.find_columns("rows", dict.fromkeys(row, True), (None, None))
     with pytest.raises((ValueError, TypeError), match=message):
-        chats.read_chat(row, *kind)
+        chats.read_chat(row, columns, None, False)
 
 
 def test_bad_rows_are_named_or_skipped(tmp_path, capfd):
@@ -522,12 +525,11 @@ def test_prompts_longer_than_the_sequence_are_dropped(count, tmp_path, capfd):
     """If more than half are too long, the error suggests a better length."""
     prompts = ["?" * (1 + i) if i < 100 - count else "?" * (99 + i) for i in range(100)]
     path = write(tmp_path / "chats.jsonl", [{"prompt": x, "completion": "x"} for x in prompts])
-    args = arguments(max_seq_length=150)
     if count > 50:
         with pytest.raises(ValueError, match="in 51 of 100 documents, the answers start after"):
-            chat_dataset.draw_documents(load_documents(path, max_seq_length=150), 0, "x", args)
+            chat_dataset.draw_documents("x", load_documents(path, max_seq_length=150), 0, 150)
         return
-    rows = chat_dataset.draw_documents(load_documents(path, max_seq_length=150), 0, "x", args)
+    rows = chat_dataset.draw_documents("x", load_documents(path, max_seq_length=150), 0, 150)
     assert len(rows) == 100 - count and rows.column_names == ["input_ids", "labels"]
     assert f"{count} left out, because their answers start" in capfd.readouterr().out
 
@@ -543,7 +545,7 @@ def small() -> Dataset:
 
 def test_packs_depend_on_seed_and_epoch(small):
     def packs(seed: int, epoch: int) -> list[list[list[int]]]:
-        dataset = chat_dataset.Packs(small, arguments(max_seq_length=64, seed=seed))
+        dataset = chat_dataset.Packs(small, 64, seed)
         dataset.set_epoch(epoch)
         return [[row["input_ids"].tolist() for row in pack] for pack in dataset]
 

@@ -91,11 +91,16 @@ def test_token_without_a_row_is_an_error_only_if_the_data_have_it(t5_directory, 
             assert "It is in: " in result.stderr
 
 
-def test_tokenizer_without_languages_is_refused(monkeypatch, tmp_path):
+@pytest.mark.parametrize("target", [None, "eng_Latn", "deu_Latn"])
+def test_tokenizer_without_two_languages_is_refused(target, monkeypatch, tmp_path):
     class Multilingual:
         vocab_files_names = {}
-        src_lang, tgt_lang, eos_token_id = "eng_Latn", None, 2
+        src_lang, tgt_lang, eos_token_id = "eng_Latn", target, 2
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: Multilingual())
-    with pytest.raises(ValueError, match="Set src_lang and tgt_lang in its tokenizer_config.json"):
+    if target == "deu_Latn":
+        assert weights.load_tokenizer(tmp_path).tgt_lang == target
+        return
+    problem = f"src_lang is eng_Latn and tgt_lang is {target}. Set src_lang and tgt_lang in its tok"
+    with pytest.raises(ValueError, match=problem):
         weights.load_tokenizer(tmp_path)

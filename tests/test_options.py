@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, live_metrics, losses, status
-from runtime.optimization import learning_rate
 
 import gpt2_fsdp
 from benchmarks.driven import parse_flags
+from runtime.batches import learning_rate
 
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
 NAMES = {  # flags of Transformers and TRL, and ours: in all scripts, or one for each of SCRIPTS

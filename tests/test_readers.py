@@ -7,13 +7,14 @@ import random
 import subprocess
 import sys
 import time
-from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from datasets import Audio, Dataset, Features, Value
+from huggingface_hub import snapshot_download
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -25,7 +26,6 @@ from benchmarks.driven import parse_flags
 from runtime import readers
 from runtime.chats import LLAMA_2
 
-FAIL = Namespace(bad_rows="fail")
 VALUES = [
     {"text": "2024-05-01", "n": None, "of": {"b": 12345678901234567890, "a": [None, 1.5]}},
     {"late": "x", "text": "null", "n": 3},
@@ -39,13 +39,13 @@ def test_json_values_equal_the_file(name, tmp_path):
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in VALUES)
     path.write_text(json.dumps(VALUES, indent=1) if name == "list.json" else "\ufeff" + text)
     rows = readers.read(str(path), None)["train"]
-    assert readers.column_names("x", rows) == ["text", "n", "of"]
+    assert [*readers.columns_of("x", rows)] == ["text", "n", "of"]
     features = {"json": Value("string")}
 
     def dump(batch: list[dict]) -> list[list[dict]]:
         return [[{"json": json.dumps(row)}] for row in batch]
 
-    samples = readers.map_rows(str(path), rows, dump, features, FAIL)["json"]
+    samples = readers.map_rows(str(path), rows, dump, features, "fail")["json"]
     assert list(samples) == [json.dumps(row) for row in VALUES]
 
 
@@ -287,22 +287,38 @@ def test_text_file_has_the_tokens_of_the_whole_text(kind, tmp_path, monkeypatch)
 def test_compressed_files_have_the_rows_of_plain_ones(tmp_path):
     rows = [{"text": f"a {i}", "headline": f"b {i}"} for i in range(40)]
     contents = {
-        "x.jsonl": jsonl(rows),
-        "x.json": json.dumps(rows),
-        "x.csv": "text,headline\n" + "".join(f"{x['text']},{x['headline']}\n" for x in rows),
-        "x.txt": "one\n\ntwo\n",
+        "a.jsonl": jsonl(rows),
+        "b.json": json.dumps(rows),
+        "c.csv": "text,headline\n" + "".join(f"{x['text']},{x['headline']}\n" for x in rows),
+        "d.txt": "one\n\ntwo\n",
     }
     for name, content in contents.items():
         (tmp_path / name).write_text(content)
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
-        plain, packed = (
-            readers.read(str(tmp_path / x), None)["train"] for x in (name, f"{name}.gz")
-        )
-        assert list(plain) == list(packed)
+        names = name, f"{name}.gz", f"{name}*"
+        plain, packed, both = (readers.read(str(tmp_path / x), None)["train"] for x in names)
+        assert list(plain) == list(packed) and list(both) == 2 * list(plain)
+    assert len(readers.read(str(tmp_path), None)["train"]) == 2  # the text files of a directory
     Dataset.from_list(rows).to_parquet(tmp_path / "x.parquet")
     content = (tmp_path / "x.parquet").read_bytes()
     (tmp_path / "y.parquet.gz").write_bytes(gzip.compress(content))
     assert list(readers.read(str(tmp_path / "y.parquet.gz"), None)["train"]) == rows
+
+
+def test_data_set_of_hf_download_is_read_from_the_hub_cache(tmp_path, monkeypatch, capfd):
+    repository = tmp_path / "datasets--someone--pairs"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text("1" * 40)
+    snapshot = repository / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "train.jsonl").write_text(jsonl(PAIRS))
+    monkeypatch.setattr(
+        readers, "snapshot_download", partial(snapshot_download, cache_dir=tmp_path)
+    )
+    assert list(readers.read("someone/pairs", None)["train"]) == PAIRS
+    assert f"the rows are those of all files in {snapshot}" in capfd.readouterr().out
+    with pytest.raises(ValueError, match="someone/other cannot be read: .*Correct the name"):
+        readers.read("someone/other", None)
 
 
 def test_long_and_short_csv_rows_are_skipped_and_counted(tmp_path, capfd):

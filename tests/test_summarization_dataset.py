@@ -91,7 +91,7 @@ def articles(number):
 
 def wikihow_splits(**changes):
     """Return the (text, summary) pairs of WikiHow by split."""
-    parts = sd.load_rows("wikihow", arguments(**changes), TOKENIZER, True)
+    parts = sd.load_rows("wikihow", arguments(**changes), TOKENIZER)
     return {split: [(row["text"], row["summary"]) for row in rows] for split, rows in parts.items()}
 
 
@@ -190,7 +190,7 @@ def test_wikihow_splits_and_slices_can_be_selected(tmp_path):
 
 
 def test_docstrings_are_split_by_module():
-    parts = sd.load_rows("docstrings", arguments(), TOKENIZER, True)
+    parts = sd.load_rows("docstrings", arguments(), TOKENIZER)
     keys = [set(rows["key"]) for rows in parts.values()]
     assert list(parts) == ["train", "validation"] and not keys[0] & keys[1]
     sizes = [len(rows) for rows in parts.values()]
@@ -268,6 +268,17 @@ def test_encoded_texts_end_with_eos(tmp_path, template):
     pairs = sorted((row["input_ids"].tolist(), row["labels"].tolist()) for row in rows)
     assert pairs == [([4, 3, 5, 6, 7, 1], [12, 11, 1]), ([4, 3, 6, 1], [5, 1])]
     assert all(row["length"] == len(row["input_ids"]) for row in rows)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_unknown_target_tokens_are_counted(count, tmp_path, capsys):
+    """A warning needs more than 1 in 100 tokens; each of the 40 targets has four and EOS."""
+    rows = [{"text": "a", "headline": "b c d e"}] * (40 - count)
+    rows += [{"text": "b", "headline": "b { } e"}] * count
+    path = str(write_rows(tmp_path / "x.jsonl", rows))
+    sd.load(arguments(dataset=path, val_dataset=[path]), words_tokenizer())
+    warning = "Warning: 4 of 200 target tokens are <unk>"
+    assert (warning in capsys.readouterr().out) == bool(count)
 
 
 def test_collate_pads_to_a_multiple_of_8_on_a_gpu(monkeypatch):

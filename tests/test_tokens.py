@@ -14,7 +14,7 @@ import llama_fsdp
 import summarization_dataset
 import T5_training
 from benchmarks.driven import parse_flags
-from runtime import tokens
+from runtime import readers
 
 SCRIPTS = {  # each script and its flags for short texts
     "T5": (T5_training, ["--source-length", "64", "--target-length", "16"]),
@@ -47,8 +47,8 @@ def test_prepared_rows_train_like_raw_rows(name, tmp_path, capfd):
     data = ["--dataset", "docstrings", "--num-train-samples", "16", "--num-val-samples", "4"]
     run(script, tmp_path / "raw", *lengths, *data)
     run(script, tmp_path / "made", *lengths, *data, "--prepare-only")
-    prepared = tmp_path / "made" / tokens.PREPARED
-    assert json.loads((prepared / tokens.FILE).read_text())["version"] == 1
+    prepared = tmp_path / "made" / readers.PREPARED
+    assert json.loads((prepared / readers.ORIGIN).read_text())["version"] == 1
     run(script, tmp_path / "made", *lengths, "--dataset", prepared)
     for event in ("train", "val"):
         values = losses(tmp_path / "made", event)
@@ -102,12 +102,12 @@ def test_invalid_tokens_are_refused(row, message, tmp_path):
 def test_tokens_of_another_tokenizer_are_refused(tmp_path):
     args = parse_flags(T5_training, ["--model-name", "tiny", "--dataset", "docstrings"])
     rows = Dataset.from_list([{"input_ids": [5, 1], "labels": [6, 1]}] * 3)
-    sets, origin = {"train": rows, "validation": rows}, tokens.describe(args, ByT5Tokenizer())
-    tokens.save(tmp_path / "made", sets, origin)
+    sets, origin = {"train": rows, "validation": rows}, readers.token_origin(args, ByT5Tokenizer())
+    readers.save_prepared(tmp_path / "made", sets, origin)
     assert list(load_from_disk(str(tmp_path / "made"))) == ["train", "validation"]
-    tokens.check_origin(str(tmp_path / "made"), args, ByT5Tokenizer())
+    readers.compare_origin(str(tmp_path / "made"), args, ByT5Tokenizer())
     args.dataset = [str(tmp_path / "made")]
     with pytest.raises(ValueError, match="was prepared with tokenizer "):
         summarization_dataset.load(args, ByT5Tokenizer(extra_ids=3))
     with pytest.raises(ValueError, match="made exists. Delete it"):
-        tokens.save(tmp_path / "made", sets, origin)
+        readers.save_prepared(tmp_path / "made", sets, origin)
