@@ -206,10 +206,10 @@ class Run:
     export_only: bool = flag(False, "export the newest checkpoint to final/")
     prepare_only: bool = flag(False, "tokenize into OUTPUT_DIR/prepared, for --dataset")
     log_every: int = flag(10, "steps between training metrics", low=1)
-    eval_every: int | None = flag(None, "steps between validations; also after each epoch, unless "
-        "it is 0: only at the end (default: epochs only)", low=0)  # fmt: skip
-    save_every: int | None = flag(50, "steps between checkpoints; also after each epoch, unless it "
-        "is 0: only at the end", low=0)  # fmt: skip
+    eval_every: int | None = flag(
+        None, "steps between validations; 0: at the end (default: after each epoch)", low=0
+    )
+    save_every: int | None = flag(50, "steps between checkpoints; 0: at the end", low=0)
     checkpoint_type: Literal["sharded", "full"] = flag(
         "sharded", "one file per rank; full: one file, for which rank 0 holds the whole state"
     )

@@ -59,7 +59,7 @@ PLAIN_LOSS = {  # computes the loss from the model's own logits
         '    return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())\n'
     )
 }
-TRAINED_PADDING = {"np.full(shape, -100)": "np.zeros(shape, dtype=np.int64)"}
+TRAINED_PADDING = {"-100, least=8": "0, least=8"}
 CONV = ["conv", "conv", "full_attention", "conv"]
 LEAKS = {  # folder in Transformers, additions to TINY
     "GptOss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
@@ -97,7 +97,7 @@ EDITS = {
     "T5": Edit(T5),
     "T5: mean": Edit(T5, NOT_A_SUM, {SUM: ""}),
     "T5: source without a mask": Edit(T5, PADDING, NO_MASK),
-    "T5: trained padding": Edit(T5, PADDING, data={"pad(targets, -100)": "pad(targets, 0)"}),
+    "T5: trained padding": Edit(T5, PADDING, data={"pad(targets, -100": "pad(targets, 0"}),
     "T5: another start": Edit(T5, OTHER_INPUTS, data={START: "torch.full_like(labels, 5)"}),
     "T5: inputs not shifted": Edit(T5, OTHER_INPUTS, data=NO_SHIFT),
     "T5: not causal": Edit(
