@@ -78,12 +78,13 @@ class RandomWeights(weights.Loader):
     device."""
 
     def __init__(
-        self, args: Namespace, model: PreTrainedModel, source: dict, device: torch.device
+        self, model: PreTrainedModel, source: dict, device: torch.device, cpu_offload: bool
     ) -> None:
-        super().__init__(args, model, source, device)
+        super().__init__(model, source, device, cpu_offload)
+        shapes = weights.whole_shapes(model)
         parameters = model.named_parameters(remove_duplicate=False)
         for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
-            shape = weights.whole_shape(tensor)  # for 4 bits the shape of the weights
+            shape = shapes.get(name, tensor.shape)
             dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
             self.stored[weights.plain_name(name)] = shape, dtype
 

@@ -41,7 +41,10 @@ class OffRun(Run):
 
     needs_validation = False
 
-    def __init__(self, output: "OffRecord", state: State, loader: DataLoader) -> None:
+    def __init__(
+        self, output: "OffRecord", state: State, loader: DataLoader, identity: dict
+    ) -> None:
+        self.identity = identity
         self.output = output
         self.args = output.args
         self.state = state
@@ -236,7 +239,7 @@ class Driven(OffRecord):
         args = Namespace(
             **vars(self.args) | {"keep_checkpoints": keep, "checkpoint_type": "sharded"}
         )
-        checkpoints.Saver(args, self.directory, self.state).save()
+        checkpoints.Saver(args, self.directory, self.state, self.run.identity).save()
         return self.directory / f"checkpoints/step-{self.state.step:08d}"
 
 

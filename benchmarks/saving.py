@@ -96,7 +96,7 @@ class Ours:
         """Prepare the first step; return the time when model and optimizer were ready."""
         self.run = Resumed(llama_fsdp, self.args, self.device, checkpoint, NO_DATA)
         state = self.run.state
-        self.saver = Saver(self.args, self.run.directory, state, saved_step=state.step)
+        self.saver = Saver(self.args, self.run.directory, state, self.run.run.identity, state.step)
         return self.run.restored
 
     def step(self) -> None:

@@ -3,11 +3,10 @@
 The run (one object owns each piece of state)
     run           Output: OUTPUT_DIR, its lock, status, exports and end; Run: log, saves, best/
     steps         Steps and Step: the work around each optimizer step; requests to stop
-    metrics       Metrics: metrics.jsonl, speed, log lines; owns the trackers
+    metrics       Metrics: metrics.jsonl, speed, log lines; and trackers
     state         State: what is trained and saved; Facts: what wrapping hides of a model
-    checkpoints   Saver: checkpoints and failed saves; find, check, load, prune
-    checkpoint_reader  reads checkpoints without running code in them
-    identity      values that must be the same on all ranks and in each start of a run
+    checkpoints   Saver; find, check, load and prune checkpoints, without running code in them;
+                  the identity: values that all ranks and starts of a run must share
     screen        progress bars; the stacks of a rank that makes no progress
     ranks         run functions on all ranks or on one; log lines; exit with a message
     options       flags as typed fields, and the flags that all scripts share
@@ -19,8 +18,8 @@ Model and data
     chunked_loss  the loss of a causal model, in chunks of logits
     readers       reads files and data sets as rows, and maps rows to samples
 Optional: leave them out of a copy that does not use them
-    adapters (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)   trackers
-    rouge   chats (Llama's formats and templates)   tokens (--prepare-only)
+    adapters (LoRA, 4 bits)   paged (--optimizer)   attention (packed documents)
+    rouge   chats (Llama's formats and templates)
 """
 
 import logging

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from . import export, ranks, weights
-from .identity import checksum
+from .checkpoints import checksum
 from .options import INSTALL, as_flag, defaults, flag
 from .weights import ADAPTER
 
@@ -235,7 +235,6 @@ class Linear4bit(nn.Linear):
         self.quant_state = None
         packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
-        self.weight.whole_shape = linear.weight.shape
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.

@@ -1,15 +1,19 @@
-"""Save, verify, find, load and prune checkpoints.
+"""Checkpoints, and the identity of a run: the values that all its ranks and starts must share.
 
 A checkpoint is a directory such as step-00000200: shards that PyTorch's distributed checkpoint
 (DCP) writes, or one file with --checkpoint-type full. train_state.json is written last, by rename.
-It contains the counters, and the size and CRC-32 of each file. A directory that lacks it, or whose
-files differ from it, is skipped. All ranks call each function together, except "rank 0 only" ones.
+It contains the counters, the identity, and the size and CRC-32 of each file. A directory that lacks
+it, or whose files differ from it, is skipped. No code in a checkpoint is run: PyTorch's reader
+would unpickle the file `.metadata`, and a pickle can call any function. All ranks call each
+function together, except "rank 0 only" ones.
 """
 
 import contextlib
 import io
 import json
 import logging
+import os
+import pickle
 import re
 import shutil
 import zlib
@@ -24,25 +28,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.utils._pytree as pytree
+import torch.utils._pytree as pytree  # private: torch has no public functions for nested dicts
+import transformers
+from datasets import Dataset
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
-from transformers import set_seed
+from torch.utils.data import DataLoader
+from transformers import PretrainedConfig, set_seed
 
-from . import identity, ranks
-from .checkpoint_reader import FULL, open_checkpoint
-from .state import COUNTERS, State
+from . import ranks, readers
+from .options import as_flag
+from .state import COUNTERS, Facts, State
 from .weights import ADAPTER, plain_name, unwrapped
 
 STATE = "train_state.json"
 SAVED = (torch.Tensor, int, float)  # types that a checkpoint contains
+FULL = "full.pt"  # the one file of --checkpoint-type full
+DCP = "torch.distributed.checkpoint"
+ALLOWED = {  # names by module
+    "pathlib": {"PosixPath"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    f"{DCP}.filesystem": {"_StorageInfo"},
+    f"{DCP}.metadata": {
+        "BytesStorageMetadata",  # rejected later, with the entry's name
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+}  # fmt: skip
+# Keys of a config that describe its files.
+OF_FILES = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
+PLACES = {"output_dir", "model_name", "dataset", "val_dataset", "data_dir"}  # may differ by node
+VERSION = "Transformers"  # the key of the library's version
+SETS = "--dataset"  # the key of the names of the data sets
+SAMPLES = 256  # most samples that are read of a data set that is not a `datasets.Dataset`
 
 # torch.save would checksum every tensor, a tenth of a save's time. `file_sum` sums whole files.
 torch.serialization.set_crc32_options(False)
@@ -58,8 +85,12 @@ class Saver:
     and returns. `saved_step` is the step that was saved last.
     """
 
-    def __init__(self, args: Namespace, directory: Path, state: State, saved_step: int = 0) -> None:
+    def __init__(
+        self, args: Namespace, directory: Path, state: State, identity: dict[str, Any],
+        saved_step: int = 0,
+    ) -> None:  # fmt: skip
         self.args = args
+        self.identity = identity
         self.directory = directory / "checkpoints"
         self.state = state
         self.saved_step = saved_step
@@ -82,7 +113,8 @@ class Saver:
             return False
         self.saved_step = state.step
         self._path = self.directory / f"step-{state.step:08d}"
-        writer = _Writer(self._path, state, self.args.checkpoint_type == "full", self._stager)
+        is_full = self.args.checkpoint_type == "full"
+        writer = _Writer(self._path, state, self.identity, is_full, self._stager)
         tensors = _all_tensors(state)
         if self.group is None:
             save = partial(dcp.save, storage_writer=writer, process_group=ranks.cpu_group())
@@ -128,12 +160,15 @@ class Saver:
 class _Writer(dcp.FileSystemWriter):
     """A DCP writer of shards and, at the end, of train_state.json with their checksums."""
 
-    def __init__(self, path: Path, state: State, full: bool, stager: DefaultStager) -> None:
+    def __init__(
+        self, path: Path, state: State, identity: dict, full: bool, stager: DefaultStager
+    ) -> None:
         super().__init__(path, overwrite=True)
         self.fs = _SummedFiles()
         self.description = {name: getattr(state, name) for name in COUNTERS} | {
-            "identity": state.identity,
+            "identity": identity,
             "schedule": state.scheduler.last_epoch,
+            "lr": state.scheduler.get_last_lr()[0],
             "scaler": state.scaler.state_dict(),
             "numbers": state.changed_numbers(),
             "ranks": [dist.get_world_size(), state.device.type],
@@ -180,7 +215,7 @@ class _Writer(dcp.FileSystemWriter):
         else:
             files[".metadata"] = self.fs.sums[".metadata.tmp"]
         description = self.description | {"files": files}
-        description["crc"] = identity.checksum(json.dumps(description))
+        description["crc"] = checksum(json.dumps(description))
         temporary = self.path / f"{STATE}.tmp"
         temporary.write_text(json.dumps(description, indent=1))
         temporary.rename(self.path / STATE)
@@ -266,7 +301,7 @@ def _verify(path: Path) -> None:
         raise ValueError(f"{path} has no {STATE}: its save was interrupted.")
     try:
         saved = json.loads((path / STATE).read_text())
-        sums_differ = saved.pop("crc") != identity.checksum(json.dumps(saved))
+        sums_differ = saved.pop("crc") != checksum(json.dumps(saved))
         if sums_differ or saved["step"] != step_of(path):
             raise ValueError
     except (ValueError, AttributeError, KeyError, TypeError):
@@ -337,9 +372,13 @@ def _other_tensors(state: State) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _read_others(fill: Callable, state: State) -> None:
-    """Load tensors and numbers of `state.others` with `fill`."""
+def _read_others(fill: Callable, state: State, world_size: int) -> None:
+    """Load tensors and numbers of `state.others`, saved by `world_size` ranks, with `fill`."""
     tensors = _other_tensors(state)
+    if dist.get_world_size() != world_size and any("of rank" in name for name in tensors):
+        names = ", ".join(state.others)
+        text = f"{names}: {world_size} processes saved tensors of their own."
+        raise ValueError(f"{text} Start as many, or make them DTensors.")
     fill({"others": tensors})
     loaded = iter(tensors.values())
     for other in state.others.values():
@@ -400,21 +439,23 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def load_checkpoint(path: Path, state: State, args: Namespace) -> None:
+def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: int) -> None:
     """Restore `state`, random states included; at another world size those are reseeded.
 
     Weights are loaded before the optimizer, so that a state dict of both is never in memory. Raise
     ValueError on all ranks, with the differences, if a different run saved the checkpoint.
     """
     saved = json.loads((path / STATE).read_text())
-    identity.compare(path, saved["identity"], state.identity)
+    compare_starts(path, saved["identity"], identity)
     load_weights(path, state.model)
     fill = open_checkpoint(path)
     _read_optimizer(fill, state.model, state.optimizer)
     if state.others:
-        _read_others(fill, state)
+        _read_others(fill, state, saved["ranks"][0])
     while state.scheduler.last_epoch < saved["schedule"]:  # any schedule, with this run's flags
         state.scheduler.step()
+    if (lr := state.scheduler.get_last_lr()[0]) != saved["lr"]:
+        ranks.say(f"With these flags the learning rate goes from {saved['lr']:.3g} to {lr:.3g}.")
     groups = state.optimizer.param_groups
     for group, first, numbers in zip(groups, state.initial_numbers, saved["numbers"], strict=True):
         group |= first | numbers  # reading the optimizer calls its `step`
@@ -430,5 +471,140 @@ def load_checkpoint(path: Path, state: State, args: Namespace) -> None:
         for generator, value in zip(_generators(), states.values(), strict=True):
             generator.set_rng_state(value)
         return
-    set_seed(args.seed + state.step * here[0] + dist.get_rank())
+    set_seed(seed + state.step * here[0] + dist.get_rank())
     ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: dropout reseeded.")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """A DCP reader that accepts only tensors, and keeps the metadata for further loads."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata; raise ValueError if it could run code or has non-tensors."""
+        if self._metadata is not None:
+            return self._metadata
+        try:
+            metadata = _MetadataUnpickler((self.path / ".metadata").open("rb")).load()
+            entries = metadata.state_dict_metadata.items()
+        except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError) as error:
+            raise ValueError(f"{self.path}/.metadata is not a checkpoint's: {error}.") from None
+        for name, entry in entries:
+            if not isinstance(entry, TensorStorageMetadata):
+                raise ValueError(f"{self.path} contains {name}, which is not a tensor.")
+        self._metadata = metadata
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """An unpickler that allows only the classes of DCP's checkpoint metadata, and dtypes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the class if it is in ALLOWED; otherwise raise UnpicklingError."""
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not (is_dtype or name in ALLOWED.get(module, ())):
+            raise pickle.UnpicklingError(f"it uses {module}.{name}, which could run code")
+        return super().find_class(module, name)
+
+
+def open_checkpoint(path: Path) -> Callable[[dict[str, Any]], None]:
+    """Return a function that fills nested dicts of tensors in place; all ranks call it.
+
+    Raise ValueError on all ranks if the checkpoint contains anything but tensors.
+    """
+    if (path / FULL).is_file():
+        try:
+            stored = torch.load(path / FULL, weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"{path / FULL} is not a file of tensors: {reason}") from None
+        return partial(_copy_shards, stored)
+    reader = SafeReader(path)
+    reader.read_metadata()  # dcp.load would wrap its ValueError in another error
+    return partial(dcp.load, storage_reader=reader, process_group=ranks.cpu_group())
+
+
+def _copy_shards(stored: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Copy this rank's parts of the whole tensors in `stored` into `tensors`."""
+    for keys, tensor in pytree.tree_flatten_with_path(tensors)[0]:
+        source = stored
+        for key in keys:
+            source = source[key.key]
+        if isinstance(tensor, DTensor):
+            (chunk,) = tensor.__create_chunk_list__()  # DCP's own protocol
+            for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                source = source.narrow(dim, start, size)
+            tensor = tensor.to_local()
+        tensor.copy_(source)
+
+
+def flags_identity(args: Namespace) -> dict[str, str]:
+    """Return by name the values of the flags that all ranks must share."""
+    flags = {name: value for name, value in vars(args).items() if name not in PLACES}
+    return {as_flag(name): str(value) for name, value in flags.items()}
+
+
+def model_identity(script: str, config: PretrainedConfig, facts: Facts) -> dict[str, Any]:
+    """Return the identity of a model: names, shapes, config, chat template, adapters."""
+    shapes = [(name, list(shape)) for name, shape in facts.shapes.items()]
+    settings = sorted(x for x in config.to_diff_dict().items() if x[0] not in OF_FILES)
+    template = checksum(getattr(facts.tokenizer, "chat_template", None))
+    text = f"{config.model_type}, {checksum([shapes, settings])}"
+    identity = {"script": script, "model": text, "chat template": template}
+    identity[VERSION] = transformers.__version__
+    return identity | (facts.adapters.identity() if facts.adapters else {})
+
+
+def data_identity(args: Namespace, loader: DataLoader, val_loaders: dict) -> dict[str, Any]:
+    """Return data digests, batch and seed by name; raise ValueError if ranks differ. All ranks."""
+    sets = {"training data": loader.dataset}
+    sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
+    digests = {name: data_digest(dataset) for name, dataset in sets.items()}
+    identity = compare_ranks({name: digest for name, digest in digests.items() if digest})
+    identity[SETS] = " ".join([*args.dataset, *args.val_dataset])
+    identity |= {"--seed": args.seed, "global batch": loader.batch_sampler.global_batch}
+    return identity | {"--group-by-length": vars(args).get("group_by_length", False)}
+
+
+def data_digest(dataset: Any) -> str | None:
+    """Return the length of a data set and a CRC of its content, as text. Only local rank 0 reads
+    the rows of a `Dataset`; the others return None."""
+    rows = getattr(dataset, "dataset", dataset)  # from which it makes its samples
+    is_table = isinstance(rows, Dataset)
+    if is_table and int(os.environ.get("LOCAL_RANK", 0)) != 0:
+        return None
+    samples = [dataset[i] for i in range(0, len(dataset), len(dataset) // SAMPLES + 1)]
+    text = json.dumps(samples, default=lambda x: getattr(x, "tolist", x.__repr__)())  # whole arrays
+    crc = zlib.crc32(text.encode())
+    crc = readers.content_sum(rows, crc) if is_table else crc
+    return f"{len(dataset):,} samples, crc {crc:08x}"
+
+
+def checksum(value: Any) -> str:
+    """Return the CRC-32 of the repr of a value, as text."""
+    return f"crc {zlib.crc32(repr(value).encode()):08x}"
+
+
+def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's `values`; raise ValueError if a value on another rank differs. All ranks."""
+    everyone = ranks.on_every_rank(lambda: values)
+    for rank, others in enumerate(everyone):
+        for key, there in others.items():
+            if there != (here := everyone[0].get(key)):
+                text = f"{key} is {here} on rank 0, {there} on rank {rank}."
+                raise ValueError(f"{text} Give all nodes the same flags, model and data.")
+    return everyone[0]
+
+
+def compare_starts(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Raise ValueError with all differences between the run that saved `path` and this one."""
+    was = {name: saved.get(name) for name in here if here[name] != saved.get(name)}
+    if not was.keys() - {VERSION, SETS}:  # may differ, but may explain other differences
+        return
+    text = "; ".join(f"{name} is {here[name]}, was {was[name]}" for name in was)
+    if any("data" in name for name in was) and SETS not in was:
+        text += f", in {SETS} {here[SETS]}"
+    remedy = "Pass the flags, model, data and optimizer of that run, or another --output-dir."
+    if batch := was.get("global batch"):
+        remedy += f" --global-batch-size {batch} keeps the batch if the processes divide {batch}."
+    raise ValueError(f"{path} was saved by a different run: {text}. {remedy}")

@@ -73,6 +73,8 @@ def fit_config(
         elif name.endswith(SWITCHED_OFF) and value:
             setattr(config, name, type(value)(0))
             say(f"{name} is set to 0 (the model has {value}).")
+    if "flash" in (config._attn_implementation or ""):  # the base's; --attention may choose it
+        config._attn_implementation = None
     padding = getattr(config, "pad_token_id", None) or 0
     if not 0 <= padding < getattr(config, "vocab_size", padding + 1):
         # The embedding has no such row. Only encoder-decoders need one, and they mask it.

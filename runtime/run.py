@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from . import checkpoints, export, identity, ranks, readers, screen, weights
+from . import checkpoints, export, ranks, readers, screen, weights
 from .batches import Batch
 from .checkpoints import Saver
 from .metrics import Metrics
@@ -57,7 +57,7 @@ class Output:
         args = self.args
         try:
             self._stack.enter_context(self.lock)
-            identity.compare_ranks(identity.of_flags(args))
+            checkpoints.compare_ranks(checkpoints.flags_identity(args))
             if not args.evaluate_only:
                 self._is_finished = ranks.on_rank_zero(prepare_directory, self.directory)
             # Evaluation uses --model-name and, with adapters, the newest ones.
@@ -118,7 +118,8 @@ class Output:
 
     def _identity(self, model: nn.Module, facts: Facts) -> dict[str, Any]:
         config = weights.unwrapped(model).config
-        return identity.compare_ranks(identity.of_model(self.script, config, facts))
+        values = checkpoints.model_identity(self.script, config, facts)
+        return checkpoints.compare_ranks(values)
 
     def restore(
         self, state: State, loader: DataLoader, val_loaders: Loaders, check: Callable[[], None]
@@ -130,16 +131,15 @@ class Output:
         """
         args, facts = self.args, state.facts
         values = self._identity(state.model, facts)
-        values |= identity.of_data(args, loader, val_loaders)
+        values |= checkpoints.data_identity(args, loader, val_loaders)
         values["optimizer"] = type(state.optimizer).__name__.removeprefix("Paged")  # same state
         values["others in State"] = sorted(state.others)
-        state.identity = values
         rows = weights.unwrapped(state.model).config.get_text_config().vocab_size
         for dataset in (loader.dataset, *(x.dataset for x in val_loaders.values())):
             readers.check_embedded(dataset, rows, facts.tokenizer)
         set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         if self.checkpoint:
-            checkpoints.load_checkpoint(self.checkpoint, state, args)
+            checkpoints.load_checkpoint(self.checkpoint, state, values, args.seed)
         check()
         total = state.total_steps
         # Without its checkpoints a finished run would start over, and replace its exports.
@@ -152,7 +152,7 @@ class Output:
         if self.checkpoint:
             ranks.say(f"Resuming at step {state.step} of {total} from {self.checkpoint.name}")
         self.write_status("running")
-        self.run = Run(self, state, loader)
+        self.run = Run(self, state, loader, values)
         self._stack.callback(self.run.metrics.close)
         return self.run
 
@@ -180,7 +180,8 @@ class Output:
         if self.checkpoint is None:
             raise ValueError(f"--export-only needs a checkpoint in --output-dir {self.directory}.")
         saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())
-        identity.compare(self.checkpoint, saved["identity"], self._identity(model, facts))
+        here = self._identity(model, facts)
+        checkpoints.compare_starts(self.checkpoint, saved["identity"], here)
         checkpoints.load_weights(self.checkpoint, model)
         self.export(model, facts)
 
@@ -203,12 +204,14 @@ class Output:
 class Run:
     """The training of `state` until its last step. All ranks call its methods together."""
 
-    def __init__(self, output: Output, state: State, loader: DataLoader) -> None:
+    def __init__(
+        self, output: Output, state: State, loader: DataLoader, identity: dict[str, Any]
+    ) -> None:
         self.output = output
         self.args = output.args
         self.state = state
         self.stop = StopRequest()
-        self.saver = Saver(self.args, output.directory, state, saved_step=state.step)
+        self.saver = Saver(self.args, output.directory, state, identity, state.step)
         self.metrics = Metrics(self.args, output.directory, output.script, state, loader)
 
     @property

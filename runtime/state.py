@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .ranks import local_device
-from .weights import whole_shape
+from .weights import whole_shapes
 
 # Fields of State that a checkpoint stores as JSON.
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step",
@@ -40,19 +40,22 @@ class Facts:
         attention: str | None = None, adapters: Any = None,
     ) -> "Facts":  # fmt: skip
         """Return the facts of a model on meta."""
-        products = []  # embeddings are looked up, not multiplied
-        for module in model.modules():
-            if not isinstance(module, nn.Embedding):
-                products += [whole_shape(x) for x in module.parameters(recurse=False)]
-        has_experts = any(parameter.ndim > 2 for parameter in model.parameters())
-        matrices = sum(shape.numel() for shape in products if len(shape) == 2)
+        shapes = whole_shapes(model)
+        products = 0
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Embedding):  # looked up, not multiplied
+                continue
+            for key, parameter in module.named_parameters(recurse=False):
+                shape = shapes.get(f"{path}.{key}", parameter.shape)
+                products += shape.numel() if len(shape) == 2 else 0
+        has_experts = any(len(shape) > 2 for shape in shapes.values())
         return cls(
             tokenizer,
             attention or model.config._attn_implementation,
             adapters,
-            shapes={name: whole_shape(x) for name, x in model.named_parameters()},
+            shapes,
             trained_size=sum(x.numel() for x in model.parameters() if x.requires_grad),
-            product_weights=None if has_experts else matrices,
+            product_weights=None if has_experts else products,
         )
 
 
@@ -79,7 +82,6 @@ class State:
     best_step: int = 0  # the step whose weights are in best/
     validation_due: bool = False  # the validation of this step was interrupted
     ended_of: int = 0  # the `total_steps` of which the script has ended the run early
-    identity: dict[str, Any] = field(default_factory=dict)  # shared by all starts of the run
 
     def __post_init__(self) -> None:
         self.initial_numbers = self.numbers()

@@ -57,9 +57,13 @@ def plain_name(name: str) -> str:
     return WRAPPERS.sub("", name).replace(".base_layer.", ".")
 
 
-def whole_shape(parameter: Tensor) -> torch.Size:
-    """Return a parameter's shape before wrapping and before packing into 4 bits."""
-    return getattr(parameter, "whole_shape", parameter.shape)
+def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shapes of a model's parameters by name, before packing into 4 bits."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        if hasattr(module, "quantize"):
+            shapes[f"{path}.weight"] = torch.Size([module.out_features, module.in_features])
+    return shapes
 
 
 def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:

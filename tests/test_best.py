@@ -99,16 +99,16 @@ def test_resume_from_older_checkpoint_exports_best_again(flags, tmp_path):
 
 def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, monkeypatch):
     run(flags, tmp_path / "whole")
-    check = gpt2_fsdp.Run._stop_if_asked
+    check = gpt2_fsdp.Output._stop_if_asked
     steps = []
 
-    def stop_at_tenth_tensor(run: gpt2_fsdp.Run) -> None:
-        steps.append(run.state.step)
-        run.stop.is_asked = steps.count(4) == 10
-        check(run)
+    def stop_at_tenth_tensor(output: gpt2_fsdp.Output) -> None:
+        steps.append(output.run.state.step)
+        output.run.stop.is_asked = steps.count(4) == 10
+        check(output)
 
-    monkeypatch.setattr(gpt2_fsdp.Run, "progress", lambda run, loader, text: loader)
-    monkeypatch.setattr(gpt2_fsdp.Run, "_stop_if_asked", stop_at_tenth_tensor)
+    monkeypatch.setattr(gpt2_fsdp.Output, "progress", lambda output, loader, text: loader)
+    monkeypatch.setattr(gpt2_fsdp.Output, "_stop_if_asked", stop_at_tenth_tensor)
     run(flags, tmp_path / "stopped")
     assert status(tmp_path / "stopped") == "stopped"
     assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2]

@@ -14,7 +14,7 @@ from conftest import ROOT, error_lines, launch, metrics
 from packaging.requirements import Requirement
 
 import runtime
-from runtime import export, identity, ranks
+from runtime import checkpoints, export, ranks
 from runtime.run import prepare_directory
 
 
@@ -110,11 +110,11 @@ def test_old_version_ends_with_one_sentence(name, monkeypatch):
 
 
 def test_refused_checkpoint_names_both_versions():
-    saved = {"model": "t5, crc 1", identity.VERSION: "5.22.0"}
-    identity.compare(Path("step-1"), saved, saved | {identity.VERSION: "5.23.0"})
-    here = {"model": "t5, crc 2", identity.VERSION: "5.23.0"}
+    saved = {"model": "t5, crc 1", checkpoints.VERSION: "5.22.0"}
+    checkpoints.compare_starts(Path("step-1"), saved, saved | {checkpoints.VERSION: "5.23.0"})
+    here = {"model": "t5, crc 2", checkpoints.VERSION: "5.23.0"}
     with pytest.raises(ValueError, match=r"Transformers is 5\.23\.0, was 5\.22\.0"):
-        identity.compare(Path("step-1"), saved, here)
+        checkpoints.compare_starts(Path("step-1"), saved, here)
 
 
 def test_meta_model_is_tied_like_the_loaded_one(process_group, gpt2_directory, monkeypatch):

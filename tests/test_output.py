@@ -73,7 +73,7 @@ def test_user_files_beside_checkpoints_are_kept(finished, flags):
 
 def test_resume_rejects_change_in_any_sample(flags, tmp_path, monkeypatch, capfd):
     """The fingerprint covers all samples and their order."""
-    monkeypatch.setattr("runtime.identity.SAMPLES", 2)  # of 35 samples
+    monkeypatch.setattr("runtime.checkpoints.SAMPLES", 2)  # of 35 samples
     file = tmp_path / "train.txt"
     text = Path(flags[1]).read_text()
     file.write_text(text)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 import gpt2_fsdp
 import llama_fsdp
 from benchmarks.driven import parse_flags
-from runtime import identity, ranks
+from runtime import checkpoints, ranks
 from runtime.chats import CHATML
 
 DATED = (
@@ -96,10 +96,12 @@ def test_resume_rejects_different_model_with_same_shapes(gpt2_directory, texts, 
 
 def test_nodes_with_different_flags_are_refused(process_group, monkeypatch):
     args = Namespace(lr=1e-3, dataset="a", seed=0)
-    other_rank = identity.of_flags(args) | {}
+    other_rank = checkpoints.flags_identity(args) | {}
     monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), other_rank])
-    assert identity.of_flags(args) == identity.of_flags(Namespace(lr=1e-3, dataset="b", seed=0))
-    identity.compare_ranks(identity.of_flags(args))
+    assert checkpoints.flags_identity(args) == checkpoints.flags_identity(
+        Namespace(lr=1e-3, dataset="b", seed=0)
+    )
+    checkpoints.compare_ranks(checkpoints.flags_identity(args))
     other_rank["--lr"] = "0.0001"
     with pytest.raises(ValueError, match="--lr is 0.001 on rank 0, 0.0001 on rank 1"):
-        identity.compare_ranks(identity.of_flags(args))
+        checkpoints.compare_ranks(checkpoints.flags_identity(args))

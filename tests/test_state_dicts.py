@@ -65,7 +65,7 @@ def test_background_save_copies_what_training_changes():
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     state = SimpleNamespace(model=model, optimizer=optimizer)
-    stager = Saver(Namespace(async_save=False), Path(), state)._stager
+    stager = Saver(Namespace(async_save=False), Path(), state, {})._stager
     writer = SimpleNamespace(stager=stager, copied=())  # stage() sets per_thread_copy_ahead
     for _ in range(2):
         model(torch.ones(3)).sum().backward()
@@ -109,7 +109,7 @@ def directory_size(path: Path) -> int:
 def test_save_does_not_read_its_files_to_sum_them(kind, passes, saved_state, tmp_path):
     """A full checkpoint is made of shards, which are read once."""
     flags = {"async_save": False, "checkpoint_type": kind, "keep_checkpoints": 1}
-    saver = Saver(Namespace(**flags), tmp_path, saved_state)
+    saver = Saver(Namespace(**flags), tmp_path, saved_state, {})
     assert saver.save()  # the first save also imports modules
     before = bytes_read()
     saved_state.step += 1
@@ -124,7 +124,7 @@ def test_save_does_not_read_its_files_to_sum_them(kind, passes, saved_state, tmp
 
 def test_async_save_does_not_wait_for_a_stream(saved_state, tmp_path, monkeypatch):
     flags = {"async_save": True, "timeout_minutes": 1, "checkpoint_type": "sharded"}
-    saver = Saver(Namespace(**flags, keep_checkpoints=1), tmp_path, saved_state)
+    saver = Saver(Namespace(**flags, keep_checkpoints=1), tmp_path, saved_state, {})
     loaders = []
     for name in ("_SerialCpuLoader", "_OverlappingCpuLoader"):
         real = getattr(filesystem, name)

@@ -11,7 +11,7 @@ from conftest import losses, metrics, status
 
 import gpt2_fsdp
 from benchmarks.driven import parse_flags
-from runtime.trackers import Trackers
+from runtime.metrics import Trackers
 
 
 @pytest.fixture

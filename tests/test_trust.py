@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import gpt2_fsdp
 from benchmarks.driven import parse_flags
-from runtime import checkpoints, identity, readers, weights
+from runtime import checkpoints, readers, weights
 
 
 class Hostile:
@@ -107,7 +107,7 @@ def rewrite(path: Path, name: str, write: Callable[[Path], None]) -> None:
     saved = json.loads((path / "train_state.json").read_text())
     saved["files"][name] = checkpoints.file_sum(path / name)
     del saved["crc"]
-    saved["crc"] = identity.checksum(json.dumps(saved))
+    saved["crc"] = checkpoints.checksum(json.dumps(saved))
     (path / "train_state.json").write_text(json.dumps(saved))
 
 

@@ -103,13 +103,13 @@ def save_and_resume(args: Namespace, device: torch.device) -> dict:
     directory = Path(args.output_dir)
     driven = start(args, device, 2)
     state = driven.state
-    checkpoints.Saver(args, directory, state).save()
+    checkpoints.Saver(args, directory, state, {}).save()
     units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
     measurements = {
         "shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters()),
         "unit": 4 * max(sizes, default=0),  # FSDP2's state dicts gather no units
-        "save": peaks(checkpoints.Saver(args, directory, state).save),
+        "save": peaks(checkpoints.Saver(args, directory, state, {}).save),
         "momentum_saved": momentum(state),
     }
     driven.end()
@@ -121,7 +121,7 @@ def save_and_resume(args: Namespace, device: torch.device) -> dict:
         first = next(p for p in state.model.parameters() if local(p).numel())
         first.grad = torch.zeros_like(first)
     path = directory / "checkpoints" / "step-00000002"
-    measurements["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, args))
+    measurements["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, {}, 0))
     measurements["momentum_resumed"] = momentum(state)
     return measurements
 
