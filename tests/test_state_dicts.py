@@ -175,3 +175,10 @@ def test_save_and_resume_use_little_device_memory(flags, deep_gpt2, texts, tmp_p
     assert save["device_after"] < 1000
     # The loss check had left the root unit gathered.
     assert abs(resume["device_after"] - moments) < unit
+
+
+def test_tensors_of_single_ranks_need_as_many_processes(saved_state, monkeypatch):
+    saved_state.others["ema"] = torch.optim.SGD([torch.ones(2, requires_grad=True)], momentum=1.0)
+    monkeypatch.setattr(checkpoints, "_other_tensors", lambda _: {"ema of rank 0": torch.ones(1)})
+    with pytest.raises(ValueError, match="ema: 2 processes saved tensors of their own. Start as m"):
+        checkpoints._read_others(print, saved_state, 2)

@@ -173,6 +173,7 @@ def test_finished_run_continues_with_more_steps(run_copy, flags, capfd):
     run_one_process([*flags, "--max-steps", "5"], run_copy)
     assert "is finished at 5 steps. To train longer," in capfd.readouterr().out
     run_one_process([*flags, "--max-steps", "10", "--lr", "2e-3"], run_copy)
+    assert "With these flags the learning rate goes from 0 to " in capfd.readouterr().out
     assert list(losses(run_copy)) == list(range(1, 11))
     rates = [line["lr"] for line in metrics(run_copy, "train")[-2:]]
     assert rates == pytest.approx([2e-3 * 2 / 9, 2e-3 * 1 / 9])  # on the new schedule
@@ -194,6 +195,7 @@ def test_resume_rejects_changed_seed_data_model_and_batch(run_copy, flags, t5_di
     assert "run: --seed is 1, was 0. Pass" in error
     error = error_message([*flags, "--source-length", "8"], run_copy, capfd)
     assert "training data is " in error and "validation data 1 is " in error
+    assert f", in --dataset {flags[flags.index('--dataset') + 1]}. Pass" in error
     error = error_message([*flags, "--no-group-by-length"], run_copy, capfd)
     assert "--group-by-length is False, was True" in error
     error = error_message([*flags, "--model-name", str(t5_directory)], run_copy, capfd)
