@@ -56,7 +56,8 @@ ANSWERS = "completion response answer output solution assistant summary highligh
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 ADVICE = (  # by the type of an error while a file is read; the first match is used
-    (UnicodeError, "Convert it to UTF-8, or pass CSV, JSONL or Parquet."),
+    (UnicodeError, "Convert text to UTF-8, and a spreadsheet to CSV."),
+    (PermissionError, "Allow it, or set HF_DATASETS_CACHE to a directory that you can write."),
     (csv.Error, "Correct it."),
     ((gzip.BadGzipFile, EOFError), "Compress it again."),
     (Exception, "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."),

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .ranks import first_on_node, on_rank_zero
+from .ranks import first_on_node, on_rank_zero, say
 from .screen import Progress
 
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
@@ -164,12 +164,12 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
         raise ValueError(f"{directory} has no tokenizer: its vocabulary is missing. Save one.")
     languages = [getattr(tokenizer, x, "") for x in ("src_lang", "tgt_lang")]
-    if None in languages or languages[0] == languages[1] != "":
-        raise ValueError(
-            f"{directory} has a tokenizer for many languages, but src_lang is {languages[0]} and "
-            f"tgt_lang is {languages[1]}. Set src_lang and tgt_lang in its tokenizer_config.json "
-            "to two codes of its vocabulary."
-        )
+    if languages[0] != "":
+        text = f"The tokenizer has src_lang {languages[0]} and tgt_lang {languages[1]}."
+        if None in languages:
+            text += " Set both in its tokenizer_config.json, to codes of its vocabulary."
+            raise ValueError(f"{directory}: {text}")
+        say(text)  # of all rows, even if the languages are equal
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{directory} has a tokenizer without an EOS token. Set its eos_token.")
     return tokenizer

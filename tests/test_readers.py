@@ -144,7 +144,7 @@ BAD_FILES = {  # name: (content, flags, message)
         "",
         "row 31: headline is 1, not t",
     ),
-    "utf16.csv": ("text,headline\na,b\n".encode("utf-16"), "", "Convert it to UTF-8"),
+    "utf16.csv": ("text,headline\na,b\n".encode("utf-16"), "", "Convert text to UTF-8"),
     "latin1.csv": (b"text,headline\ncaf\xe9,b\n", "", "utf-8' codec can't decode byte 0xe9"),
     "semicolon.csv": (
         "text;headline\na;b\n",
@@ -165,7 +165,7 @@ BAD_FILES = {  # name: (content, flags, message)
     ),
     "twice.csv": ("text,headline,text\na,b,c\n", "", "twice.csv has the column text twice"),
     "narrow.csv": ("text,headline,x\na,b\n", "", "narrow.csv, row 1: line 2: 2 fields, not 3"),
-    "latin1.csv.gz": (gzip.compress(b"text,headline\ncaf\xe9,b\n"), "", "Convert it to UTF-8"),
+    "latin1.csv.gz": (gzip.compress(b"text,headline\ncaf\xe9,b\n"), "", "Convert text to UTF-8"),
     "plain.jsonl.gz": ("text", "", "plain.jsonl.gz cannot be read: .*Compress it again"),
     "half.jsonl": (
         '{"text": "a\\ud800", "headline": "b"}\n' * 2,
