@@ -92,11 +92,11 @@ class Output:
         if is_training:
             self.run.stop.forget()
             self.write_status("failed")
+        ranks.report_failure()
         if isinstance(error, RuntimeError):
             # Another rank may have failed first. Then torchrun soon stops this rank too, and this
             # traceback would hide the other one.
             time.sleep(5)
-        ranks.report_failure()
         if isinstance(error, OSError) or (isinstance(error, ValueError) and not is_training):
             ranks.exit_with(error)
 
