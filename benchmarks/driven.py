@@ -106,11 +106,12 @@ class OffRecord(Output):
         sets = self.train_set, self.val_loaders
         self.module.train(self.args, self.model, self.facts, *sets, self)
 
-    def restore(self, *args: Any) -> Run | None:
-        """Return a run off the record."""
+    def restore(self, state: State, loader: DataLoader, *args: Any) -> Run:
+        """Return a run off the record, also if no steps are left."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with mock.patch.object(run, "Run", OffRun):
-            return super().restore(*args)
+            self.run = super().restore(state, loader, *args) or OffRun(self, state, loader, {})
+        return self.run
 
     def write_status(self, word: str) -> None:
         """Write nothing."""
