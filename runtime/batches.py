@@ -72,7 +72,7 @@ class GlobalBatchSampler:
     def _group_by_length(self, order: Tensor, generator: torch.Generator) -> Tensor:
         """Return `order` with each half sorted by length, then its global batches shuffled.
 
-        The halves differ in each epoch, so the batches do too. A short last one stays last.
+        Each epoch has other halves, hence other batches. If the last batch is short, it stays last.
         """
         count = len(order) // self.global_batch
         order, remainder = order.tensor_split([count * self.global_batch])

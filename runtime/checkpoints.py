@@ -411,9 +411,8 @@ def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Opt
         _make_moments(optimizer)
     state_dict = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
     if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):
-        # The line above created moments of zeros and copied them. Drop them, to free memory for the
-        # loaded ones. Keep those of one parameter, because an optimizer without any gets moments
-        # of zeros again.
+        # FSDP1 has just created zero moments, and `state_dict` holds copies. Free all but one
+        # parameter's: with none left, PyTorch would create them again.
         for parameter in list(optimizer.state)[1:]:
             del optimizer.state[parameter]
     groups = state_dict.pop("param_groups")

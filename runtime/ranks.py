@@ -62,8 +62,8 @@ def use_all_cores() -> None:
 
 @contextlib.contextmanager
 def rendezvous(timeout: timedelta) -> Iterator[dict[str, Any]]:
-    """Yield keyword arguments for `init_process_group`: store, rank and world size, from torchrun
-    or for one process. Call it in this context, which then creates the group for CPU tensors."""
+    """Yield the store, rank and world size for `init_process_group`, which must be called inside
+    the `with`. On exit, create a gloo group for CPU tensors."""
     global _store, _cpu_group
     store, rank, world_size = dist.HashStore(), 0, 1
     if "RANK" in os.environ:

@@ -176,7 +176,8 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 class _Stored(Tensor):
-    """A tensor of a file that Transformers does not cast, which would copy it, even on meta."""
+    """A tensor read from a file. Its `to` does nothing, because Transformers would cast it, and a
+    cast copies, even on meta."""
 
     def to(self, *_: Any, **__: Any) -> "_Stored":
         """Return the tensor itself, without a cast or copy."""
@@ -216,8 +217,8 @@ def _open_files(directory: Path, reads_layers: bool) -> Source:
 def read_model(
     kind: type[PreTrainedModel], config: PretrainedConfig, directory: Path, reads_layers: bool
 ) -> PreTrainedModel:
-    """Return the model in a directory as Transformers loads it in fp32, but with its weights in the
-    dtype of its files.
+    """Load a directory as `from_pretrained(dtype=float32)` does, but leave each weight in the dtype
+    of its file.
 
     Weights that need no conversion are views of the mapped files. Only the text part of a
     multimodal model is read. Rank 0 only. Raise ValueError if the files lack a part of the model.

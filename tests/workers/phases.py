@@ -23,8 +23,8 @@ RANK = os.environ.get("RANK", "0")
 
 
 def entry_points(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
-    """Return the function that starts each phase as an object and an attribute name. If its last
-    argument is a step or the run, a range limits the number of completed steps."""
+    """Return the function that starts each phase as an object and an attribute name. A range limits
+    the number of completed steps."""
     later = range(3, 1000)
     return {
         "load": (script, "load_model", None),
@@ -40,8 +40,9 @@ def entry_points(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]
     }
 
 
-def completed_steps(owner: Any) -> int:
-    """Return the number of completed steps, given a step or the output of the run."""
+def completed_steps(*args: Any) -> int:
+    """Return the number of completed steps; `args` contain a step or the output of the run."""
+    owner = next(x for x in args if isinstance(x, Step | run.Output))
     return (owner.run if isinstance(owner, run.Output) else owner.steps).state.step
 
 
@@ -52,7 +53,8 @@ def add_pause(phase: str, seconds: float, script: ModuleType, output: Path) -> N
     mark = output.with_name(f"{output.name}.{phase}-{RANK}")
 
     def slow(*args: Any, **options: Any) -> Any:
-        if not mark.exists() and (steps is None or completed_steps(args[-1]) in steps):
+        is_in_phase = steps is None or completed_steps(*args) in steps
+        if not mark.exists() and is_in_phase and args[-1] != "best":  # final/ is exported later
             mark.touch()
             time.sleep(seconds)
         return function(*args, **options)
