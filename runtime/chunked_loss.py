@@ -67,11 +67,11 @@ class LossHead(nn.Linear):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """`LossHead.run_chunks`. A scalar's gradients are computed in the forward pass, when the logits
-    are in memory; a vector's in the backward pass, when the factor of each term is known."""
+    """`LossHead.run_chunks` with gradients."""
 
     @staticmethod
     def forward(ctx: Any, head: LossHead, targets: Tensor, hidden: Tensor, *weights: Any) -> Tensor:
+        """Return the loss. A scalar's gradients are computed now, while the logits are there."""
         kind = hidden.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.head, ctx.scale = head, torch.ones((), device=hidden.device)
@@ -87,9 +87,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients; a vector's need the factor of each term, which is known now."""
         gradients = ctx.saved_tensors
         if factor.dim():  # normalized, so that a logged term leaves the bits of the others alone
-            factors, factor = factor, factor.abs().max().clamp(min=1e-30)
+            factors = factor
+            factor = factor.abs().max().clamp(min=1e-30)
             with torch.autocast(*ctx.autocast):
                 _, gradients = ctx.head.run_chunks(*gradients, factors / factor * ctx.scale)
         factor = (factor / ctx.scale)[None]  # a dimension, as scalars become fp16 or bf16 here

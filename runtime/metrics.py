@@ -184,7 +184,7 @@ class Trackers:
         self.open: dict[str, Any] = {}  # without those that have failed
         for name in args.track:
             with self._tolerant(name):
-                self.open[name] = _start(name, args, directory, script, step)
+                self.open[name] = _start_tracker(name, args, directory, script, step)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
         """Send an event's numbers as event/name, and those of `losses` as event/losses/name."""
@@ -214,7 +214,7 @@ class Trackers:
             tqdm.write(f"--track {name} failed and is no longer used: {error!r}")
 
 
-def _start(name: str, args: Namespace, directory: Path, script: str, step: int) -> Any:
+def _start_tracker(name: str, args: Namespace, directory: Path, script: str, step: int) -> Any:
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 

@@ -10,9 +10,9 @@ from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
     "T5_training.py": (4995, 36630),
-    "gpt2_fsdp.py": (4772, 34960),
-    "llama_fsdp.py": (5965, 44720),
-    "runtime/": (4880, 35880),
+    "gpt2_fsdp.py": (4774, 34960),
+    "llama_fsdp.py": (5967, 44710),
+    "runtime/": (4882, 35880),
 }
 
 

@@ -79,6 +79,7 @@ def started(words: list[str]) -> Iterator[subprocess.Popen]:
 
 
 def test_copy_equals_the_plain_model_resumes_and_reloads(tmp_path):
+    """Ten steps on two processes, killed and resumed, equal those of the model without FSDP."""
     run(2, "fsdp", tmp_path / "whole")
     expected = losses(tmp_path / "whole")
     assert list(expected) == list(range(1, 11))
