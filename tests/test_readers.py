@@ -377,6 +377,7 @@ def test_hold_out_takes_at_most_a_tenth_of_the_rows(groups):
         assert not {*keys[mask]} & {*keys[~mask]}
 
 
+@pytest.mark.slow  # measures time
 def test_blocks_of_a_long_row_take_linear_time():
     seconds = []
     for count in (400_000, 3_200_000):
