@@ -52,14 +52,16 @@ class OffRun(Run):
         self.stop = StopRequest()
         self.stop.is_deferred = True  # only the main thread may handle signals
         self.metrics = output.make_metrics(state, loader)
+        self.losses: list[Tensor] = []  # as logged
 
     def steps(self, loader: DataLoader) -> Iterator[Step]:
         """Yield the steps as the output directory wants them."""
         return self.output.steps(Steps(self.args, self.state, loader, self.metrics, self.stop))
 
-    def log_step(self, **values: float) -> None:
+    def log_step(self, **values: Tensor) -> None:
         """Log the step if the benchmark wants it."""
         if isinstance(self.metrics, Metrics):
+            self.losses.append(values["loss"])
             super().log_step(**values)
 
     def log_validation(self, _: dict) -> None:

@@ -59,19 +59,6 @@ RECOMPUTING = {"ours-blocks": ["--fsdp", "2", "--activation-checkpointing"]}
 UNFUSED = {"ours-unfused": ["--fsdp", "2"]}  # with the model's own RMS norms
 
 
-class Ours(TimedRun):
-    """A run of ours that keeps its logged losses."""
-
-    def __init__(self, args: argparse.Namespace, device: torch.device, rows: list):
-        super().__init__(llama_fsdp, args, device, sets=(rows, {}))
-        self.losses: list[float] = []
-
-    def log_step(self, **values: float) -> None:
-        """Log the values of a step, and keep the loss."""
-        self.losses.append(values["loss"])
-        super().log_step(**values)
-
-
 def load_with_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
     """Return the model, sharded by Transformers, and its optimizer."""
     from transformers.distributed import DistributedConfig
@@ -170,22 +157,23 @@ def worker(options: argparse.Namespace, directory: str) -> None:
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1024, options.length + 1), generator=random).numpy()
     rows = [[{"input_ids": row, "labels": row}] for row in ids]
-    runs: dict[str, Ours | Bare] = {}
+    runs: dict[str, TimedRun | Bare] = {}
     loops = {}
     for name in options.loops:
         args = parse(name)
         if name not in PEERS:
             with mock.patch("policies.fuse", policies.fuse if name not in UNFUSED else id):
-                runs[name] = Ours(args, device, rows)
+                runs[name] = TimedRun(llama_fsdp, args, device, sets=(rows, {}))
             loops[name] = runs[name].loop
         else:
             runs[name] = Bare(args, *PEERS[name](args))
-            sampler = batches.train_sampler(args, rows)
+            sampler = batches.train_sampler(rows, args.batch_size, 1, args.seed)
             loader = DataLoader(rows, batch_sampler=sampler, collate_fn=llama_fsdp.data.collate)
             loops[name] = functools.partial(runs[name].loop, loader)
     results = relay(loops, math.ceil(options.steps / turn), device, turn)
     for name, run in runs.items():
-        loss = torch.as_tensor(run.losses[-1], device=device)
+        losses = run.losses if name in PEERS else run.run.losses
+        loss = torch.as_tensor(losses[-1], device=device)
         if name in PEERS:  # this rank's
             dist.all_reduce(loss)
             loss /= dist.get_world_size()

@@ -57,6 +57,15 @@ def test_peer_trainers_report_the_same_loss(peer, factor):
 
 
 @pytest.mark.slow
+def test_all_loops_of_step_time_end_with_the_same_loss():
+    pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
+    results = json.loads(run("step_time.py --model 41M --steps 1 --length 64").splitlines()[-1])
+    assert len(results) == 5
+    for row in results.values():
+        assert row["loss"] == pytest.approx(results["ours-ddp"]["loss"], abs=1e-5)
+
+
+@pytest.mark.slow
 def test_load_needs_one_shard_and_export_one_file():
     """The model has 1.1B parameters, stored in 16 bits."""
     pytest.importorskip("accelerate", reason="needs benchmarks/requirements.txt")
