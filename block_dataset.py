@@ -116,7 +116,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
         generate = functools.partial(blocks, documents, size)
         return Dataset.from_generator(generate, Features(FEATURES), fingerprint=key)
     if "input_ids" in columns:
-        readers.compare_origin(name, args, tokenizer)
+        readers.compare_origin(name, readers.token_origin(args, tokenizer))
         return map_rows(from_tokens)
     texts = [x for x, has_text in columns.items() if has_text]
     advice = f"Pass --text-column {texts[0]}." if texts else "Pass a file with text."

@@ -157,7 +157,7 @@ def row_encoder(
     if args.text_column in columns:
         return from_texts
     if "input_ids" in columns:
-        readers.compare_origin(name, args, tokenizer)
+        readers.compare_origin(name, readers.token_origin(args, tokenizer))
         return from_tokens
     texts = [x for x, has_text in columns.items() if has_text]
     likely = readers.guess_columns(columns)

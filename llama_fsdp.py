@@ -378,7 +378,8 @@ def run_without_training(
         return
     train_set, val_sets = load_data(args, facts.tokenizer)
     if args.prepare_only:
-        readers.write_prepared(args, train_set, val_sets, facts.tokenizer)
+        origin = readers.token_origin(args, facts.tokenizer)
+        readers.write_prepared(args.output_dir, train_set, val_sets, origin)
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collate)

@@ -196,7 +196,7 @@ def on_one_line(text: str) -> str:
 
 def read_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return rows that are already tokenized with the columns of TOKENS and KEY."""
-    readers.compare_origin(name, args, tokenizer)
+    readers.compare_origin(name, readers.token_origin(args, tokenizer))
     limits = {"input_ids": ("--source-length", args.source_length)}
     limits["labels"] = ("--target-length", args.target_length)
 

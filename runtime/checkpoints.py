@@ -537,10 +537,9 @@ def _copy_shards(stored: dict[str, Any], tensors: dict[str, Any]) -> None:
         tensor.copy_(source)
 
 
-def flags_identity(args: Namespace) -> dict[str, str]:
-    """Return by name the values of the flags that all ranks must share."""
-    flags = {name: value for name, value in vars(args).items() if name not in PLACES}
-    return {as_flag(name): str(value) for name, value in flags.items()}
+def flags_identity(values: dict[str, Any]) -> dict[str, str]:
+    """Return the values of the flags that all ranks must share, given those of all fields."""
+    return {as_flag(name): str(x) for name, x in values.items() if name not in PLACES}
 
 
 def model_identity(script: str, config: PretrainedConfig, facts: Facts) -> dict[str, Any]:

@@ -138,10 +138,10 @@ def _argument(annotation: Any, default: Any, metadata: Any) -> dict[str, Any]:
     return result | {"type": metadata["convert"] or annotation, "metavar": metavar}
 
 
-def out_of_range(args: Any) -> Iterator[str]:
-    """Yield a message for each number outside the limits of its flag."""
-    for name, (_, _, metadata) in declarations(type(args)).items():
-        value = getattr(args, name)
+def out_of_range(options: type, values: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each number in `values`, by name, outside the limits of its flag."""
+    for name, (_, _, metadata) in declarations(options).items():
+        value = values[name]
         if value is None or "low" not in metadata:
             continue
         low, above, below = metadata["low"], metadata["above"], metadata["below"]
@@ -158,7 +158,7 @@ def parse(options: type, argv: list[str] | None = None, tiny: type | None = None
     if tiny and values["model_name"] == "tiny":
         options, values = tiny, vars(make_parser(tiny).parse_args(argv))
     args = options(**values)
-    problems = [*out_of_range(args), *derive(args)]
+    problems = [*out_of_range(options, values), *derive(args)]
     if problems:
         ranks.exit_with(" ".join(problems))
     return args

@@ -57,7 +57,7 @@ class Output:
         args = self.args
         try:
             self._stack.enter_context(self.lock)
-            checkpoints.compare_ranks(checkpoints.flags_identity(args))
+            checkpoints.compare_ranks(checkpoints.flags_identity(vars(args)))
             if not args.evaluate_only:
                 self._is_finished = ranks.on_rank_zero(prepare_directory, self.directory)
             # Evaluation uses --model-name and, with adapters, the newest ones.

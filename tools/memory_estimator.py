@@ -412,7 +412,7 @@ def add_adapters(args: Options, model: nn.Module, blocks: policies.Classes) -> s
     """Freeze a model on meta and add adapters to the projections in its blocks, as adapters.add
     does. Return the weights that --load-in-4bit quantizes, whose shapes stay."""
     model.requires_grad_(False)
-    projections, targets = adapters.projections(args, model, blocks)
+    projections, targets = adapters.projections(model, blocks, args.lora_targets)
     in_4bit = set()
     for name, layer in projections.items():
         if args.load_in_4bit and adapters.fits_4bit(model, name):
