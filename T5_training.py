@@ -20,6 +20,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from runtime.options import flag  # isort: skip (checks the versions first)
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,7 +42,6 @@ import summarization_dataset as data
 from runtime import batches, options, ranks, readers, rouge, screen, weights
 from runtime.batches import Batch
 from runtime.checks import check_model, fit_config
-from runtime.options import flag
 from runtime.run import Loaders, Output, launch
 from runtime.state import Facts, State
 

@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.options import flag  # isort: skip (checks the versions first)
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -45,7 +47,6 @@ from runtime import batches, options, ranks, readers, weights
 from runtime.batches import Batch
 from runtime.checks import check_model, fit_config
 from runtime.chunked_loss import LossHead
-from runtime.options import flag
 from runtime.run import Loaders, Output, launch
 from runtime.state import Facts, State
 

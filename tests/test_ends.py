@@ -100,13 +100,34 @@ def test_versions_agree_with_requirements_and_constraints():
     assert all(pins[name] in specifier for name, specifier in ranges.items() if name in pins)
 
 
+@pytest.mark.parametrize("installed", ["0.9.9+cpu", None])
 @pytest.mark.parametrize("name", ["transformers", "filelock", "torch"])
-def test_old_version_ends_with_one_sentence(name, monkeypatch):
-    version = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda x: "1.2" if x == name else version(x))
+def test_old_or_missing_package_ends_with_one_sentence(name, installed, monkeypatch):
+    def version(package: str) -> str:
+        if package == name and installed is None:
+            raise metadata.PackageNotFoundError
+        return installed if package == name else "99.0.dev1"
+
+    monkeypatch.setattr(metadata, "version", version)
     monkeypatch.delitem(sys.modules, "runtime")
-    with pytest.raises(SystemExit, match=f"{name} 1.2 is too old: install {name}>="):
+    message = f"{name} is {installed or 'missing'}, but {name}>=".replace("+", r"\+")
+    with pytest.raises(SystemExit, match=message):
         runpy.run_path(str(ROOT / "runtime/__init__.py"))
+
+
+@pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py",
+    "tools/memory_estimator.py", "tools/preflight.py", "tools/generate.py"])  # fmt: skip
+def test_version_is_checked_before_names_are_imported(script, tmp_path):
+    """Old packages lack these names, so that the imports would fail."""
+    for package in ("torch", "transformers"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / f"{package}-2.5.1.dist-info").mkdir()
+        metadata_file = tmp_path / f"{package}-2.5.1.dist-info/METADATA"
+        metadata_file.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 2.5.1\n")
+    result = launch(0, script, "--help", env=os.environ | {"PYTHONPATH": tmp_path}, check=False)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: torch is 2.5.1, but torch>=")
 
 
 def test_refused_checkpoint_names_both_versions():

@@ -36,6 +36,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
+
+from runtime.options import flag  # isort: skip (checks the versions first)
+
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -45,11 +49,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 from transformers.pytorch_utils import Conv1D
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
-
 import policies
 from runtime import adapters, checks, chunked_loss, options, ranks, weights
-from runtime.options import flag
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
