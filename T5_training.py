@@ -201,7 +201,7 @@ def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     with policies.evaluation(model), policies.autocast(model, args.precision):
         check_model(model, summed_loss, model_inputs, probe, dtype)
         if args.rouge_samples != 0:
-            rouge.check_generation(model, device, dtype, args.num_beams, probe[1])
+            rouge.check_generation(model, device, dtype, args.num_beams, probe[0])
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

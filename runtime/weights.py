@@ -3,6 +3,7 @@
 Works with any model. All ranks call each function together unless its docstring says otherwise.
 """
 
+import contextlib
 import json
 import re
 from collections import defaultdict
@@ -21,7 +22,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
@@ -38,6 +39,7 @@ IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, an
 # Buffers in files of older Transformers versions, which compute them now.
 OLD_BUFFERS = re.compile(
     r"\.(attn|attention)\.(masked_)?bias$|inv_freq$|position_ids$|_float_tensor$"
+    r"|coder\.version$|embed_positions\.weights$|\.causal_mask$"
 )
 ADAPTER = ".lora_"  # in the names of adapters
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -84,6 +86,16 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(tensor, name) for name, tensor in tensors_of(model)}
 
 
+@contextlib.contextmanager
+def refused(problem: str, advice: str) -> Iterator[None]:
+    """Raise an error of any type as a ValueError: `problem`, the reason in one line, `advice`."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{problem} ({type(error).__name__}: {reason}). {advice}") from error
+
+
 def open_model(
     name: str, model_class: type[PreTrainedModel]
 ) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
@@ -102,7 +114,8 @@ def open_model(
             "were trained on, with their --output-dir and --lora-rank, or export with --merge."
         )
     # Python code in a directory is never run.
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    with refused(f"--model-name {name} has an invalid config.json", "Correct it."):
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"--model-name {name} is quantized. Pass its weights in 16 or 32 bits.")
     config = text_config(config, model_class, name)
@@ -154,11 +167,8 @@ def text_config(
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a directory; raise ValueError if it cannot be used."""
-    try:
+    with refused(f"{directory} has no valid tokenizer", "Save one."):
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{directory} has no valid tokenizer ({reason}). Save one.") from None
     # Without their files, Transformers creates some tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # empty if bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
@@ -206,7 +216,7 @@ def _open_files(directory: Path, reads_layers: bool) -> Source:
                     if not reads_layers and IN_LAYER.search(key):
                         tensor = tensor.to("meta")
                     tensors[key] = tensor.as_subclass(_Stored)
-    except (OSError, SafetensorError, ValueError) as error:
+    except Exception as error:  # of any type, because an index may contain any JSON
         raise OSError(
             f"{path} cannot be read ({error!r}). Download it again, or convert other formats with "
             "from_pretrained and save_pretrained."
@@ -232,7 +242,9 @@ def read_model(
         None, config=config, state_dict=text or tensors, dtype=torch.float32, **options
     )
     unexpected = [key for key in report["unexpected_keys"] if not OLD_BUFFERS.search(key)]
-    report = report | {"unexpected_keys": unexpected}
+    dtypes = {name: x.dtype for name, x in model.named_parameters()}
+    quantized = [n for n, x in dtypes.items() if not x.is_floating_point or x.itemsize < 2]
+    report = report | {"unexpected_keys": unexpected, "quantized_keys": quantized}
     problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
         raise ValueError(f"{directory} does not contain this model; {problems}. Check its files.")
@@ -276,7 +288,8 @@ def new_model(
     if directory is not None:
         model.config.name_or_path = str(directory)  # exports keep the form of its files
         if (directory / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+            with refused(f"{directory} has an invalid generation_config.json", "Correct it."):
+                model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model, source
 
 
