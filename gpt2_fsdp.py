@@ -120,7 +120,7 @@ def setup(args: Options) -> torch.device:
             device_id=None if device.type == "cpu" else device,
             **group_args,
         )
-    transformers.set_seed(args.seed)
+    ranks.set_seed(args.seed)
     if args.cpu_offload:
         ranks.use_all_cores()  # because the optimizer runs on the CPU
     return device
@@ -298,7 +298,7 @@ def train(
     if run.needs_validation:
         run.log_validation(validation(args, model, val_loaders, output))
 
-    for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
+    for step in run.steps(loader):  # to stop, `with step` raises Stopped: a checkpoint is saved
         lr = scheduler.get_last_lr()[0]
         with step:
             loss = 0.0

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import PretrainedConfig, set_seed
+from transformers import PretrainedConfig
 
 from . import ranks, readers
 from .options import as_flag
@@ -470,7 +470,7 @@ def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: in
         for generator, value in zip(_generators(), states.values(), strict=True):
             generator.set_rng_state(value)
         return
-    set_seed(seed + state.step * here[0] + dist.get_rank())
+    ranks.set_seed(seed + state.step * here[0] + dist.get_rank())
     ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: dropout reseeded.")
 
 

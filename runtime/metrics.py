@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PretrainedConfig
@@ -134,7 +133,7 @@ class Metrics:
         """Append an event to metrics.jsonl and print its numbers. Tensors become numbers."""
         if dist.get_rank() != 0:
             return
-        values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
+        values = {key: x.item() if hasattr(x, "item") else x for key, x in values.items()}
         self._write(event, values)
         if self.trackers:
             self.trackers.log(event, self.state.step, values)
@@ -164,6 +163,8 @@ class Metrics:
         """Return tokens so far, mean loss and tokens per second since the last call, peak memory
         and, where it is known, the share of the GPU's peak FLOP/s (MFU)."""
         state = self.state
+        if not self.shares or not self._seconds:  # the last call was in this step
+            return {}
         mean_loss = sum(ranks.on_every_rank(lambda: sum(self.shares))) / len(self.shares)
         self.shares.clear()
         per_second = (state.tokens - self._tokens) / self._seconds

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 import datasets
 import huggingface_hub
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -52,6 +54,13 @@ def has_bf16() -> bool:
     if accelerator() is None:
         return False
     return torch.get_device_module().is_bf16_supported(including_emulation=False)
+
+
+def set_seed(seed: int) -> None:
+    """Seed all random generators of this process. Transformers' function would import peft."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # of all devices
 
 
 def use_all_cores() -> None:

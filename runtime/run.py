@@ -18,7 +18,6 @@ import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import set_seed
 
 from . import checkpoints, export, ranks, readers, screen, weights
 from .batches import Batch
@@ -137,7 +136,7 @@ class Output:
         rows = weights.unwrapped(state.model).config.get_text_config().vocab_size
         for dataset in (loader.dataset, *(x.dataset for x in val_loaders.values())):
             readers.check_embedded(dataset, rows, facts.tokenizer)
-        set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
+        ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, state, values, args.seed)
         check()
@@ -362,7 +361,10 @@ def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
     try:
         code = main(args)
     except SystemExit as end:
-        code = end.code
+        code = end.code or 0
+        if not isinstance(code, int):  # of sys.exit("message")
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         ranks.clear_bars()
         sys.excepthook(*sys.exc_info())  # torch's, which names the rank

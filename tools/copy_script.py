@@ -20,7 +20,6 @@ SCRIPTS = {"T5_training.py": DOCSTRINGS, "gpt2_fsdp.py": DOCSTRINGS, "llama_fsdp
 # Files of the repository, and their places in a copy.
 OTHERS = {x: x for x in ("LICENSE", "launch.slurm", "requirements-extras.txt", "tools/generate.py")}
 OTHERS |= {"tools/copy/README.md": "README.md", "tools/copy/test_copy.py": "test_copy.py"}
-WITHOUT = ROOT / "tools/copy/without.diff"
 OPTIONS = ("lora", "attention", "paged", "rouge", "trackers", "prepared")
 PACKAGES = {"rouge-score": "rouge_score"}  # whose modules have another name
 
@@ -29,7 +28,7 @@ PACKAGES = {"rouge-score": "rouge_score"}  # whose modules have another name
 def hunks_of(options: tuple[str, ...]) -> dict[Path, list[str]]:
     """Return by file the hunks of tools/copy/without.diff that leave out the options."""
     result = defaultdict(list)
-    for part in re.split("^=== ", WITHOUT.read_text(), flags=re.MULTILINE)[1:]:
+    for part in re.split("^=== ", (ROOT / "tools/copy/without.diff").read_text(), flags=re.M)[1:]:
         title, _, body = part.rstrip().partition("\n")
         option, *files = title.split()
         for file in files if option in options else ():
@@ -102,6 +101,7 @@ def main() -> None:
     name, flags = Path(args.script).stem, SCRIPTS[args.script]
     readme = {"SCRIPT": args.script, "NAME": name, " FLAGS": flags}
     words = {"README.md": readme, "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'}}
+    words["launch.slurm"] = {"script=T5_training.py": f"script={args.script}"}
     total = 0
     for place, text in sorted(texts.items()):
         for old, new in words.get(place, {}).items():
