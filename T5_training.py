@@ -16,7 +16,6 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -333,8 +332,8 @@ def summarize(
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
             triples += rouge.generated_texts(batch, output, tokenizer)
-    rounds = zip_longest(*ranks.on_every_rank(lambda: triples))  # one example from each rank
-    return [x for row in rounds for x in row if x is not None][: args.rouge_samples]
+    parts = ranks.on_every_rank(lambda: triples)  # take one from each rank; rank 0 has the most
+    return [x[i] for i in range(len(parts[0])) for x in parts if i < len(x)][: args.rouge_samples]
 
 
 if __name__ == "__main__":
