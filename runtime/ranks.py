@@ -207,14 +207,22 @@ def has_failed() -> bool:
 
 
 def _check_environment() -> None:
-    """Exit with a message if some of torchrun's variables are set, and others are not."""
+    """Exit with a message if some of torchrun's variables are set, and others are not valid, or if
+    another launcher started several processes, each of which would train alone."""
+    launchers = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
     of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    present = [name for name in of_ranks if name in os.environ]
-    missing = [x for x in (*of_ranks, "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(x)]
-    if present and missing:
+    present = [x for x in launchers if os.environ.get(x, "1") != "1"]
+    present += [x for x in of_ranks if x in os.environ]
+    values = {x: os.environ.get(x, "") for x in (*of_ranks, "MASTER_PORT")}
+    numbers = {x: int(value) for x, value in values.items() if value.isdecimal()}
+    wrong = [x for x in values if numbers.get(x, 1 << 16) >= 1 << 16]
+    wrong += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if not wrong and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        wrong = ["WORLD_SIZE"]
+    if present and wrong:
         raise SystemExit(
-            f"error: The environment has {', '.join(present)}, but not {', '.join(missing)}. Start "
-            f"the script with torchrun, or for one process: unset {' '.join(present)}"
+            f"error: The environment has {', '.join(present)}, but no valid {', '.join(wrong)}. "
+            f"Start the script with torchrun, or for one process: unset {' '.join(present)}"
         )
 
 

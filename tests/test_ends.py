@@ -51,12 +51,38 @@ def test_generation_that_fails_is_reported_before_training(flags, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
-@pytest.mark.parametrize("value", ["", "2"])
-def test_part_of_the_environment_of_torchrun_is_refused(name, value, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match=f"has {name}, but not .*MASTER_ADDR, MASTER_PORT"):
+ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+               "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("variables", "wrong"), [
+    ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT, MASTER_ADDR"),
+    ({"RANK": ""}, "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT, MASTER_ADDR"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, "RANK, WORLD_SIZE, .*, MASTER_ADDR"),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "RANK, WORLD_SIZE, .*, MASTER_ADDR"),
+    (ONE_PROCESS | {"RANK": "-1"}, "RANK"),
+    (ONE_PROCESS | {"RANK": "1"}, "WORLD_SIZE"),
+    (ONE_PROCESS | {"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+    (ONE_PROCESS | {"LOCAL_RANK": "x"}, "LOCAL_RANK"),
+    (ONE_PROCESS | {"MASTER_PORT": "99999"}, "MASTER_PORT"),
+    (ONE_PROCESS | {"MASTER_ADDR": ""}, "MASTER_ADDR"),
+])  # fmt: skip
+def test_environment_of_another_launcher_is_refused(variables, wrong, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    name = next(iter(variables))
+    with pytest.raises(SystemExit, match=rf"has {name}.*, but no valid {wrong}\. .*unset {name}"):
         ranks._check_environment()
+
+
+@pytest.mark.parametrize("variables", [
+    {}, {"SLURM_STEP_NUM_TASKS": "1"}, {"MASTER_ADDR": "localhost"},
+    {"SLURM_STEP_NUM_TASKS": "2"} | ONE_PROCESS,
+])  # fmt: skip
+def test_environment_of_torchrun_or_of_one_process_is_accepted(variables, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ranks._check_environment()
 
 
 def test_scripts_check_the_environment(flags):
