@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree  # private: torch has no public functions for nested dicts
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,9 @@ from .weights import whole_shapes
 # Fields of State that a checkpoint stores as JSON.
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step",
             "validation_due", "ended_of")  # fmt: skip
-SETTINGS = ("lr", "initial_lr", "momentum", "weight_decay")  # of param_groups: flags or schedule
+# Keys of an optimizer and its param_groups that are saved otherwise, or follow from flags.
+SETTINGS = ("param_groups", "state", "defaults", "lr", "initial_lr", "momentum", "betas",
+            "weight_decay")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ class State:
     ended_of: int = 0  # the `total_steps` of which the script has ended the run early
 
     def __post_init__(self) -> None:
-        self.initial_numbers = self.numbers()
+        self.initial_numbers, self.initially_unsaved = self.numbers(), self.unsaved()
         try:
             inspect.signature(type(self.optimizer).step).bind(self.optimizer, closure=None)
         except TypeError:
@@ -101,14 +104,32 @@ class State:
         """Return the device that computes; with --cpu-offload the parameters are elsewhere."""
         return local_device()
 
-    def numbers(self) -> list[dict[str, float]]:
-        """Return the numbers in each of the optimizer's param_groups, except the settings."""
+    def places(self) -> list[dict[str, Any]]:
+        """Return where the optimizer has values outside of its `state`: its param_groups, and last
+        its attributes."""
+        return [*self.optimizer.param_groups, vars(self.optimizer)]
+
+    def numbers(self, others: bool = False) -> list[dict[str, Any]]:
+        """Return the numbers in each of the places, or the other values; without the settings."""
         return [
-            {k: x for k, x in group.items() if isinstance(x, int | float) and k not in SETTINGS}
-            for group in self.optimizer.param_groups
+            {
+                k: x
+                for k, x in p.items()
+                if isinstance(x, int | float) != others and k not in SETTINGS
+            }
+            for p in self.places()
         ]
 
+    def unsaved(self) -> str:
+        """Return the other values as text, without parameters, which each step changes."""
+        leaves = pytree.tree_leaves(self.numbers(others=True))
+        return repr([x for x in leaves if not isinstance(x, nn.Parameter | None)])
+
     def changed_numbers(self) -> list[dict[str, float]]:
-        """Return those that the optimizer has changed, such as a schedule-free one its `k`."""
+        """Return the numbers that the optimizer has changed, such as a schedule-free one its `k`.
+        Raise ValueError if it has changed other values, because checkpoints do not contain them."""
+        if self.unsaved() != self.initially_unsaved:
+            raise ValueError("The optimizer changes values outside of its `state` that are not "
+                             "numbers. Keep them in `state`, as tensors.")  # fmt: skip
         pairs = zip(self.numbers(), self.initial_numbers, strict=True)
         return [{k: x for k, x in now.items() if x != first.get(k)} for now, first in pairs]
