@@ -95,5 +95,5 @@ def test_values_that_checkpoints_do_not_contain_may_not_change(place, first, sec
     values["number"] = 5
     assert {"number": 5} in state.changed_numbers()
     values["mine"] = second
-    with pytest.raises(ValueError, match="changes values outside of its `state` that are not num"):
+    with pytest.raises(ValueError, match="changes tensors or lists outside of its `state`. Keep"):
         state.changed_numbers()
