@@ -162,12 +162,9 @@ def row_encoder(
         return from_tokens
     first, *others = readers.guess_columns(columns) or [""]
     advice = "Write each chat as a row of messages"
-    is_flat = -1 not in columns.values()
-    if columns.get("text", 0) > 0 or (first and not others and is_flat):
+    if columns.get("text", 0) > 0 or (first and not others and -1 not in columns.values()):
         advice = f"Pass --text-column {'text' if 'text' in columns else first}"
-    elif (len(others) == 1 and is_flat) or any(
-        word in str(others[:1]).lower() for word in readers.ANSWERS.split()
-    ):
+    elif len(others) == 1 or (others and others[0].lower().rstrip("s") in readers.ANSWERS):
         advice = f"Pass --prompt-column {first} --completion-column {others[0]}"
     names = ", ".join(columns)
     raise ValueError(f"--dataset {name} has no chats in its columns {names}. {advice}.")

@@ -22,25 +22,24 @@ INPUTS = ("input", "context")  # columns that continue those of INSTRUCTIONS
 INSTRUCTIONS = ("instruction", "query")
 PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
 TREES = ("parent_id", "message_tree_id")
-MEDIA = ("image", "video", "audio")
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
-TRAIN_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_weight")
+TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
+              "loss_weight")  # fmt: skip
 COLUMNS = ("system", "system_prompt", "history", *INPUTS, "tools", "functions", "label", "kto_tag",
-           "mask", *TRAIN_KEYS, *MEDIA, *(f"{x}s" for x in MEDIA),
-           *(x for needed in FORMATS for x in needed))  # fmt: skip
+           *TRAIN_KEYS, *MEDIA, *(x for needed in FORMATS for x in needed))  # fmt: skip
 ROLES = ("system", "user", "assistant", "tool")
-SPEAKERS = {"human": "user", "Human": "user", "developer": "system"}
-SPEAKERS |= dict.fromkeys(("function", "observation", "tool_response", "ipython"), "tool")
+SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
+SPEAKERS |= {"developer": "system"}
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
-ASSISTANTS = ("gpt", "GPT", "chatgpt", "bing", "bard", "model", "chatbot", "Chatbot", "ai")
-SPEAKERS |= dict.fromkeys((*ASSISTANTS, *CALLERS), "assistant")
+SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", *CALLERS), "assistant")
 OPTIONAL_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a turn
 HARMLESS_KEYS = """id uuid index turn turn_id turn_identifier message_id parent_id conversation_id
 date time timestamp created created_at create_time updated_at model model_name lang language country
 state source category author user header hashed_ip openai_id toxic redacted temperature top_p
 token_counter tokens token_count num_tokens length rating score text markdown metadata finish_reason
 stop_reason end_turn recipient"""
-KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "mask"}
+KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call"}
 KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
@@ -83,10 +82,10 @@ def find_columns(
     preferences = [x for x in PREFERENCES if x in columns]
     if not preferences:
         return result
-    likely = ("prompt", *(result or ()), *readers.guess_columns(columns))
-    prompts = [x for x in likely if x in columns and x not in PREFERENCES]
+    likely = [*(result or ()), *readers.guess_columns(columns)]
+    prompts = [x for x in likely if x not in PREFERENCES]
     advice = "write them as rows of messages"
-    if "chosen" in preferences and prompts:
+    if prompts and columns.get("chosen", -1) >= 0:  # not a list, which may repeat the prompt
         advice = f"pass --prompt-column {prompts[0]} --completion-column chosen"
     raise ValueError(f"--dataset {name} has preferences ({', '.join(preferences)}), which need "
                      f"another loss. To train on the chosen answers, {advice}.")  # fmt: skip
@@ -109,8 +108,8 @@ def read_chat(
             raise ValueError("the row has a system column and a system turn")
         turns = [{"role": "system", "content": as_text(system, "system")}, *turns]
     for key in MEDIA:
-        if from_json(row.get(f"{key}s")) or (row.get(key) and f"<{key}>" in str(turns)):
-            raise ValueError(f"the row has {key}s, and this script trains on text only")
+        if row.get(key) and (key.endswith("s") or f"<{key}>" in str(turns)):
+            raise ValueError(f"the row has {key}, and this script trains on text only")
     for key in ("label", "kto_tag"):
         if str(row.get(key)).lower() == "false":
             raise ValueError(f"{key} is false, so the answer is a bad example (KTO)")
@@ -135,9 +134,7 @@ def main_turns(row: dict, columns: Sequence[str], train_on_prompt: bool) -> list
             prompt = f"{as_text(prompt, columns[0])}\n\n{as_text(row[key], key)}"
     turns = as_turns("user", prompt)
     answers = as_turns("assistant", *answer)
-    if answers[: len(turns)] == turns:  # the answers repeat the prompt
-        answers = answers[len(turns) :]
-    if not answers or role_of(answers[0]) != "assistant":
+    if role_of(answers[0]) != "assistant":
         raise ValueError(f"{columns[1]} does not start with an assistant's turn")
     if not train_on_prompt:  # earlier answers are context
         turns = [x | {"train": False} if role_of(x) == "assistant" else x for x in turns]
@@ -145,9 +142,8 @@ def main_turns(row: dict, columns: Sequence[str], train_on_prompt: bool) -> list
 
 
 def is_trained(item: dict, what: str) -> bool:
-    """Return whether a turn or a row is a target by its TRAIN_KEYS and `mask`: true, 1 or none."""
-    keys = [x for x in ("mask", *TRAIN_KEYS) if item.get(x) not in (None, "")]
-    values = {x: from_json(str(item[x]).lower()) for x in keys}  # CSV has only texts
+    """Return whether a turn or a row is a target by its TRAIN_KEYS: true, 1 or none."""
+    values = {x: item[x] for x in TRAIN_KEYS if item.get(x) is not None}
     for key, value in values.items():
         if value not in (0, 1):
             raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
@@ -191,7 +187,7 @@ def earlier_turns(history: Any) -> list[dict]:
 def role_of(turn: dict) -> str:
     """Return the role of a turn; raise ValueError if it is unknown."""
     speaker = turn.get("role") or turn.get("from")
-    role = SPEAKERS.get(speaker, str(speaker).lower())
+    role = SPEAKERS.get(speaker, speaker)
     if role not in ROLES:
         raise ValueError(f"the role {role} is not one of {', '.join(ROLES)}")
     return role

@@ -50,9 +50,9 @@ PIECE = 1 << 14  # characters of a text file that make a row
 CUTS = [re.compile(r"[^\W\d_](?= )"), re.compile(r"[^\W\d_](?=\s)|(?<=\S)\n(?=\S)")]
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
 LARGE = 50_000  # rows above which several processes map them
-# Names of columns, the likeliest first.
+# Names of columns in the singular, the likeliest first.
 PROMPTS = "prompt question instruction query problem input user human document article content text"
-ANSWERS = "completion response solution answer output assistant summary highlights headline target"
+ANSWERS = "completion response solution answer output assistant summary highlight headline target"
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 ADVICE = (  # by the type of an error while a file is read; the first match is used
@@ -290,7 +290,7 @@ def pick(name: str, parts: Parts, split: str | None) -> Parts:
 
 def columns_of(name: str, rows: Dataset) -> dict[str, int]:
     """Return by column the length of the first row's text plus 1; 0 if it has another value, -1 if
-    it has a list or an object. The columns of JSON lines are the keys of the first object.
+    it has a list. The columns of JSON lines are the keys of the first object.
 
     Raise ValueError if there is no row, or no object in the first 1,000 lines.
     """
@@ -299,7 +299,7 @@ def columns_of(name: str, rows: Dataset) -> dict[str, int]:
         with contextlib.suppress(ValueError):
             if isinstance(row := json.loads(row[LINE]) if LINE in row else row, dict):
                 return {
-                    key: len(x) + 1 if isinstance(x, str) else -isinstance(x, list | dict)
+                    key: len(x) + 1 if isinstance(x, str) else -isinstance(x, list)
                     for key, x in row.items()
                     if key not in EXTRA
                 }
@@ -313,8 +313,7 @@ def guess_columns(columns: dict[str, int]) -> list[str]:
     longest = sorted(texts, key=columns.get, reverse=True) if len(texts) > 2 else texts
     result: list[str] = []
     for likely in (PROMPTS, ANSWERS):
-        names = [x for word in likely.split() for x in longest if word in x.lower()]
-        names.sort(key=lambda name: name.lower() not in likely)
+        names = [x for word in likely.split() for x in longest if word == x.lower().rstrip("s")]
         result += [x for x in names + longest if x not in result][:1]
     return [*dict.fromkeys(result + longest)]
 

@@ -18,7 +18,6 @@ COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step",
 # Keys of an optimizer and its param_groups that are saved otherwise, or follow from flags.
 SETTINGS = ("param_groups", "state", "defaults", "lr", "initial_lr", "momentum", "betas",
             "weight_decay")  # fmt: skip
-NUMBER = int | float
 
 
 @dataclass(frozen=True)
@@ -112,22 +111,24 @@ class State:
 
     def numbers(self, others: bool = False) -> list[dict[str, Any]]:
         """Return the numbers in each of the places, or the other values; without the settings."""
+        kinds = int | float
         return [
-            {k: x for k, x in p.items() if isinstance(x, NUMBER) != others and k not in SETTINGS}
-            for p in self.places()
+            {k: x for k, x in place.items() if isinstance(x, kinds) != others and k not in SETTINGS}
+            for place in self.places()
         ]
 
     def unsaved(self) -> str:
-        """Return the tensors and numbers in the other values as text, without parameters."""
+        """Return the tensors, lists and objects in the places as text, without parameters."""
         leaves = pytree.tree_leaves(self.numbers(others=True))
-        values = [x for x in leaves if isinstance(x, torch.Tensor | NUMBER)]
-        return repr([x for x in values if not isinstance(x, nn.Parameter)])
+        return repr(
+            [x for x in leaves if not getattr(x, "requires_grad", callable(x) or x is None)]
+        )
 
     def changed_numbers(self) -> list[dict[str, float]]:
         """Return the numbers that the optimizer has changed, such as a schedule-free one its `k`.
         Raise ValueError if it has changed other values, because checkpoints do not contain them."""
         if self.unsaved() != self.initially_unsaved:
-            text = "The optimizer changes tensors or lists outside of its `state`"
+            text = "The optimizer changes tensors, lists or objects outside of its `state`"
             raise ValueError(f"{text}. Keep them there, as tensors.")
         pairs = zip(self.numbers(), self.initial_numbers, strict=True)
         return [{k: x for k, x in now.items() if x != first.get(k)} for now, first in pairs]
