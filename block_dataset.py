@@ -95,7 +95,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     def from_texts(batch: list[dict]) -> list[list[dict]]:
         samples = []
         for row, ids in zip(batch, encode_texts(batch, column, tokenizer), strict=True):
-            text = row.get(column) or ""
+            text = row[column]
             is_open = row.get(readers.CONTINUES) or (joins_rows and text.endswith("\n"))
             ids = ids if is_open else [*ids, tokenizer.eos_token_id]
             samples.append([{"input_ids": ids}] if text else [])
@@ -118,8 +118,8 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     if "input_ids" in columns:
         readers.compare_origin(name, readers.token_origin(args, tokenizer))
         return map_rows(from_tokens)
-    texts = [x for x, has_text in columns.items() if has_text]
-    advice = f"Pass --text-column {texts[0]}." if texts else "Pass a file with text."
+    longest = max(columns, key=columns.get)
+    advice = f"Pass --text-column {longest}." if columns[longest] > 0 else "Pass a file with text."
     raise ValueError(f"{readers.lacks(name, [column], columns)} {advice}")
 
 
@@ -129,11 +129,11 @@ def encode_texts(rows: list[dict], column: str, tokenizer: Tokenizer) -> list[li
     texts = [row.get(column) for row in rows]
     starts = [row.get(readers.BEFORE) or "" for row in rows]
     for text in texts:
-        if not isinstance(text, str | None):
+        if not isinstance(text, str):
             raise ValueError(f"{column} is {text!r}, not text")
     options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
     options |= {"return_attention_mask": False, "verbose": False}
-    whole = [start + (text or "") for start, text in zip(starts, texts, strict=True)]
+    whole = [start + text for start, text in zip(starts, texts, strict=True)]
     ids = tokenizer([*whole, *starts], **options)["input_ids"]
     return [x[len(start) :] for x, start in zip(ids[: len(rows)], ids[len(rows) :], strict=True)]
 

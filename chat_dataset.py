@@ -121,7 +121,8 @@ def row_encoder(
     """
     length = args.max_seq_length + 1
     columns = readers.columns_of(name, rows)
-    chat_columns = chats.find_columns(name, columns, (args.prompt_column, args.completion_column))
+    pair = args.prompt_column, args.completion_column
+    chat_columns = chats.find_columns(name, columns, pair, args.system_column)
     form = f"chats in {' and '.join(chat_columns)}" if chat_columns else "documents or tokens"
     say(f"{name}: columns {', '.join(columns)}, read as {form}")
     options = args.system_column, args.train_on_prompt
@@ -159,13 +160,12 @@ def row_encoder(
     if "input_ids" in columns:
         readers.compare_origin(name, readers.token_origin(args, tokenizer))
         return from_tokens
-    texts = [x for x, has_text in columns.items() if has_text]
-    likely = readers.guess_columns(columns)
+    first, *others = readers.guess_columns(columns) or [""]
     advice = "Write each chat as a row of messages"
-    if "text" in texts or len(texts) == 1:
-        advice = f"Pass --text-column {'text' if 'text' in texts else texts[0]}"
-    elif len(likely) == 2:
-        advice = f"Pass --prompt-column {likely[0]} --completion-column {likely[1]}"
+    if columns.get("text", 0) > 0 or (first and not others and -1 not in columns.values()):
+        advice = f"Pass --text-column {'text' if 'text' in columns else first}"
+    elif len(others) == 1 or (others and others[0].lower().rstrip("s") in readers.ANSWERS):
+        advice = f"Pass --prompt-column {first} --completion-column {others[0]}"
     names = ", ".join(columns)
     raise ValueError(f"--dataset {name} has no chats in its columns {names}. {advice}.")
 

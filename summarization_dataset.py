@@ -102,8 +102,8 @@ def load_rows(spec: str, args: Namespace, tokenizer: Tokenizer) -> readers.Parts
         rows = open_wikihow(Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part])
     else:
         rows = readers.docstring_rows()
-    rows = clean_rows(name, rows, args, tokenizer)
-    return readers.pick(name, split_rows(spec, rows, PERCENT[name]), split)
+    parts = split_rows(spec, clean_rows(name, rows, args, tokenizer), PERCENT[name])
+    return readers.pick(name, parts, split) if split else parts
 
 
 def open_wikihow(path: Path) -> Dataset:
@@ -149,7 +149,7 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
     if missing:
         likely = readers.guess_columns(columns)
         advice = "Pass a data set with two columns of text."
-        if len(likely) == 2 and name not in COLUMNS:
+        if len(likely) > 1 and name not in COLUMNS:
             advice = f"Pass --source-column {likely[0]} --target-column {likely[1]}."
         raise ValueError(f"{readers.lacks(name, missing, columns)} {advice}")
     titles = read_title_lists(Path(args.data_dir).expanduser()) if name == "wikihow" else {}

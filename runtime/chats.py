@@ -22,13 +22,15 @@ INPUTS = ("input", "context")  # columns that continue those of INSTRUCTIONS
 INSTRUCTIONS = ("instruction", "query")
 PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
 TREES = ("parent_id", "message_tree_id")
-MEDIA = ("images", "videos", "audios")
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
-TRAIN_KEYS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "loss_weight")
+TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
+              "loss_weight")  # fmt: skip
 COLUMNS = ("system", "system_prompt", "history", *INPUTS, "tools", "functions", "label", "kto_tag",
-           "mask", *TRAIN_KEYS, *MEDIA, *(x for needed in FORMATS for x in needed))  # fmt: skip
+           *TRAIN_KEYS, *MEDIA, *(x for needed in FORMATS for x in needed))  # fmt: skip
 ROLES = ("system", "user", "assistant", "tool")
 SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
+SPEAKERS |= {"developer": "system"}
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
 SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", *CALLERS), "assistant")
 OPTIONAL_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a turn
@@ -37,7 +39,7 @@ date time timestamp created created_at create_time updated_at model model_name l
 state source category author user header hashed_ip openai_id toxic redacted temperature top_p
 token_counter tokens token_count num_tokens length rating score text markdown metadata finish_reason
 stop_reason end_turn recipient"""
-KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call", "mask"}
+KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call"}
 KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}
@@ -61,17 +63,17 @@ TEMPLATES = {"chatml": CHATML, "llama-2": LLAMA_2}
 
 
 def find_columns(
-    name: str, columns: dict[str, bool], pair: Sequence[str | None]
+    name: str, columns: dict[str, int], pair: Sequence[str | None], system: str | None = None
 ) -> Sequence[str] | None:
     """Return the columns with the chats of data set `name`, None if it has none.
 
-    `columns` are those of `readers.columns_of`, and `pair` is --prompt-column and
-    --completion-column. Raise ValueError if a column is missing, or if the rows are preferences or
-    trees of messages.
+    `columns` are those of `readers.columns_of`, `pair` is --prompt-column and --completion-column,
+    and `system` is --system-column. Raise ValueError if a column is missing, or if the rows are
+    preferences or trees of messages.
     """
+    if missing := [x for x in (*pair, system) if x and x not in columns]:
+        raise ValueError(readers.lacks(name, missing, columns))
     if any(pair):
-        if missing := [column for column in pair if column not in columns]:
-            raise ValueError(readers.lacks(name, missing, columns))
         return pair
     if not columns.keys().isdisjoint(TREES):
         raise ValueError(f"--dataset {name} has trees of messages. Write each path from a prompt "
@@ -80,10 +82,10 @@ def find_columns(
     preferences = [x for x in PREFERENCES if x in columns]
     if not preferences:
         return result
-    others = {x: has_text for x, has_text in columns.items() if x not in PREFERENCES}
-    prompts = [*(result or ()), *readers.guess_columns(others)]
+    likely = [*(result or ()), *readers.guess_columns(columns)]
+    prompts = [x for x in likely if x not in PREFERENCES]
     advice = "write them as rows of messages"
-    if "chosen" in preferences and prompts:
+    if prompts and columns.get("chosen", -1) >= 0:  # not a list, which may repeat the prompt
         advice = f"pass --prompt-column {prompts[0]} --completion-column chosen"
     raise ValueError(f"--dataset {name} has preferences ({', '.join(preferences)}), which need "
                      f"another loss. To train on the chosen answers, {advice}.")  # fmt: skip
@@ -106,10 +108,10 @@ def read_chat(
             raise ValueError("the row has a system column and a system turn")
         turns = [{"role": "system", "content": as_text(system, "system")}, *turns]
     for key in MEDIA:
-        if row.get(key):
+        if row.get(key) and (key.endswith("s") or f"<{key}>" in str(turns)):
             raise ValueError(f"the row has {key}, and this script trains on text only")
     for key in ("label", "kto_tag"):
-        if row.get(key) is False:
+        if str(row.get(key)).lower() == "false":
             raise ValueError(f"{key} is false, so the answer is a bad example (KTO)")
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     if not answers:
@@ -126,7 +128,7 @@ def main_turns(row: dict, columns: Sequence[str], train_on_prompt: bool) -> list
     """Return the turns in the `columns` of a row: messages, or a prompt and its answer."""
     prompt, *answer = (row.get(column) for column in columns)
     if not answer:
-        return as_list(prompt, columns[0])
+        return as_list(from_json(prompt), columns[0])
     for key in INPUTS if columns[0] in INSTRUCTIONS else ():
         if row.get(key) not in (None, ""):
             prompt = f"{as_text(prompt, columns[0])}\n\n{as_text(row[key], key)}"
@@ -140,8 +142,8 @@ def main_turns(row: dict, columns: Sequence[str], train_on_prompt: bool) -> list
 
 
 def is_trained(item: dict, what: str) -> bool:
-    """Return whether a turn or a row is a target by its TRAIN_KEYS and `mask`: true, 1 or none."""
-    values = {x: item[x] for x in ("mask", *TRAIN_KEYS) if item.get(x) is not None}
+    """Return whether a turn or a row is a target by its TRAIN_KEYS: true, 1 or none."""
+    values = {x: item[x] for x in TRAIN_KEYS if item.get(x) is not None}
     for key, value in values.items():
         if value not in (0, 1):
             raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
@@ -173,7 +175,7 @@ def as_turns(role: str, value: Any) -> list[dict]:
 def earlier_turns(history: Any) -> list[dict]:
     """Return the turns of a `history`: pairs of question and answer, or messages."""
     turns = []
-    for item in history or ():
+    for item in from_json(history) or ():
         if isinstance(item, dict):
             turns.append(item)
         else:
@@ -208,7 +210,12 @@ def read_turn(turn: dict) -> dict:
         calls = as_list([call] if isinstance(call, dict) else call, "the function call")
         calls = [{"type": "function", "function": x} for x in calls]
     if isinstance(content, list):
-        texts = [part.get("text", part.get("value")) for part in as_list(content, "content")]
+        texts = [
+            "text" in x.get("type", "text")
+            and is_trained(x, "part")
+            and x.get("text", x.get("value"))
+            for x in as_list(content, "content")
+        ]
         content = "".join(texts) if all(isinstance(text, str) for text in texts) else content
     if content is None and calls:
         content = ""  # some templates need it to be text
@@ -228,8 +235,8 @@ def parse_call(call: dict) -> dict:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("a tool call has no name")
     arguments = from_json(function.get("arguments")) or {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of a call to {function['name']} are not an object")
+    if not isinstance(arguments, dict) or not {"parameters", "args", "input"}.isdisjoint(function):
+        raise ValueError(f"the call to {function['name']} has no object `arguments`")
     function = function | {"arguments": arguments}
     return call | {"function": function} if "function" in call else function
 

@@ -325,8 +325,8 @@ def _all_tensors(state: State) -> dict[str, Any]:
     options = _options(state.model)
     numbers = state.numbers()
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer, options=options)
-    for group, values in zip(state.optimizer.param_groups, numbers, strict=True):
-        group |= values  # PyTorch calls `step` of an optimizer without state
+    for place, values in zip(state.places(), numbers, strict=True):
+        place |= values  # PyTorch calls `step` of an optimizer without state
     # DCP would pickle the settings. A resume uses those of the new optimizer.
     del optimizer["param_groups"]
     for path, value in pytree.tree_flatten_with_path(optimizer)[0]:
@@ -455,9 +455,9 @@ def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: in
         state.scheduler.step()
     if (lr := state.scheduler.get_last_lr()[0]) != saved["lr"]:
         ranks.say(f"With these flags the learning rate goes from {saved['lr']:.3g} to {lr:.3g}.")
-    groups = state.optimizer.param_groups
-    for group, first, numbers in zip(groups, state.initial_numbers, saved["numbers"], strict=True):
-        group |= first | numbers  # reading the optimizer calls its `step`
+    places = state.places()
+    for place, first, numbers in zip(places, state.initial_numbers, saved["numbers"], strict=True):
+        place |= first | numbers  # reading the optimizer calls its `step`
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:

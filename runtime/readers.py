@@ -51,13 +51,13 @@ PIECE = 1 << 14  # characters of a text file that make a row
 CUTS = [re.compile(r"[^\W\d_](?= )"), re.compile(r"[^\W\d_](?=\s)|(?<=\S)\n(?=\S)")]
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
 LARGE = 50_000  # rows above which several processes map them
-# Names of columns, the likeliest first.
-PROMPTS = "prompt question instruction query problem input user human document article text source"
-ANSWERS = "completion response answer output solution assistant summary highlights headline target"
+# Names of columns in the singular, the likeliest first.
+PROMPTS = "prompt question instruction query problem input user human document article content text"
+ANSWERS = "completion response solution answer output assistant summary highlight headline target"
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 ADVICE = (  # by the type of an error while a file is read; the first match is used
-    (UnicodeError, "Convert text to UTF-8, and a spreadsheet to CSV."),
+    (UnicodeError, "Convert text to UTF-8, a spreadsheet to CSV, other compression to gzip."),
     (csv.Error, "Correct it."),
     ((gzip.BadGzipFile, EOFError), "Compress it again."),
     (Exception, "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."),
@@ -154,7 +154,7 @@ def read_file(path: Path) -> Dataset:
         if len({*header}) < len(header):
             raise csv.Error(f"{path} has the column {max(header, key=header.count)} twice")
         return from_generator(csv_rows, (*header, PROBLEM), path)
-    if suffix in (".jsonl", ".ndjson", ".json"):
+    if suffix.startswith((".json", ".ndjson")):
         return from_generator(json_lines, (LINE,), path)
     return from_generator(text_pieces, ("text", BEFORE, CONTINUES), path)
 
@@ -191,8 +191,9 @@ def csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the fields of each row of a CSV or TSV file, first the header, and the number of its
     last line. Raise csv.Error where the rest cannot be read."""
     csv.field_size_limit(2**31 - 1)
-    delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     with open_text(path) as file:
+        delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;", key=file.readline().count)
+        file.seek(0)
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             for fields in filter(None, reader):
@@ -215,7 +216,7 @@ def csv_rows(path: Path) -> Iterator[dict[str, str | None]]:
 def json_lines(path: Path) -> Iterator[dict[str, str]]:
     """Yield the lines of a JSON file, or the rows of one that contains a list as lines."""
     with open_text(path) as file:
-        is_list = suffix_of(path) == ".json" and file.read(1 << 20).lstrip().startswith("[")
+        is_list = file.read(1 << 20).lstrip().startswith("[")
         file.seek(0)
         # In ASCII, because half of a surrogate pair is not UTF-8.
         for line in map(json.dumps, json.load(file)) if is_list else file:
@@ -276,9 +277,10 @@ def docstrings(path: Path) -> Iterator[dict[str, str]]:
 
 
 def pick(name: str, parts: Parts, split: str | None) -> Parts:
-    """Return one split or slice, such as train[:1000], as {"train": rows}; if None, all `parts`."""
+    """Return one split or slice, such as train[:1000], as {"train": rows}; if None, train and
+    validation."""
     if split is None and "train" in parts:
-        return parts
+        return {key: parts[key] for key in ("train", "validation") if key in parts}
     sizes = {key: len(rows) for key, rows in parts.items()}
     try:
         pieces = ReadInstruction.from_spec(split or "train").to_absolute(sizes)
@@ -289,30 +291,34 @@ def pick(name: str, parts: Parts, split: str | None) -> Parts:
     return {"train": concatenate_datasets(chosen)}
 
 
-def columns_of(name: str, rows: Dataset) -> dict[str, bool]:
-    """Return whether each column contains text, by name; for JSON lines, the first object's keys.
+def columns_of(name: str, rows: Dataset) -> dict[str, int]:
+    """Return by column the length of the first row's text plus 1; 0 if it has another value, -1 if
+    it has a list. The columns of JSON lines are the keys of the first object.
 
-    Raise ValueError if the first 1,000 lines have no object.
+    Raise ValueError if there is no row, or no object in the first 1,000 lines.
     """
-    if LINE not in rows.column_names:
-        kinds = {x: kind for x, kind in rows.features.items() if x not in EXTRA}
-        return {x: getattr(kind, "dtype", "") == "string" for x, kind in kinds.items()}
-    for line in rows[:1000][LINE]:
+    count = 1000 if LINE in rows.column_names else 1
+    for row in by_row(select(rows, rows.column_names)[:count]):
         with contextlib.suppress(ValueError):
-            if isinstance(value := json.loads(line), dict):
-                return {key: isinstance(x, str) for key, x in value.items()}
-    raise ValueError(f"--dataset {name} has no JSON objects. Write one on each line.")
+            if isinstance(row := json.loads(row[LINE]) if LINE in row else row, dict):
+                return {
+                    key: len(x) + 1 if isinstance(x, str) else -isinstance(x, list)
+                    for key, x in row.items()
+                    if key not in EXTRA
+                }
+    raise ValueError(f"--dataset {name} has no JSON objects or rows. Write one on each line.")
 
 
-def guess_columns(columns: dict[str, bool]) -> list[str]:
-    """Return the columns that most likely have the prompts and the answers, or the texts and their
-    summaries: the first of PROMPTS and of ANSWERS among those with text, or else the first."""
-    texts = [name for name, has_text in columns.items() if has_text and not name.endswith("id")]
+def guess_columns(columns: dict[str, int]) -> list[str]:
+    """Return the columns with text: first those that most likely have the prompts and the answers,
+    or the texts and their summaries, by their names in PROMPTS and ANSWERS; then the longest."""
+    texts = [x for x, length in columns.items() if length > 0 and not x.lower().endswith("id")]
+    longest = sorted(texts, key=columns.get, reverse=True) if len(texts) > 2 else texts
     result: list[str] = []
     for likely in (PROMPTS, ANSWERS):
-        names = [*(x for x in likely.split() if x in texts), *texts]
-        result += [x for x in names if x not in result][:1]
-    return result
+        names = [x for word in likely.split() for x in longest if word == x.lower().rstrip("s")]
+        result += [x for x in names + longest if x not in result][:1]
+    return [*dict.fromkeys(result + longest)]
 
 
 def lacks(name: str, missing: Iterable[str], columns: Iterable[str]) -> str:

@@ -14,7 +14,8 @@ from .weights import whole_shapes
 # Fields of State that a checkpoint stores as JSON.
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step",
             "validation_due", "ended_of")  # fmt: skip
-SETTINGS = ("lr", "initial_lr", "momentum", "weight_decay")  # of param_groups: flags or schedule
+# Keys of param_groups: values of flags or the schedule, and parameters.
+SETTINGS = ("lr", "initial_lr", "momentum", "betas", "weight_decay", "params")
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class State:
     ended_of: int = 0  # the `total_steps` of which the script has ended the run early
 
     def __post_init__(self) -> None:
-        self.initial_numbers = self.numbers()
+        self.initial_numbers, self.unsaved = self.numbers(), self.other_values()
         try:
             inspect.signature(type(self.optimizer).step).bind(self.optimizer, closure=None)
         except TypeError:
@@ -101,14 +102,32 @@ class State:
         """Return the device that computes; with --cpu-offload the parameters are elsewhere."""
         return local_device()
 
+    def places(self) -> list[dict[str, Any]]:
+        """Return where the optimizer has numbers outside of its `state`: its param_groups, and last
+        its attributes."""
+        return [*self.optimizer.param_groups, vars(self.optimizer)]
+
     def numbers(self) -> list[dict[str, float]]:
-        """Return the numbers in each of the optimizer's param_groups, except the settings."""
+        """Return the numbers in each of the places, except settings and truths in attributes, which
+        say whether something was set up."""
+        *groups, attributes = self.places()
+        attributes = {k: x for k, x in attributes.items() if not isinstance(x, bool)}
         return [
-            {k: x for k, x in group.items() if isinstance(x, int | float) and k not in SETTINGS}
-            for group in self.optimizer.param_groups
+            {k: x for k, x in place.items() if isinstance(x, int | float) and k not in SETTINGS}
+            for place in (*groups, attributes)
         ]
 
+    def other_values(self) -> str:
+        """Return the other values in the param_groups, except settings, as text."""
+        values = (x for group in self.optimizer.param_groups for x in group.items())
+        numbers = int, float, type(None)
+        return repr([(k, x) for k, x in values if k not in SETTINGS and not isinstance(x, numbers)])
+
     def changed_numbers(self) -> list[dict[str, float]]:
-        """Return those that the optimizer has changed, such as a schedule-free one its `k`."""
+        """Return those that the optimizer has changed, such as a schedule-free one its `k`. Raise
+        ValueError if it has changed other values, because checkpoints do not contain them."""
+        if self.other_values() != self.unsaved:
+            text = "The optimizer changes tensors or lists in its param_groups"
+            raise ValueError(f"{text}. Keep them in its `state`, as tensors.")
         pairs = zip(self.numbers(), self.initial_numbers, strict=True)
         return [{k: x for k, x in now.items() if x != first.get(k)} for now, first in pairs]

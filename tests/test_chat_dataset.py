@@ -462,7 +462,32 @@ def test_formats_give_the_same_chat(tmp_path):
         ({"messages": [USER, ASSISTANT], "images": ["x.png"]}, "the row has images, and"),
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, "a system column and a system"),
         ({"prompt": "a", "completion": [USER, ASSISTANT]}, "completion does not start with an"),
+        (
+            {
+                "messages": [
+                    USER,
+                    CALL_TURN | {"tool_calls": [{"name": "f", "parameters": {"x": 1}}]},
+                ]
+            },
+            "the call to f has no object `arguments`",
+        ),
+        (
+            {
+                "messages": [
+                    USER,
+                    ASSISTANT
+                    | {
+                        "content": [
+                            {"type": "text", "text": "b"},
+                            {"type": "text", "text": "c", "weight": 0},
+                        ]
+                    },
+                ]
+            },
+            "the assistant's turn is .*, not text",
+        ),
         ({"prompt": "a", "completion": "b", "label": False}, "label is false, so the answer is"),
+        ({"prompt": "a", "completion": "b", "label": "False"}, "label is false, so the answer is"),
         ({"prompt": "a", "completion": 5}, "the assistant's turn is 5, not text"),
         ({"instruction": "a", "input": float("nan"), "output": "b"}, "input is nan, not text"),
         ({"instruction": "a", "input": ["c"], "output": "b"}, r"input is \['c'\], not text"),

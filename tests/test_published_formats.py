@@ -88,6 +88,7 @@ TRAINED = {
         "<user>q</s><assistant>a</s><user>q</s><assistant>«b</s>»",
     ),
     "torchtune chat": ({"conversations": [HUMAN, GPT]}, "<user>q</s><assistant>«a</s>»"),
+    "chats as text": ({"messages": json.dumps([ASK, ANSWER])}, "<user>q</s><assistant>«a</s>»"),
     "Belle": (
         {"id": 1, "conversations": [HUMAN, {"from": "assistant", "value": "a"}]},
         "<user>q</s><assistant>«a</s>»",
@@ -120,6 +121,21 @@ ADVISED = {
         "--prompt-column prompt --completion-column chosen",
         "<user>q</s><assistant>«a</s>»",
     ),
+    "NuminaMath": (
+        {"question_type": "long", "problem": "q", "solution": "a", "answer": "5"},
+        "--prompt-column problem --completion-column solution",
+        "<user>q</s><assistant>«a</s>»",
+    ),
+    "Flan": (
+        {"inputs": "q", "targets": "a", "task": "t"},
+        "--prompt-column inputs --completion-column targets",
+        "<user>q</s><assistant>«a</s>»",
+    ),
+    "medical-o1": (
+        {"Question": "q", "Complex_CoT": "c", "Response": "a"},
+        "--prompt-column Question --completion-column Response",
+        "<user>q</s><assistant>«a</s>»",
+    ),
     "LLaMA-Factory preferences": (
         {"conversations": [HUMAN, GPT, HUMAN], "chosen": GPT | {"value": "b"}, "rejected": GPT},
         "--prompt-column conversations --completion-column chosen",
@@ -142,6 +158,19 @@ REFUSED = {
     "vision": (
         {"messages": [ASK, ANSWER], "images": ["a.png"]},
         "the row has images, and this script trains on text only",
+    ),
+    "LLaVA": (
+        {"image": "a.png", "conversations": [HUMAN | {"value": "<image>\nq"}, GPT]},
+        "the row has image, and this script trains on text only",
+    ),
+    "SQuAD": (
+        {"title": "t", "context": "c", "question": "q", "answers": {"text": ["a"]}},
+        "Write each chat as a row of messages",
+    ),
+    "Nectar": ({"prompt": "q", "answers": [{"answer": "a"}]}, "Write each chat as a row of"),
+    "UltraFeedback": (
+        {"prompt": "q", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER], "messages": [ASK]},
+        "To train on the chosen answers, write them as rows of messages",
     ),
     "implicit preferences": (
         {"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},

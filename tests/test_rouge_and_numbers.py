@@ -1,4 +1,4 @@
-"""ROUGE in other scripts, and numbers that an optimizer keeps in its param_groups."""
+"""ROUGE in other scripts, and what an optimizer keeps outside of its `state`."""
 
 import json
 
@@ -10,6 +10,7 @@ from schedulefree import AdamWScheduleFree
 
 from benchmarks.driven import parse_flags
 from runtime import rouge
+from runtime.state import State
 
 
 @pytest.mark.parametrize(
@@ -35,14 +36,17 @@ def test_english_words_are_those_of_rouge_score():
 
 
 class Counting(torch.optim.Optimizer):
-    """Step n moves each weight by lr / n; n is a number in the param_groups."""
+    """Step n moves each weight by lr / n; n is a number in the param_groups and an attribute."""
+
+    total = 0
 
     @torch.no_grad()
     def step(self, closure=None):
+        self.total += 1
         for group in self.param_groups:
             group["n"] += 1
             for parameter in group["params"]:
-                parameter -= group["lr"] / group["n"] * parameter.grad
+                parameter -= group["lr"] / max(self.total, group["n"]) * parameter.grad
 
 
 def make_counting(groups: list[dict], lr: float) -> torch.optim.Optimizer:
@@ -72,4 +76,23 @@ def test_resume_restores_the_numbers_of_an_optimizer(make, texts, tmp_path):
             script.fsdp_main(parse_flags(script, [*flags, *output]))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     state = json.loads((tmp_path / "parts/checkpoints/step-00000006/train_state.json").read_text())
-    assert all(numbers.get("k", numbers.get("n")) == 6 for numbers in state["numbers"])
+    *groups, attributes = state["numbers"]
+    assert all(numbers.get("k", numbers.get("n")) == 6 for numbers in groups)
+    assert attributes.get("total", 6) == 6
+
+
+@pytest.mark.parametrize(
+    "first, second", [(torch.zeros(3), torch.ones(3)), ([1], [1, 2]), ({}, {"x": 1})]
+)
+def test_values_that_checkpoints_do_not_contain_may_not_change(first, second):
+    """A value that changes from None to a number may."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    values = optimizer.param_groups[0]
+    values |= {"mine": first, "number": None}
+    state = State(None, None, optimizer, None, None, total_steps=1)
+    optimizer.param_groups[0]["params"][0].data += 1
+    values["number"] = 5
+    assert state.changed_numbers() == [{"number": 5}, {}]
+    values["mine"] = second
+    with pytest.raises(ValueError, match="changes tensors or lists in its param_groups. Keep"):
+        state.changed_numbers()
