@@ -158,7 +158,8 @@ def true_on_any(condition: bool) -> bool:
 def say(text: str) -> None:
     """Print a line on rank 0, above a progress bar if there is one."""
     if text and int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(text)
+        with contextlib.suppress(OSError):  # a full disk or closed pipe should not end a run
+            tqdm.write(text)
 
 
 def clear_bars() -> None:

@@ -64,6 +64,8 @@ class Output:
                 self.checkpoint = checkpoints.find_newest(self.directory)
         except (OSError, ValueError) as error:
             self._stack.close()
+            if isinstance(error, OSError):
+                error = f"--output-dir {self.directory} cannot be used ({error}). Pass another one."
             ranks.exit_with(error)
         name = f"stacks-rank-{dist.get_rank()}.txt"
         seconds = args.timeout_minutes * 20  # a third of the time-out
@@ -369,5 +371,6 @@ def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
         ranks.clear_bars()
         sys.excepthook(*sys.exc_info())  # torch's, which names the rank
         code = 1
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, AttributeError):  # stdout may be full or closed
+        sys.stdout.flush()
     os._exit(code)

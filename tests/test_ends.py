@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, error_lines, launch, metrics
+from conftest import ROOT, error_lines, launch, metrics, status
 from packaging.requirements import Requirement
 
 import runtime
@@ -91,6 +91,15 @@ def test_scripts_check_the_environment(flags):
     assert result.returncode == 1
     (message,) = error_lines(result.stderr)
     assert "unset WORLD_SIZE" in message
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_output_that_cannot_be_written_does_not_end_a_run(is_closed, flags, tmp_path):
+    close = (lambda: os.close(1)) if is_closed else None
+    with open("/dev/full", "w") as full:
+        options = {"capture_output": False, "stdout": full, "preexec_fn": close}
+        launch(0, "T5_training.py", *flags, **options)
+    assert status(tmp_path / "run") == "finished"
 
 
 def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
