@@ -9,7 +9,7 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5010, 36880),
+    "T5_training.py": (5010, 36890),
     "gpt2_fsdp.py": (4790, 35220),
     "llama_fsdp.py": (5983, 44970),
     "runtime/": (4896, 36110),
