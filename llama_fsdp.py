@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.options import flag  # isort: skip (checks the versions first)
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

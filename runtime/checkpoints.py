@@ -483,11 +483,9 @@ class SafeReader(dcp.FileSystemReader):
         """Return the metadata; raise ValueError if it could run code or has non-tensors."""
         if self._metadata is not None:
             return self._metadata
-        try:
+        with ranks.explain_errors(f"{self.path}/.metadata is not a checkpoint's", "Delete it."):
             metadata = _MetadataUnpickler((self.path / ".metadata").open("rb")).load()
             entries = metadata.state_dict_metadata.items()
-        except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError) as error:
-            raise ValueError(f"{self.path}/.metadata is not a checkpoint's: {error}.") from None
         for name, entry in entries:
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"{self.path} contains {name}, which is not a tensor.")
@@ -512,11 +510,8 @@ def open_checkpoint(path: Path) -> Callable[[dict[str, Any]], None]:
     Raise ValueError on all ranks if the checkpoint contains anything but tensors.
     """
     if (path / FULL).is_file():
-        try:
+        with ranks.explain_errors(f"{path / FULL} is not a file of tensors", "Delete it."):
             stored = torch.load(path / FULL, weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{path / FULL} is not a file of tensors: {reason}") from None
         return partial(_copy_shards, stored)
     reader = SafeReader(path)
     reader.read_metadata()  # dcp.load would wrap its ValueError in another error

@@ -224,8 +224,6 @@ class Run:
         """Return a message for each missing tracker, and for flags that contradict."""
         missing = [name for name in self.track if importlib.util.find_spec(name) is None]
         problems = [f"--track {name} is not installed. {INSTALL}" for name in missing]
-        if not self.output_dir:
-            problems.append("--output-dir is empty. Pass a directory.")
         if self.evaluate_only + self.export_only + self.prepare_only > 1:
             problems.append("Pass only one of --evaluate-only, --export-only and --prepare-only.")
         return problems

@@ -162,6 +162,16 @@ def say(text: str) -> None:
             tqdm.write(text)
 
 
+@contextlib.contextmanager
+def explain_errors(problem: str, advice: str = "Correct it.") -> Iterator[None]:
+    """Raise an error of any type as a ValueError: `problem`, the reason in one line, `advice`."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{problem} ({type(error).__name__}: {reason}). {advice}") from error
+
+
 def clear_bars() -> None:
     """Remove all progress bars from the screen, those of other libraries too."""
     for bar in list(tqdm._instances):  # tqdm has no public list of them
@@ -210,15 +220,13 @@ def has_failed() -> bool:
 def _check_environment() -> None:
     """Exit with a message if some of torchrun's variables are set, and others are not valid, or if
     another launcher started several processes, each of which would train alone."""
-    launchers = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
     of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    launchers = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
     present = [x for x in launchers if os.environ.get(x, "1") != "1"]
     present += [x for x in of_ranks if x in os.environ]
-    values = {x: os.environ.get(x, "") for x in (*of_ranks, "MASTER_PORT")}
-    numbers = {x: int(value) for x, value in values.items() if value.isdecimal()}
-    wrong = [x for x in values if numbers.get(x, 1 << 16) >= 1 << 16]
+    wrong = [x for x in (*of_ranks, "MASTER_PORT") if not os.environ.get(x, "").isdecimal()]
     wrong += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
-    if not wrong and numbers["RANK"] >= numbers["WORLD_SIZE"]:
+    if not wrong and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
         wrong = ["WORLD_SIZE"]
     if present and wrong:
         raise SystemExit(

@@ -8,7 +8,6 @@ import ast
 import contextlib
 import csv
 import dataclasses
-import errno
 import gc
 import gzip
 import hashlib
@@ -62,7 +61,6 @@ ADVICE = (  # by the type of an error while a file is read; the first match is u
     ((gzip.BadGzipFile, EOFError), "Compress it again."),
     (Exception, "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."),
 )
-NO_ACCESS = (errno.EACCES, errno.ENOSPC, errno.EROFS)  # forbidden, or the disk is full or read-only
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 ORIGIN = "prepared.json"  # a file in it with the origin of the tokens
 TOKEN_FLAGS = "source_length target_length source_prefix block_size max_seq_length train_on_prompt"
@@ -107,7 +105,7 @@ def read(name: str, config: str | None) -> Parts:
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
         cause = error.__cause__ or error
         advice = next(text for kind, text in ADVICE if isinstance(cause, kind))
-        if getattr(cause, "errno", None) in NO_ACCESS:
+        if getattr(cause, "errno", None) in (13, 28, 30):  # forbidden, disk full or read-only
             advice = "Allow it, or set HF_DATASETS_CACHE to a directory that you can write."
         elif not files:
             advice = "It is not a file. Correct the name, or set HF_TOKEN if it is private."

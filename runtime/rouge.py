@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from .checks import eager_mode
 from .options import flag
-from .weights import refused, unwrapped
+from .ranks import explain_errors
+from .weights import unwrapped
 
 # Other values return other objects than one text per example, need a tokenizer or depend on time.
 ONE_TEXT = {
@@ -89,7 +90,7 @@ def check_generation(
     quiet = warnings.catch_warnings(action="ignore")  # of a min_length above three tokens
     advice = "Fix its generation_config.json, or pass --rouge-samples 0."
     with (
-        refused("The model cannot generate texts for ROUGE", advice),
+        explain_errors("The model cannot generate texts for ROUGE", advice),
         quiet, eager_mode(device), generation(model, device, dtype, num_beams) as generate,
     ):  # fmt: skip
         generate(**inputs, max_new_tokens=3)

@@ -3,7 +3,6 @@
 Works with any model. All ranks call each function together unless its docstring says otherwise.
 """
 
-import contextlib
 import json
 import re
 from collections import defaultdict
@@ -15,13 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -29,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .ranks import first_on_node, on_rank_zero, say
+from .ranks import explain_errors, first_on_node, on_rank_zero, say
 from .screen import Progress
 
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
@@ -86,16 +79,6 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(tensor, name) for name, tensor in tensors_of(model)}
 
 
-@contextlib.contextmanager
-def refused(problem: str, advice: str) -> Iterator[None]:
-    """Raise an error of any type as a ValueError: `problem`, the reason in one line, `advice`."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{problem} ({type(error).__name__}: {reason}). {advice}") from error
-
-
 def open_model(
     name: str, model_class: type[PreTrainedModel]
 ) -> tuple[Path, PretrainedConfig, PreTrainedTokenizerBase]:
@@ -114,7 +97,7 @@ def open_model(
             "were trained on, with their --output-dir and --lora-rank, or export with --merge."
         )
     # Python code in a directory is never run.
-    with refused(f"--model-name {name} has an invalid config.json", "Correct it."):
+    with explain_errors(f"--model-name {name} has an invalid config.json"):
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"--model-name {name} is quantized. Pass its weights in 16 or 32 bits.")
@@ -138,12 +121,12 @@ def find_directory(name: str, patterns: list[str]) -> Path:
         problem = f"is gated. Accept its license at https://huggingface.co/{name}, and set HF_TOKEN"
     except (RepositoryNotFoundError, HFValidationError):
         problem = "is neither a directory nor a model on the hub. If it is private, set HF_TOKEN"
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:  # or a read-only cache
+    except OSError as error:  # also of the hub and its cache, which may be read-only
         reason = error.__cause__ or error
         problem = f"is not cached, and the hub cannot be reached ({reason!r}). Set HF_HOME"
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
+    except (OSError, HFValidationError) as error:
         # Incomplete: the cache may still have all files that are needed.
         if path := getattr(error, "snapshot_path", None):
             return Path(path)
@@ -167,7 +150,7 @@ def text_config(
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a directory; raise ValueError if it cannot be used."""
-    with refused(f"{directory} has no valid tokenizer", "Save one."):
+    with explain_errors(f"{directory} has no valid tokenizer", "Save one."):
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     # Without their files, Transformers creates some tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # empty if bytes are tokens
@@ -288,7 +271,7 @@ def new_model(
     if directory is not None:
         model.config.name_or_path = str(directory)  # exports keep the form of its files
         if (directory / "generation_config.json").is_file():
-            with refused(f"{directory} has an invalid generation_config.json", "Correct it."):
+            with explain_errors(f"{directory} has an invalid generation_config.json"):
                 model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model, source
 
