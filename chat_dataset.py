@@ -360,7 +360,8 @@ def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, lis
     """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
     ids = readers.token_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
-    if len(labels) != len(ids) or not {*labels} <= {-100, *ids} or {*labels} == {-100}:
+    is_wrong = len(labels) != len(ids) or any(map(lambda x, i: x not in (-100, i), labels, ids))
+    if is_wrong or {*labels} == {-100}:
         raise ValueError("labels must be one per token, -100 or the token, and not all -100")
     return ids, labels
 

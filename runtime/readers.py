@@ -549,6 +549,8 @@ def token_ids(ids: Any, flag: str, limit: int, tokenizer: Tokenizer) -> Sequence
         raise ValueError("tokens are empty or not a list of integers")
     if len(ids) > limit:
         raise ValueError(f"{len(ids):,} tokens, but {flag} allows {limit:,}")
+    if ids[-1] == tokenizer.pad_token_id != tokenizer.eos_token_id:
+        raise ValueError("the tokens end in padding")
     for token in (min(ids), max(ids)):
         if not 0 <= token < len(tokenizer):
             raise ValueError(f"token {token} is not one of the tokenizer's {len(tokenizer):,}")

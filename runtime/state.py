@@ -16,8 +16,8 @@ from .weights import whole_shapes
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step",
             "validation_due", "ended_of")  # fmt: skip
 # Keys of an optimizer and its param_groups that are saved otherwise, or follow from flags.
-SETTINGS = ("param_groups", "state", "defaults", "lr", "initial_lr", "momentum", "betas",
-            "weight_decay")  # fmt: skip
+SETTINGS = ("param_groups", "state", "defaults", "found_inf", "lr", "initial_lr", "momentum",
+            "betas", "weight_decay")  # fmt: skip
 
 
 @dataclass(frozen=True)

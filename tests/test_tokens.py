@@ -88,6 +88,8 @@ def test_foreign_tokens_are_read(name, suffix, tmp_path):
         ({"labels": [5]}, "labels must be one per token"),
         ({"labels": [5, 9, 7]}, "labels must be one per token"),
         ({"labels": [-100] * 3}, "labels must be one per token"),
+        ({"labels": [6, 7, -100]}, "labels must be one per token"),
+        ({"input_ids": [5, 6, 0]}, "the tokens end in padding"),
     ],
 )
 def test_invalid_tokens_are_refused(row, message, tmp_path):
