@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5010, 36890),
-    "gpt2_fsdp.py": (4790, 35220),
-    "llama_fsdp.py": (5983, 44970),
-    "runtime/": (4896, 36110),
+    "T5_training.py": (5049, 37326),
+    "gpt2_fsdp.py": (4830, 35631),
+    "llama_fsdp.py": (6033, 45545),
+    "runtime/": (4942, 36617),
 }
 
 
