@@ -270,9 +270,11 @@ def new_model(
             setattr(model.get_submodule(module), key, names[firsts[name]])
     if directory is not None:
         model.config.name_or_path = str(directory)  # exports keep the form of its files
-        if (directory / "generation_config.json").is_file():
-            with explain_errors(f"{directory} has an invalid generation_config.json"):
-                model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+        load, options = transformers.GenerationConfig.from_pretrained, {}
+        if not (directory / "generation_config.json").is_file():  # an older model
+            options = {"config_file_name": "config.json", "_from_model_config": True}
+        with explain_errors(f"{directory} has invalid settings for generation"):
+            model.generation_config = load(directory, **options)
     return model, source
 
 

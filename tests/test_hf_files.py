@@ -134,6 +134,7 @@ def test_older_and_extra_keys_are_accepted(process_group, t5_directory, gpt2_dir
     bias = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     save_file(tensors | {bias: torch.zeros(1)}, tmp_path / "model.safetensors")
     config = T5ForConditionalGeneration.config_class.from_pretrained(t5_directory)
+    config.save_pretrained(tmp_path)
     model, source = hf_weights.new_model(T5ForConditionalGeneration, config, tmp_path)
     assert model.encoder.embed_tokens.weight is model.shared.weight is model.lm_head.weight
     assert torch.equal(source["shared.weight"], embedding)

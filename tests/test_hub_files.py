@@ -69,6 +69,17 @@ def test_config_that_changes_what_forward_returns_trains_and_is_kept(gpt2_direct
     GPT2LMHeadModel.from_pretrained(tmp_path / "changed/final")
 
 
+def test_generation_settings_of_older_models_are_in_their_config(
+    process_group, t5_directory, tmp_path
+):
+    base = change(tmp_path / "base", t5_directory, num_beams=3, min_length=5, forced_bos_token_id=7)
+    (base / "generation_config.json").unlink()
+    plain = T5ForConditionalGeneration.from_pretrained(base)
+    model, _ = weights.new_model(type(plain), plain.config, base)
+    assert model.generation_config.num_beams == 3
+    assert model.generation_config.to_dict() == plain.generation_config.to_dict()
+
+
 def test_token_without_a_row_is_an_error_only_if_the_data_have_it(t5_directory, tmp_path):
     base = change(tmp_path / "base", t5_directory)
     tokenizer = AutoTokenizer.from_pretrained(base)
