@@ -2,7 +2,7 @@
 # CPU=1 installs PyTorch without CUDA: 0.2 GB instead of 2.9.
 VENV := .venv
 PYTHON ?= python3
-INDEX := $(if $(CPU),--extra-index-url https://download.pytorch.org/whl/cpu)
+INDEX := $(if $(filter-out 0,$(CPU)),--extra-index-url https://download.pytorch.org/whl/cpu)
 INSTALL := $(VENV)/bin/pip install -c constraints.txt $(INDEX)
 PYTEST := $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS := 1

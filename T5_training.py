@@ -16,10 +16,10 @@ import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from runtime.options import flag  # isort: skip (checks the versions first)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -40,7 +40,6 @@ import summarization_dataset as data
 from runtime import batches, options, ranks, readers, rouge, screen, weights
 from runtime.batches import Batch
 from runtime.checks import check_model, fit_config
-from runtime.options import flag
 from runtime.run import Loaders, Output, launch
 from runtime.state import Facts, State
 
@@ -105,7 +104,7 @@ def setup(args: Options) -> torch.device:
             device_id=None if device.type == "cpu" else device,
             **group_args,
         )
-    transformers.set_seed(args.seed)
+    ranks.set_seed(args.seed)
     if args.cpu_offload:
         ranks.use_all_cores()  # because the optimizer runs on the CPU
     return device
@@ -200,7 +199,7 @@ def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
     with policies.evaluation(model), policies.autocast(model, args.precision):
         check_model(model, summed_loss, model_inputs, probe, dtype)
         if args.rouge_samples != 0:
-            rouge.check_generation(model, device, dtype, args.num_beams, probe[1])
+            rouge.check_generation(model, device, dtype, args.num_beams, probe[0])
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -247,7 +246,7 @@ def train(
     if run.needs_validation:
         run.log_validation(validation(args, model, val_loaders, output))
 
-    for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
+    for step in run.steps(loader):  # to stop, `with step` raises Stopped: a checkpoint is saved
         lr = scheduler.get_last_lr()[0]
         with step:
             loss = 0.0
@@ -303,7 +302,8 @@ def run_without_training(
         return
     train_set, val_sets = load_data(args, facts.tokenizer)
     if args.prepare_only:
-        readers.write_prepared(args, train_set, val_sets, facts.tokenizer)
+        origin = readers.token_origin(args, facts.tokenizer)
+        readers.write_prepared(args.output_dir, train_set, val_sets, origin)
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collator(model))
@@ -331,8 +331,8 @@ def summarize(
             inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
             output = generate(**inputs, max_new_tokens=args.target_length)
             triples += rouge.generated_texts(batch, output, tokenizer)
-    rounds = zip_longest(*ranks.on_every_rank(lambda: triples))  # one example from each rank
-    return [x for row in rounds for x in row if x is not None][: args.rouge_samples]
+    parts = ranks.on_every_rank(lambda: triples)  # take one from each rank; rank 0 has the most
+    return [x[i] for i in range(len(parts[0])) for x in parts if i < len(x)][: args.rouge_samples]
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
         generate = functools.partial(blocks, documents, size)
         return Dataset.from_generator(generate, Features(FEATURES), fingerprint=key)
     if "input_ids" in columns:
-        readers.compare_origin(name, args, tokenizer)
+        readers.compare_origin(name, readers.token_origin(args, tokenizer))
         return map_rows(from_tokens)
     longest = max(columns, key=columns.get, default=None)
     has_text = columns.get(longest, 0) > 0

@@ -158,7 +158,7 @@ def row_encoder(
     if args.text_column in columns:
         return from_texts
     if "input_ids" in columns:
-        readers.compare_origin(name, args, tokenizer)
+        readers.compare_origin(name, readers.token_origin(args, tokenizer))
         return from_tokens
     first, *others = readers.guess_columns(columns) or [""]
     advice = "Write each chat as a row of messages"

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from runtime.options import flag  # isort: skip (checks the versions first)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -50,7 +51,6 @@ from runtime import (
 from runtime.batches import Batch
 from runtime.checks import check_model, fit_config
 from runtime.chunked_loss import LossHead
-from runtime.options import flag
 from runtime.run import Loaders, Output, launch
 from runtime.state import Facts, State
 
@@ -138,7 +138,7 @@ def setup(args: Options) -> torch.device:
             device_id=None if device.type == "cpu" else device,
             **group_args,
         )
-    transformers.set_seed(args.seed)
+    ranks.set_seed(args.seed)
     if args.cpu_offload:
         ranks.use_all_cores()  # because the optimizer runs on the CPU
     return device
@@ -322,7 +322,7 @@ def train(
     if run.needs_validation:
         run.log_validation(validation(args, model, val_loaders, output))
 
-    for step in run.steps(loader):  # ends early, with a checkpoint, when the run is asked to stop
+    for step in run.steps(loader):  # to stop, `with step` raises Stopped: a checkpoint is saved
         lr = scheduler.get_last_lr()[0]
         with step:
             loss = 0.0
@@ -378,7 +378,8 @@ def run_without_training(
         return
     train_set, val_sets = load_data(args, facts.tokenizer)
     if args.prepare_only:
-        readers.write_prepared(args, train_set, val_sets, facts.tokenizer)
+        origin = readers.token_origin(args, facts.tokenizer)
+        readers.write_prepared(args.output_dir, train_set, val_sets, origin)
         return
     model = wrap_model(args, device, model, init)
     val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collate)

@@ -320,8 +320,10 @@ def evaluation(model: nn.Module) -> Iterator[None]:
     stay gathered, and state dicts would not match the optimizer's parameters. Use on all ranks."""
     training = model.training
     model.eval()
-    yield
-    model.train(training)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    try:
+        yield
+    finally:  # a stop saves the model
+        model.train(training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

@@ -196,7 +196,7 @@ def on_one_line(text: str) -> str:
 
 def read_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
     """Return rows that are already tokenized with the columns of TOKENS and KEY."""
-    readers.compare_origin(name, args, tokenizer)
+    readers.compare_origin(name, readers.token_origin(args, tokenizer))
     limits = {"input_ids": ("--source-length", args.source_length)}
     limits["labels"] = ("--target-length", args.target_length)
 
@@ -293,7 +293,7 @@ def encode(
 def collator(model: nn.Module) -> Callable:
     """Return `collate` with the arguments for a model's decoder start token and padding token set.
 
-    Raise ValueError if the model lacks one of them.
+    Raise ValueError if the model lacks one of them, or a row for it.
     """
     model = unwrapped(model)
     start = getattr(model.config, "decoder_start_token_id", None)
@@ -303,9 +303,10 @@ def collator(model: nn.Module) -> Callable:
         with contextlib.suppress(AttributeError, TypeError, ValueError):  # it may have no start
             shifted = model.prepare_decoder_input_ids_from_labels(labels=labels)
             start, _, padding = shifted[0].tolist()
-    if start is None or padding is None:
+    rows = range(model.config.get_text_config().vocab_size)
+    if start not in rows or padding not in rows:
         raise ValueError(
-            "The model has no decoder start token or no padding token. Set "
+            f"The model's decoder start token is {start}, and its padding token is {padding}. Set "
             "decoder_start_token_id and pad_token_id in its config.json."
         )
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)

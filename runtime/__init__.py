@@ -23,9 +23,8 @@ Optional: leave them out of a copy that does not use them
 """
 
 import logging
-from importlib.metadata import version
-
-from packaging.version import Version
+import re
+from importlib.metadata import PackageNotFoundError, version
 
 # As in requirements.txt. Older versions lack names that these modules import.
 RANGES = {
@@ -33,9 +32,13 @@ RANGES = {
     "safetensors": ("0.7", "0.9"), "filelock": ("4.2.12", "4.4"), "tqdm": ("4.67", "5"),
 }  # fmt: skip
 for package, (low, high) in RANGES.items():
-    if Version(version(package)).release < Version(low).release:
+    try:
+        installed = version(package)
+    except PackageNotFoundError:
+        installed = "missing"
+    if [*map(int, re.findall(r"\d+", installed)[:3])] < [*map(int, low.split("."))]:
         wanted = f"{package}>={low},<{high}"
-        raise SystemExit(f"error: {package} {version(package)} is too old: install {wanted}.")
+        raise SystemExit(f"error: {package} is {installed}, but {wanted} is needed: install it.")
 
 # peft imports bitsandbytes, which then asks for a kernel that only 4 bits on a CPU would use.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -79,7 +79,7 @@ def add(
     """
     import peft
 
-    layers, targets = projections(args, model, blocks)
+    layers, targets = projections(model, blocks, args.lora_targets)
     if args.load_in_4bit:
         for name, module in layers.items():
             if fits_4bit(model, name):
@@ -115,15 +115,17 @@ def add(
     return lora
 
 
-def projections(args: Options, model: nn.Module, blocks: tuple) -> tuple[dict, set[str]]:
+def projections(
+    model: nn.Module, blocks: tuple, chosen: list[str]
+) -> tuple[dict[str, nn.Module], set[str]]:
     """Return by name the linear layers inside a model's `blocks`, which are classes, and the last
-    parts of the names of those with adapters. Raise ValueError if one of --lora-targets is none."""
+    parts of the names of those with adapters: `chosen`, or all. Raise ValueError if one is none."""
     inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
     # Llama 4's router is a Linear too, but its forward returns a tuple.
     linear = (nn.Linear.forward, Conv1D.forward)
     layers = {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
     names = {name.rpartition(".")[2] for name in layers}
-    targets = set(args.lora_targets or names)
+    targets = set(chosen or names)
     if not targets <= names:
         raise ValueError(
             f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. Pass some of "

@@ -186,10 +186,11 @@ def parameter_groups(
             decayed.append(parameter)
         else:
             others.append(parameter)
-    return [
+    groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def learning_rate(args: Namespace, total_steps: int, epoch_steps: int) -> Callable[[int], float]:

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import PretrainedConfig, set_seed
+from transformers import PretrainedConfig
 
 from . import ranks, readers
 from .options import as_flag
@@ -165,14 +165,12 @@ class _Writer(dcp.FileSystemWriter):
     ) -> None:
         super().__init__(path, overwrite=True)
         self.fs = _SummedFiles()
-        *numbers, attributes = state.changed_numbers()
         self.description = {name: getattr(state, name) for name in COUNTERS} | {
             "identity": identity,
             "schedule": state.scheduler.last_epoch,
             "lr": state.scheduler.get_last_lr()[0],
             "scaler": state.scaler.state_dict(),
-            "numbers": numbers,
-            "attributes": attributes,
+            "numbers": state.changed_numbers(),
             "ranks": [dist.get_world_size(), state.device.type],
         }
         self.device = state.device
@@ -457,8 +455,8 @@ def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: in
         state.scheduler.step()
     if (lr := state.scheduler.get_last_lr()[0]) != saved["lr"]:
         ranks.say(f"With these flags the learning rate goes from {saved['lr']:.3g} to {lr:.3g}.")
-    changed = [*saved["numbers"], saved.get("attributes", {})]
-    for place, first, numbers in zip(state.places(), state.initial_numbers, changed, strict=True):
+    places = state.places()
+    for place, first, numbers in zip(places, state.initial_numbers, saved["numbers"], strict=True):
         place |= first | numbers  # reading the optimizer calls its `step`
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
@@ -472,7 +470,7 @@ def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: in
         for generator, value in zip(_generators(), states.values(), strict=True):
             generator.set_rng_state(value)
         return
-    set_seed(seed + state.step * here[0] + dist.get_rank())
+    ranks.set_seed(seed + state.step * here[0] + dist.get_rank())
     ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: dropout reseeded.")
 
 
@@ -485,11 +483,9 @@ class SafeReader(dcp.FileSystemReader):
         """Return the metadata; raise ValueError if it could run code or has non-tensors."""
         if self._metadata is not None:
             return self._metadata
-        try:
+        with ranks.explain_errors(f"{self.path}/.metadata is not a checkpoint's", "Delete it."):
             metadata = _MetadataUnpickler((self.path / ".metadata").open("rb")).load()
             entries = metadata.state_dict_metadata.items()
-        except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, TypeError) as error:
-            raise ValueError(f"{self.path}/.metadata is not a checkpoint's: {error}.") from None
         for name, entry in entries:
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"{self.path} contains {name}, which is not a tensor.")
@@ -514,11 +510,8 @@ def open_checkpoint(path: Path) -> Callable[[dict[str, Any]], None]:
     Raise ValueError on all ranks if the checkpoint contains anything but tensors.
     """
     if (path / FULL).is_file():
-        try:
+        with ranks.explain_errors(f"{path / FULL} is not a file of tensors", "Delete it."):
             stored = torch.load(path / FULL, weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"{path / FULL} is not a file of tensors: {reason}") from None
         return partial(_copy_shards, stored)
     reader = SafeReader(path)
     reader.read_metadata()  # dcp.load would wrap its ValueError in another error
@@ -539,10 +532,9 @@ def _copy_shards(stored: dict[str, Any], tensors: dict[str, Any]) -> None:
         tensor.copy_(source)
 
 
-def flags_identity(args: Namespace) -> dict[str, str]:
-    """Return by name the values of the flags that all ranks must share."""
-    flags = {name: value for name, value in vars(args).items() if name not in PLACES}
-    return {as_flag(name): str(value) for name, value in flags.items()}
+def flags_identity(values: dict[str, Any]) -> dict[str, str]:
+    """Return the values of the flags that all ranks must share, given those of all fields."""
+    return {as_flag(name): str(x) for name, x in values.items() if name not in PLACES}
 
 
 def model_identity(script: str, config: PretrainedConfig, facts: Facts) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def fit_config(
     padding = getattr(config, "pad_token_id", None) or 0
     if not 0 <= padding < getattr(config, "vocab_size", padding + 1):
         # The embedding has no such row. Only encoder-decoders need one, and they mask it.
-        config.pad_token_id = config.eos_token_id if config.is_encoder_decoder else None
+        end = config.eos_token_id if config.is_encoder_decoder else None
+        config.pad_token_id = end[0] if isinstance(end, list) else end
     if args.model_name == "tiny":
         with torch.device("meta"):  # allocates nothing
             size = model_class(config).num_parameters()

@@ -229,7 +229,7 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None
         for file in base.glob(pattern):
             shutil.copyfile(file, directory / file.name)
     settings = _read_json(directory / "tokenizer_config.json")
-    if settings.get("chat_template", tokenizer.chat_template) != tokenizer.chat_template:
+    if "chat_template" in settings and tokenizer.chat_template != original.chat_template:
         settings["chat_template"] = tokenizer.chat_template
         _write_json(settings, directory / "tokenizer_config.json")
 

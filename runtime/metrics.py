@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import PretrainedConfig
@@ -87,7 +86,7 @@ class Metrics:
             truncate(self.path, state.step)
             # Kept open: a run that takes over replaces the file, so this run cannot write to it.
             self._file = self.path.open("a", buffering=1)
-        self._log_start(args, script, loader)
+        self._log_start(script, vars(args), loader)
 
     def close(self) -> None:
         """Clear the progress bar and close the trackers."""
@@ -95,7 +94,7 @@ class Metrics:
         if self.trackers:
             self.trackers.close()
 
-    def _log_start(self, args: Namespace, script: str, loader: DataLoader) -> None:
+    def _log_start(self, script: str, flags: dict[str, Any], loader: DataLoader) -> None:
         """Log and print the run's settings."""
         state, facts = self.state, self.state.facts
         if state.device.type != "cpu":
@@ -105,8 +104,8 @@ class Metrics:
             self.flops_per_token = flops_per_token(config, facts, length)
         if dist.get_rank() != 0:
             return
-        if args.track:
-            self.trackers = Trackers(args, self.path.with_name("track"), script, state.step)
+        if flags["track"]:
+            self.trackers = Trackers(flags, self.path.with_name("track"), script, state.step)
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"  # "" without git
         settings = {
             "script": script,
@@ -116,12 +115,12 @@ class Metrics:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "git": subprocess.getoutput(git),
-            "arguments": vars(args),
+            "arguments": flags,
         }
         self._write("start", settings)
         ranks.say(
-            f"{settings['world_size']} x {settings['device']}, {args.strategy}, {args.precision}, "
-            f"attention {facts.attention}\n"
+            f"{settings['world_size']} x {settings['device']}, {flags['strategy']}, "
+            f"{flags['precision']}, attention {facts.attention}\n"
             f"{len(loader.dataset):,} samples, global batch {loader.batch_sampler.global_batch:,}: "
             f"{loader.batch_sampler.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"
         )
@@ -134,7 +133,7 @@ class Metrics:
         """Append an event to metrics.jsonl and print its numbers. Tensors become numbers."""
         if dist.get_rank() != 0:
             return
-        values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
+        values = {key: x.item() if hasattr(x, "item") else x for key, x in values.items()}
         self._write(event, values)
         if self.trackers:
             self.trackers.log(event, self.state.step, values)
@@ -164,6 +163,8 @@ class Metrics:
         """Return tokens so far, mean loss and tokens per second since the last call, peak memory
         and, where it is known, the share of the GPU's peak FLOP/s (MFU)."""
         state = self.state
+        if not self.shares or not self._seconds:  # the last call was in this step
+            return {}
         mean_loss = sum(ranks.on_every_rank(lambda: sum(self.shares))) / len(self.shares)
         self.shares.clear()
         per_second = (state.tokens - self._tokens) / self._seconds
@@ -180,11 +181,11 @@ class Metrics:
 class Trackers:
     """The trackers of --track, in which a run that resumes at `step` continues."""
 
-    def __init__(self, args: Namespace, directory: Path, script: str, step: int) -> None:
+    def __init__(self, flags: dict[str, Any], directory: Path, script: str, step: int) -> None:
         self.open: dict[str, Any] = {}  # without those that have failed
-        for name in args.track:
+        for name in flags["track"]:
             with self._tolerant(name):
-                self.open[name] = _start_tracker(name, args, directory, script, step)
+                self.open[name] = _start_tracker(name, flags, directory, script, step)
 
     def log(self, event: str, step: int, values: dict[str, Any]) -> None:
         """Send an event's numbers as event/name, and those of `losses` as event/losses/name."""
@@ -214,7 +215,7 @@ class Trackers:
             tqdm.write(f"--track {name} failed and is no longer used: {error!r}")
 
 
-def _start_tracker(name: str, args: Namespace, directory: Path, script: str, step: int) -> Any:
+def _start_tracker(name: str, flags: dict, directory: Path, script: str, step: int) -> Any:
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
@@ -229,4 +230,4 @@ def _start_tracker(name: str, args: Namespace, directory: Path, script: str, ste
         ours |= {"id": os.environ.get("WANDB_RUN_ID", run), "dir": str(directory)}
     # The user's variables, such as WANDB_NAME or TRACKIO_PROJECT, take precedence.
     options = {key: os.environ.get(f"{name}_{key}".upper(), x) for key, x in ours.items()}
-    return importlib.import_module(name).init(resume="allow", config=vars(args), **options)
+    return importlib.import_module(name).init(resume="allow", config=flags, **options)

@@ -62,9 +62,8 @@ class Parser(argparse.ArgumentParser):
     with the first line and the commands of `docstring`."""
 
     def __init__(self, docstring: str) -> None:
-        title, commands, *_ = docstring.split("\n\n")
         super().__init__(
-            description=f"{title}\n\n{commands}",
+            description="\n\n".join(docstring.split("\n\n")[:2]),
             usage="%(prog)s [flags]",
             formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=34),
             allow_abbrev=False,
@@ -123,8 +122,8 @@ def _argument(annotation: Any, default: Any, metadata: Any) -> dict[str, Any]:
     if types and get_origin(annotation) not in (Literal, list):
         annotation = types[0]  # of X | None
     text = metadata["help"].replace("%", "%%")
-    if default not in (None, False, []) and "(default" not in text:
-        text += f" (default: {default})"
+    if default not in (None, False, []):
+        text = re.sub(r" \(default: .*\)$", "", text) + f" (default: {default})"
     result = {"help": text, "default": default}
     if annotation is bool:
         return result | {"action": argparse.BooleanOptionalAction}
@@ -138,10 +137,10 @@ def _argument(annotation: Any, default: Any, metadata: Any) -> dict[str, Any]:
     return result | {"type": metadata["convert"] or annotation, "metavar": metavar}
 
 
-def out_of_range(args: Any) -> Iterator[str]:
-    """Yield a message for each number outside the limits of its flag."""
-    for name, (_, _, metadata) in declarations(type(args)).items():
-        value = getattr(args, name)
+def out_of_range(options: type, values: dict[str, Any]) -> Iterator[str]:
+    """Yield a message for each number in `values`, by name, outside the limits of its flag."""
+    for name, (_, _, metadata) in declarations(options).items():
+        value = values[name]
         if value is None or "low" not in metadata:
             continue
         low, above, below = metadata["low"], metadata["above"], metadata["below"]
@@ -158,7 +157,7 @@ def parse(options: type, argv: list[str] | None = None, tiny: type | None = None
     if tiny and values["model_name"] == "tiny":
         options, values = tiny, vars(make_parser(tiny).parse_args(argv))
     args = options(**values)
-    problems = [*out_of_range(args), *derive(args)]
+    problems = [*out_of_range(options, values), *derive(args)]
     if problems:
         ranks.exit_with(" ".join(problems))
     return args
@@ -245,7 +244,7 @@ class Optimization:
     max_steps: int = flag(0, "steps to train (0: --epochs)", low=0)
     lr: float = flag(3e-4, "peak learning rate", above=0, below=10)
     lr_schedule: Literal["linear", "cosine", "constant", "step"] = flag(
-        "linear", "after the warm-up; step multiplies by --gamma every epoch"
+        "linear", "after the warm-up; step has none, and multiplies by --gamma every epoch"
     )
     gamma: float = flag(0.85, "factor of --lr-schedule step", above=0)
     warmup_ratio: float = flag(0.03, "fraction of steps for warm-up", low=0, below=1)

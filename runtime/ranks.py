@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 
 import datasets
 import huggingface_hub
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -52,6 +54,13 @@ def has_bf16() -> bool:
     if accelerator() is None:
         return False
     return torch.get_device_module().is_bf16_supported(including_emulation=False)
+
+
+def set_seed(seed: int) -> None:
+    """Seed all random generators of this process. Transformers' function would import peft."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # of all devices
 
 
 def use_all_cores() -> None:
@@ -149,7 +158,18 @@ def true_on_any(condition: bool) -> bool:
 def say(text: str) -> None:
     """Print a line on rank 0, above a progress bar if there is one."""
     if text and int(os.environ.get("RANK", 0)) == 0:
-        tqdm.write(text)
+        with contextlib.suppress(OSError):  # a full disk or closed pipe should not end a run
+            tqdm.write(text)
+
+
+@contextlib.contextmanager
+def explain_errors(problem: str, advice: str = "Correct it.") -> Iterator[None]:
+    """Raise an error of any type as a ValueError: `problem`, the reason in one line, `advice`."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{problem} ({type(error).__name__}: {reason}). {advice}") from error
 
 
 def clear_bars() -> None:
@@ -198,14 +218,20 @@ def has_failed() -> bool:
 
 
 def _check_environment() -> None:
-    """Exit with a message if some of torchrun's variables are set, and others are not."""
+    """Exit with a message if some of torchrun's variables are set, and others are not valid, or if
+    another launcher started several processes, each of which would train alone."""
     of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    present = [name for name in of_ranks if name in os.environ]
-    missing = [x for x in (*of_ranks, "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(x)]
-    if present and missing:
+    launchers = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+    present = [x for x in launchers if os.environ.get(x, "1") != "1"]
+    present += [x for x in of_ranks if x in os.environ]
+    wrong = [x for x in (*of_ranks, "MASTER_PORT") if not os.environ.get(x, "").isdecimal()]
+    wrong += [] if os.environ.get("MASTER_ADDR") else ["MASTER_ADDR"]
+    if not wrong and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):
+        wrong = ["WORLD_SIZE"]
+    if present and wrong:
         raise SystemExit(
-            f"error: The environment has {', '.join(present)}, but not {', '.join(missing)}. Start "
-            f"the script with torchrun, or for one process: unset {' '.join(present)}"
+            f"error: The environment has {', '.join(present)}, but no valid {', '.join(wrong)}. "
+            f"Start the script with torchrun, or for one process: unset {' '.join(present)}"
         )
 
 

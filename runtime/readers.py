@@ -57,7 +57,6 @@ PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 ADVICE = (  # by the type of an error while a file is read; the first match is used
     (UnicodeError, "Convert text to UTF-8, a spreadsheet to CSV, other compression to gzip."),
-    (PermissionError, "Allow it, or set HF_DATASETS_CACHE to a directory that you can write."),
     (csv.Error, "Correct it."),
     ((gzip.BadGzipFile, EOFError), "Compress it again."),
     (Exception, "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."),
@@ -106,7 +105,9 @@ def read(name: str, config: str | None) -> Parts:
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
         cause = error.__cause__ or error
         advice = next(text for kind, text in ADVICE if isinstance(cause, kind))
-        if not files:
+        if getattr(cause, "errno", None) in (13, 28, 30):  # forbidden, disk full or read-only
+            advice = "Allow it, or set HF_DATASETS_CACHE to a directory that you can write."
+        elif not files:
             advice = "It is not a file. Correct the name, or set HF_TOKEN if it is private."
         reason = shorten(str(cause)).rstrip(".")
         raise ValueError(f"--dataset {name} cannot be read: {reason}. {advice}") from error
@@ -507,18 +508,18 @@ def token_origin(args: Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def write_prepared(
-    args: Namespace, train_set: Any, val_sets: dict[str, Any], tokenizer: Tokenizer
+    output_dir: str, train_set: Any, val_sets: dict[str, Any], origin: dict[str, Any]
 ) -> None:
-    """Write the samples by split to OUTPUT_DIR/prepared, and their origin; all ranks.
+    """Write the samples by split to OUTPUT_DIR/prepared, and their `token_origin`; all ranks.
 
     Raise ValueError if there are several validation sets or the directory exists.
     """
     if len(val_sets) > 1:
         raise ValueError(f"--prepare-only writes one validation set, not {len(val_sets)}. Pass one "
                          "--dataset or one --val-dataset.")  # fmt: skip
-    path = Path(args.output_dir) / PREPARED
+    path = Path(output_dir) / PREPARED
     sets = {"train": train_set, "validation": next(iter(val_sets.values()))}
-    ranks.on_rank_zero(save_prepared, path, sets, token_origin(args, tokenizer))
+    ranks.on_rank_zero(save_prepared, path, sets, origin)
     say(f"Pass --dataset {path} to train on these tokens.")
 
 
@@ -533,13 +534,13 @@ def save_prepared(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> N
     datasets.DatasetDict(rows).save_to_disk(path)
 
 
-def compare_origin(name: str, args: Namespace, tokenizer: Tokenizer) -> None:
+def compare_origin(name: str, origin: dict[str, Any]) -> None:
     """Raise ValueError if data set `name` was prepared with another tokenizer or flags."""
     file = Path(name).expanduser() / ORIGIN
-    origin = json.loads(file.read_text()) if file.is_file() else None
-    for key, value in token_origin(args, tokenizer).items() if origin else ():
-        if origin.get(key) != value:
-            raise ValueError(f"--dataset {name} was prepared with {key} {origin.get(key)}, not "
+    saved = json.loads(file.read_text()) if file.is_file() else origin
+    for key, value in origin.items():
+        if saved.get(key) != value:
+            raise ValueError(f"--dataset {name} was prepared with {key} {saved.get(key)}, not "
                              f"{value}. Pass the same, or prepare it again.")  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .checks import eager_mode
 from .options import flag
+from .ranks import explain_errors
 from .weights import unwrapped
 
 # Other values return other objects than one text per example, need a tokenizer or depend on time.
@@ -87,15 +88,12 @@ def check_generation(
     """
     inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
     quiet = warnings.catch_warnings(action="ignore")  # of a min_length above three tokens
-    try:
-        with quiet, eager_mode(device), generation(model, device, dtype, num_beams) as generate:
-            generate(**inputs, max_new_tokens=3)
-    except Exception as error:  # any kind, from any setting
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"The model cannot generate texts for ROUGE ({type(error).__name__}: {reason}). "
-            "Fix its generation_config.json, or pass --rouge-samples 0."
-        ) from error
+    advice = "Fix its generation_config.json, or pass --rouge-samples 0."
+    with (
+        explain_errors("The model cannot generate texts for ROUGE", advice),
+        quiet, eager_mode(device), generation(model, device, dtype, num_beams) as generate,
+    ):  # fmt: skip
+        generate(**inputs, max_new_tokens=3)
 
 
 def generated_texts(

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from filelock import SoftFileLease, Timeout
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import set_seed
 
 from . import checkpoints, export, ranks, readers, screen, weights
 from .batches import Batch
@@ -57,7 +56,7 @@ class Output:
         args = self.args
         try:
             self._stack.enter_context(self.lock)
-            checkpoints.compare_ranks(checkpoints.flags_identity(args))
+            checkpoints.compare_ranks(checkpoints.flags_identity(vars(args)))
             if not args.evaluate_only:
                 self._is_finished = ranks.on_rank_zero(prepare_directory, self.directory)
             # Evaluation uses --model-name and, with adapters, the newest ones.
@@ -65,6 +64,8 @@ class Output:
                 self.checkpoint = checkpoints.find_newest(self.directory)
         except (OSError, ValueError) as error:
             self._stack.close()
+            if isinstance(error, OSError):
+                error = f"--output-dir {self.directory} cannot be used ({error}). Pass another one."
             ranks.exit_with(error)
         name = f"stacks-rank-{dist.get_rank()}.txt"
         seconds = args.timeout_minutes * 20  # a third of the time-out
@@ -137,7 +138,7 @@ class Output:
         rows = weights.unwrapped(state.model).config.get_text_config().vocab_size
         for dataset in (loader.dataset, *(x.dataset for x in val_loaders.values())):
             readers.check_embedded(dataset, rows, facts.tokenizer)
-        set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
+        ranks.set_seed(args.seed + dist.get_rank())  # so that dropout differs between ranks
         if self.checkpoint:
             checkpoints.load_checkpoint(self.checkpoint, state, values, args.seed)
         check()
@@ -362,10 +363,14 @@ def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
     try:
         code = main(args)
     except SystemExit as end:
-        code = end.code
+        code = end.code or 0
+        if not isinstance(code, int):  # of sys.exit("message")
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         ranks.clear_bars()
         sys.excepthook(*sys.exc_info())  # torch's, which names the rank
         code = 1
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, AttributeError):  # stdout may be full or closed
+        sys.stdout.flush()
     os._exit(code)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree  # private: torch has no public functions for nested dicts
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -15,9 +14,8 @@ from .weights import whole_shapes
 # Fields of State that a checkpoint stores as JSON.
 COUNTERS = ("step", "epoch", "consumed", "tokens", "best_loss", "best_step",
             "validation_due", "ended_of")  # fmt: skip
-# Keys of an optimizer and its param_groups that are saved otherwise, or follow from flags.
-SETTINGS = ("param_groups", "state", "defaults", "found_inf", "lr", "initial_lr", "momentum",
-            "betas", "weight_decay")  # fmt: skip
+# Keys of param_groups: values of flags or the schedule, and parameters.
+SETTINGS = ("lr", "initial_lr", "momentum", "betas", "weight_decay", "params")
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class State:
     ended_of: int = 0  # the `total_steps` of which the script has ended the run early
 
     def __post_init__(self) -> None:
-        self.initial_numbers, self.initially_unsaved = self.numbers(), self.unsaved()
+        self.initial_numbers, self.unsaved = self.numbers(), self.other_values()
         try:
             inspect.signature(type(self.optimizer).step).bind(self.optimizer, closure=None)
         except TypeError:
@@ -105,30 +103,31 @@ class State:
         return local_device()
 
     def places(self) -> list[dict[str, Any]]:
-        """Return where the optimizer has values outside of its `state`: its param_groups, and last
+        """Return where the optimizer has numbers outside of its `state`: its param_groups, and last
         its attributes."""
         return [*self.optimizer.param_groups, vars(self.optimizer)]
 
-    def numbers(self, others: bool = False) -> list[dict[str, Any]]:
-        """Return the numbers in each of the places, or the other values; without the settings."""
-        kinds = int | float
+    def numbers(self) -> list[dict[str, float]]:
+        """Return the numbers in each of the places, except settings and truths in attributes, which
+        say whether something was set up."""
+        *groups, attributes = self.places()
+        attributes = {k: x for k, x in attributes.items() if not isinstance(x, bool)}
         return [
-            {k: x for k, x in place.items() if isinstance(x, kinds) != others and k not in SETTINGS}
-            for place in self.places()
+            {k: x for k, x in place.items() if isinstance(x, int | float) and k not in SETTINGS}
+            for place in (*groups, attributes)
         ]
 
-    def unsaved(self) -> str:
-        """Return the tensors, lists and objects in the places as text, without parameters."""
-        leaves = pytree.tree_leaves(self.numbers(others=True))
-        return repr(
-            [x for x in leaves if not getattr(x, "requires_grad", callable(x) or x is None)]
-        )
+    def other_values(self) -> str:
+        """Return the other values in the param_groups, except settings, as text."""
+        values = (x for group in self.optimizer.param_groups for x in group.items())
+        numbers = int, float, type(None)
+        return repr([(k, x) for k, x in values if k not in SETTINGS and not isinstance(x, numbers)])
 
     def changed_numbers(self) -> list[dict[str, float]]:
-        """Return the numbers that the optimizer has changed, such as a schedule-free one its `k`.
-        Raise ValueError if it has changed other values, because checkpoints do not contain them."""
-        if self.unsaved() != self.initially_unsaved:
-            text = "The optimizer changes tensors, lists or objects outside of its `state`"
-            raise ValueError(f"{text}. Keep them there, as tensors.")
+        """Return those that the optimizer has changed, such as a schedule-free one its `k`. Raise
+        ValueError if it has changed other values, because checkpoints do not contain them."""
+        if self.other_values() != self.unsaved:
+            text = "The optimizer changes tensors or lists in its param_groups"
+            raise ValueError(f"{text}. Keep them in its `state`, as tensors.")
         pairs = zip(self.numbers(), self.initial_numbers, strict=True)
         return [{k: x for k, x in now.items() if x != first.get(k)} for now, first in pairs]

@@ -152,10 +152,9 @@ class Step:
 
         Call this before optimizer.step(). An optimizer that is not fused cannot skip, so for it the
         run ends here, and the host waits for the norm. In fp16 the scaler decides. `loss` is this
-        rank's share of the loss, or a vector of terms.
+        rank's share of the loss, or a vector of terms, of which the first one is printed.
         """
-        share = loss.sum()
-        self._numbers = AsyncReadback(torch.stack([share, grad_norm.to(share)]))
+        self._numbers = AsyncReadback(torch.stack([*loss.flatten(), grad_norm.to(loss)]))
         self.steps.unchecked.append(self)
         if self.steps.state.scaler.is_enabled():
             return
@@ -173,12 +172,12 @@ class Step:
         step, samples, scaler = self.number, self.samples, self.steps.state.scaler
         if self._counts.read()[0] == 0:
             ranks.exit_with(f"Step {step} has no target tokens, in samples {samples}. Check them.")
-        loss, grad_norm = self._numbers.read()
-        self.steps.metrics.shares.append(loss)
+        *terms, grad_norm = self._numbers.read()
+        self.steps.metrics.shares.append(terms[0])
         if math.isfinite(grad_norm) or (scaler.is_enabled() and scaler.get_scale() >= 1):
             return
         count = dist.get_world_size()
-        flags = ranks.on_every_rank(lambda: not math.isfinite(loss))
+        flags = ranks.on_every_rank(lambda: not all(map(math.isfinite, terms)))
         bad_ranks = [rank for rank, is_bad in enumerate(flags) if is_bad]
         suspects = [i for rank in bad_ranks or range(count) for i in samples[rank::count]]
         ranks.exit_with(

@@ -14,21 +14,15 @@ import torch
 import torch.distributed as dist
 import transformers
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from .ranks import first_on_node, on_rank_zero, say
+from .ranks import explain_errors, first_on_node, on_rank_zero, say
 from .screen import Progress
 
 SETTINGS = ["*.json", "*.model", "*.spm", "*.txt", "*.jinja"]  # a directory without its weights
@@ -38,6 +32,7 @@ IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, an
 # Buffers in files of older Transformers versions, which compute them now.
 OLD_BUFFERS = re.compile(
     r"\.(attn|attention)\.(masked_)?bias$|inv_freq$|position_ids$|_float_tensor$"
+    r"|coder\.version$|embed_positions\.weights$|\.causal_mask$"
 )
 ADAPTER = ".lora_"  # in the names of adapters
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
@@ -102,7 +97,8 @@ def open_model(
             "were trained on, with their --output-dir and --lora-rank, or export with --merge."
         )
     # Python code in a directory is never run.
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    with explain_errors(f"--model-name {name} has an invalid config.json"):
+        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise ValueError(f"--model-name {name} is quantized. Pass its weights in 16 or 32 bits.")
     config = text_config(config, model_class, name)
@@ -125,12 +121,12 @@ def find_directory(name: str, patterns: list[str]) -> Path:
         problem = f"is gated. Accept its license at https://huggingface.co/{name}, and set HF_TOKEN"
     except (RepositoryNotFoundError, HFValidationError):
         problem = "is neither a directory nor a model on the hub. If it is private, set HF_TOKEN"
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:  # or a read-only cache
+    except OSError as error:  # also of the hub and its cache, which may be read-only
         reason = error.__cause__ or error
         problem = f"is not cached, and the hub cannot be reached ({reason!r}). Set HF_HOME"
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
+    except (OSError, HFValidationError) as error:
         # Incomplete: the cache may still have all files that are needed.
         if path := getattr(error, "snapshot_path", None):
             return Path(path)
@@ -154,11 +150,8 @@ def text_config(
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in a directory; raise ValueError if it cannot be used."""
-    try:
+    with explain_errors(f"{directory} has no valid tokenizer", "Save one."):
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{directory} has no valid tokenizer ({reason}). Save one.") from None
     # Without their files, Transformers creates some tokenizers with an empty vocabulary.
     files = tokenizer.vocab_files_names.values()  # empty if bytes are tokens
     if files and not any((directory / name).is_file() for name in ("tokenizer.json", *files)):
@@ -206,7 +199,7 @@ def _open_files(directory: Path, reads_layers: bool) -> Source:
                     if not reads_layers and IN_LAYER.search(key):
                         tensor = tensor.to("meta")
                     tensors[key] = tensor.as_subclass(_Stored)
-    except (OSError, SafetensorError, ValueError) as error:
+    except Exception as error:  # of any type, because an index may contain any JSON
         raise OSError(
             f"{path} cannot be read ({error!r}). Download it again, or convert other formats with "
             "from_pretrained and save_pretrained."
@@ -232,7 +225,9 @@ def read_model(
         None, config=config, state_dict=text or tensors, dtype=torch.float32, **options
     )
     unexpected = [key for key in report["unexpected_keys"] if not OLD_BUFFERS.search(key)]
-    report = report | {"unexpected_keys": unexpected}
+    dtypes = {name: x.dtype for name, x in model.named_parameters()}
+    quantized = [n for n, x in dtypes.items() if not x.is_floating_point or x.itemsize < 2]
+    report = report | {"unexpected_keys": unexpected, "quantized_keys": quantized}
     problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
         raise ValueError(f"{directory} does not contain this model; {problems}. Check its files.")
@@ -276,7 +271,8 @@ def new_model(
     if directory is not None:
         model.config.name_or_path = str(directory)  # exports keep the form of its files
         if (directory / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+            with explain_errors(f"{directory} has an invalid generation_config.json"):
+                model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model, source
 
 

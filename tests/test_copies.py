@@ -7,6 +7,8 @@ import pytest
 from conftest import ROOT, launch, losses, metrics, status, weights
 from test_change_a_script import Z_LOSS, apply_diffs
 
+from tools.copy_script import OPTIONS
+
 SHORT = {  # flags for short texts
     "gpt2_fsdp.py": ["--dataset", "docstrings", "--block-size", "32"],
     "T5_training.py": ["--dataset", "docstrings", "--source-length", "32", "--target-length", "8",
@@ -39,6 +41,34 @@ def test_copied_script_trains_resumes_and_exports(script, tmp_path):
     assert [line["step"] for line in metrics(output, "start")] == [0, 2]
     assert list(losses(output)) == [1, 2, 3]
     assert len(weights(output / "final")) > 20
+
+
+ALONE = [
+    ("llama_fsdp.py", "lora"), ("llama_fsdp.py", "attention"), ("llama_fsdp.py", "paged"),
+    ("T5_training.py", "rouge"), ("gpt2_fsdp.py", "trackers"), ("gpt2_fsdp.py", "prepared"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "script, without",
+    [pytest.param(script, OPTIONS, marks=pytest.mark.ci) for script in SHORT]
+    + [pytest.param(script, [option], marks=pytest.mark.slow) for script, option in ALONE],
+)
+def test_copy_without_optional_parts_trains_and_has_no_trace_of_them(script, without, tmp_path):
+    copy = tmp_path / "copy"
+    command = [sys.executable, str(ROOT / "tools/copy_script.py"), script, str(copy)]
+    subprocess.run([*command, "--without", *without], check=True, capture_output=True)
+    ruff = ["ruff", "check", "--config", str(ROOT / "pyproject.toml"), str(copy)]
+    subprocess.run([sys.executable, "-m", *ruff], check=True)
+    files = {"lora": "adapters", "attention": "attention", "paged": "paged", "rouge": "rouge"}
+    for option in without:
+        assert not (copy / f"runtime/{files.get(option)}.py").exists()
+    flags = ["--model-name", "tiny", "--num-train-samples", 16, "--num-val-samples", 4]
+    flags += [
+        x for x in SHORT[script] if "rouge" not in without or x not in ("--rouge-samples", "0")
+    ]
+    launch(0, copy / script, *flags, "--max-steps", 2, "--output-dir", tmp_path / "out", cwd=copy)
+    assert status(tmp_path / "out") == "finished" and len(weights(tmp_path / "out/final")) > 20
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, error_lines, launch, metrics
+from conftest import ROOT, error_lines, launch, metrics, status
 from packaging.requirements import Requirement
 
 import runtime
@@ -51,12 +51,38 @@ def test_generation_that_fails_is_reported_before_training(flags, tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
-@pytest.mark.parametrize("value", ["", "2"])
-def test_part_of_the_environment_of_torchrun_is_refused(name, value, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit, match=f"has {name}, but not .*MASTER_ADDR, MASTER_PORT"):
+ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+               "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("variables", "wrong"), [
+    ({"WORLD_SIZE": "2"}, "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT, MASTER_ADDR"),
+    ({"RANK": ""}, "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_PORT, MASTER_ADDR"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, "RANK, WORLD_SIZE, .*, MASTER_ADDR"),
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, "RANK, WORLD_SIZE, .*, MASTER_ADDR"),
+    (ONE_PROCESS | {"RANK": "-1"}, "RANK"),
+    (ONE_PROCESS | {"RANK": "1"}, "WORLD_SIZE"),
+    (ONE_PROCESS | {"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+    (ONE_PROCESS | {"LOCAL_RANK": "x"}, "LOCAL_RANK"),
+    (ONE_PROCESS | {"MASTER_PORT": "a"}, "MASTER_PORT"),
+    (ONE_PROCESS | {"MASTER_ADDR": ""}, "MASTER_ADDR"),
+])  # fmt: skip
+def test_environment_of_another_launcher_is_refused(variables, wrong, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    name = next(iter(variables))
+    with pytest.raises(SystemExit, match=rf"has {name}.*, but no valid {wrong}\. .*unset {name}"):
         ranks._check_environment()
+
+
+@pytest.mark.parametrize("variables", [
+    {}, {"SLURM_STEP_NUM_TASKS": "1"}, {"MASTER_ADDR": "localhost"},
+    {"SLURM_STEP_NUM_TASKS": "2"} | ONE_PROCESS,
+])  # fmt: skip
+def test_environment_of_torchrun_or_of_one_process_is_accepted(variables, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ranks._check_environment()
 
 
 def test_scripts_check_the_environment(flags):
@@ -65,6 +91,15 @@ def test_scripts_check_the_environment(flags):
     assert result.returncode == 1
     (message,) = error_lines(result.stderr)
     assert "unset WORLD_SIZE" in message
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_output_that_cannot_be_written_does_not_end_a_run(is_closed, flags, tmp_path):
+    close = (lambda: os.close(1)) if is_closed else None
+    with open("/dev/full", "w") as full:
+        options = {"capture_output": False, "stdout": full, "preexec_fn": close}
+        launch(0, "T5_training.py", *flags, **options)
+    assert status(tmp_path / "run") == "finished"
 
 
 def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
@@ -100,13 +135,34 @@ def test_versions_agree_with_requirements_and_constraints():
     assert all(pins[name] in specifier for name, specifier in ranges.items() if name in pins)
 
 
+@pytest.mark.parametrize("installed", ["0.9.9+cpu", None])
 @pytest.mark.parametrize("name", ["transformers", "filelock", "torch"])
-def test_old_version_ends_with_one_sentence(name, monkeypatch):
-    version = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda x: "1.2" if x == name else version(x))
+def test_old_or_missing_package_ends_with_one_sentence(name, installed, monkeypatch):
+    def version(package: str) -> str:
+        if package == name and installed is None:
+            raise metadata.PackageNotFoundError
+        return installed if package == name else "99.0.dev1"
+
+    monkeypatch.setattr(metadata, "version", version)
     monkeypatch.delitem(sys.modules, "runtime")
-    with pytest.raises(SystemExit, match=f"{name} 1.2 is too old: install {name}>="):
+    message = f"{name} is {installed or 'missing'}, but {name}>=".replace("+", r"\+")
+    with pytest.raises(SystemExit, match=message):
         runpy.run_path(str(ROOT / "runtime/__init__.py"))
+
+
+@pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py",
+    "tools/memory_estimator.py", "tools/preflight.py", "tools/generate.py"])  # fmt: skip
+def test_version_is_checked_before_names_are_imported(script, tmp_path):
+    """Old packages lack these names, so that the imports would fail."""
+    for package in ("torch", "transformers"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / f"{package}-2.5.1.dist-info").mkdir()
+        metadata_file = tmp_path / f"{package}-2.5.1.dist-info/METADATA"
+        metadata_file.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 2.5.1\n")
+    result = launch(0, script, "--help", env=os.environ | {"PYTHONPATH": tmp_path}, check=False)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: torch is 2.5.1, but torch>=")
 
 
 def test_refused_checkpoint_names_both_versions():

@@ -40,6 +40,7 @@ OLDER = {  # class, keys of config.json as Transformers 4 writes them
         "global_rope_theta": 5e4, "local_rope_theta": 2e4}),
     "flan-t5": ("T5ForConditionalGeneration", T5),
 }  # fmt: skip
+NAMED = [{"name": name, "template": "{{ messages }}" + name} for name in ("default", "tool_use")]
 
 
 def save_base(name: str, path: Path) -> dict:
@@ -90,13 +91,14 @@ def test_config_has_the_keys_that_older_programs_read(name, form, process_group,
     assert (read.get("rope_parameters") or {}).items() >= rope.items()
 
 
-def test_files_of_the_tokenizer_are_the_base_s(process_group, tmp_path):
+@pytest.mark.parametrize("template", ["{{ messages }}", NAMED])
+def test_files_of_the_tokenizer_are_the_base_s(template, process_group, tmp_path):
     """Files with which Transformers 5 does not save a tokenizer are copied, and those of older
     versions are kept. A new chat template is in all files that have one."""
     base = tmp_path / "base"
     save_base("llama", base)
     settings = json.loads((base / "tokenizer_config.json").read_text())
-    older = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages }}"}
+    older = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (base / "tokenizer_config.json").write_text(json.dumps(settings | older))
     for name in ("tokenizer.model", "merges.txt", "vocab.json", "spiece.model"):
         (base / name).write_text(name)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, launch
+from conftest import ROOT, launch, metrics
 from copied import edited_script
 from datasets import Dataset
 from ten_steps import SHARED_VARIANTS, check_no_host_sync, check_recomputation
@@ -170,6 +170,19 @@ def test_incomplete_loop_fails_in_its_first_step(old, new, message, tmp_path):
     with pytest.raises((RuntimeError, TypeError), match=message):
         script.fsdp_main(parse_flags(script, flags))
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_numbers_can_be_logged_at_any_step_and_twice(tmp_path):
+    line = "        if step.due(args.eval_every):"
+    own = "        run.log_step(own=torch.ones(1).numpy()[0])\n"
+    script = edited_script("gpt2_fsdp", {line: own + line})
+    flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "40",
+             "--num-val-samples", "2", "--block-size", "32", "--max-steps", "2", "--log-every", "2",
+             "--output-dir", str(tmp_path)]  # fmt: skip
+    assert script.fsdp_main(parse_flags(script, flags)) == 0
+    lines = metrics(tmp_path, "train")
+    assert [(line["step"], line.get("own")) for line in lines] == [(1, 1), (2, None), (2, 1)]
+    assert ["mean_loss" in line for line in lines] == [False, True, False]
 
 
 def test_blocks_compile_without_graph_breaks(two_ranks):

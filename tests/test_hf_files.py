@@ -144,6 +144,35 @@ def test_older_and_extra_keys_are_accepted(process_group, t5_directory, gpt2_dir
     assert torch.equal(source["transformer.wte.weight"], tensors["wte.weight"])
 
 
+def test_weights_with_less_than_16_bits_are_refused(process_group, llama_directory, tmp_path):
+    """Casting them to floats would train with the integers, which lack their scales."""
+    config = LlamaForCausalLM.config_class.from_pretrained(llama_directory)
+    name = "model.layers.1.mlp.up_proj.weight"
+    for dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
+        tensors = weights(llama_directory)
+        tensors[name] = tensors[name].to(dtype)
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"quantized_keys: \['{name}'\]"):
+            hf_weights.new_model(LlamaForCausalLM, config, tmp_path)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", "3"])
+def test_index_of_another_form_is_named(index, process_group, llama_directory, tmp_path):
+    config = LlamaForCausalLM.config_class.from_pretrained(llama_directory)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(OSError, match="model.safetensors.index.json cannot be read"):
+        hf_weights.new_model(LlamaForCausalLM, config, tmp_path)
+
+
+@pytest.mark.parametrize("name", [
+    "model.decoder.version", "model.encoder.embed_positions.weights",
+    "transformer.h.0.attn.causal_mask", "transformer.h.0.attn.attention.masked_bias",
+    "gpt_neox.layers.0.attention.bias", "model.layers.0.self_attn.rotary_emb.inv_freq",
+])  # fmt: skip
+def test_buffers_of_older_versions_are_known(name):
+    assert hf_weights.OLD_BUFFERS.search(name)
+
+
 def test_all_problems_of_weights_are_one_error(t5_directory, pairs, tmp_path):
     for path in t5_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -208,6 +237,12 @@ def with_adapters(directory: Path) -> None:
      "is quantized. Pass its weights in 16 or 32 bits"),
     (lambda directory: change(directory, output_router_logits=True),
      "has output_router_logits, but the router's auxiliary loss is not added"),
+    (lambda directory: change(directory, use_return_dict=False),
+     "has an invalid config.json (AttributeError: property 'use_return_dict'"),
+    (lambda directory: change(directory, hidden_size="32"),
+     "field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str (value: '32')). C"),
+    (lambda directory: (directory / "tokenizer_config.json").write_text("[]"),
+     "has no valid tokenizer (AttributeError: 'list' object has no attribute 'get'). Save one."),
     (with_adapters, "has no config.json. Pass a model; for adapters"),
     (with_empty_tokenizer, "has no tokenizer: its vocabulary is missing"),
 ])  # fmt: skip

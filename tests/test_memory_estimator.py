@@ -275,7 +275,7 @@ def test_adapters_are_estimated_without_their_packages(flags, monkeypatch):
 
 def peft_adapters(args: Any, model: Any, blocks: Any) -> set[torch.nn.Parameter]:
     """Add peft's adapters to a model; return the weights that --load-in-4bit quantizes."""
-    layers, _ = adapters.projections(args, model, blocks)
+    layers, _ = adapters.projections(model, blocks, args.lora_targets)
     in_4bit = {layer.weight for layer in layers.values()} if args.load_in_4bit else set()
     adapters.add(replace(args, load_in_4bit=False), model, {}, blocks, torch.bfloat16)
     return in_4bit

@@ -25,7 +25,7 @@ import llama_fsdp
 import policies
 import T5_training
 from benchmarks.driven import parse_flags
-from runtime import chunked_loss
+from runtime import checks, chunked_loss
 from runtime.attention import per_document, register, set_attention
 from runtime.batches import parameter_groups
 from runtime.metrics import flops_per_token
@@ -297,17 +297,26 @@ def test_flops_equal_the_formula(name):
     )
 
 
+@pytest.mark.parametrize("end", [1, [1, 2]])
+def test_padding_token_without_a_row_becomes_the_end_of_text(end, pairs):
+    args = parse_flags(T5_training, ["--model-name", "t5", "--dataset", str(pairs)])
+    config = T5_training.MODEL.config_class(vocab_size=9, pad_token_id=9, eos_token_id=end)
+    checks.fit_config(args, T5_training.MODEL, config)
+    assert config.pad_token_id == 1
+
+
 def test_decoder_needs_a_start_token(t5_directory, pairs, tmp_path, process_group):
     """T5Gemma stores its BOS token in the decoder's config."""
     shutil.copytree(t5_directory, tmp_path / "t5")
     config = json.loads((t5_directory / "config.json").read_text())
-    del config["decoder_start_token_id"]
-    (tmp_path / "t5/config.json").write_text(json.dumps(config))
     flags = ["--model-name", str(tmp_path / "t5"), "--dataset", str(pairs)]
     args = parse_flags(T5_training, flags)
-    model, _, _ = T5_training.load_model(args, torch.device("cpu"))
-    with pytest.raises(ValueError, match="Set decoder_start_token_id .* in its config.json"):
-        T5_training.data.collator(model)
+    for start in (None, -1, config["vocab_size"], [0]):
+        config["decoder_start_token_id"] = start
+        (tmp_path / "t5/config.json").write_text(json.dumps(config))
+        model, _, _ = T5_training.load_model(args, torch.device("cpu"))
+        with pytest.raises(ValueError, match=r"token is .* Set decoder_start_token_id .* in its"):
+            T5_training.data.collator(model)
     script = edited_script("T5_training", T5GEMMA)
     args = parse_flags(script, ["--model-name", "tiny", "--dataset", str(pairs)])
     model, facts, _ = script.load_model(args, torch.device("cpu"))

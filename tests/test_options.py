@@ -13,8 +13,11 @@ import pytest
 from conftest import ROOT, live_metrics, losses, status
 
 import gpt2_fsdp
+import llama_fsdp
 from benchmarks.driven import parse_flags
+from runtime import options
 from runtime.batches import learning_rate
+from runtime.run import launch
 
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
 NAMES = {  # flags of Transformers and TRL, and ours: in all scripts, or one for each of SCRIPTS
@@ -68,6 +71,22 @@ def test_flags_of_other_tools_get_a_suggestion(number, script, capfd):
         if suggestion:
             message += f" (did you mean {suggestion}?)"
         assert capfd.readouterr().err == f"{message}\n"
+
+
+def test_help_shows_the_defaults_of_the_script(monkeypatch):
+    monkeypatch.setattr(llama_fsdp, "__doc__", "A docstring of one line.")
+    text = " ".join(options.make_parser(llama_fsdp.Options).format_help().split())
+    assert "A docstring of one line." in text
+    assert "--eval-every N steps between validations; 0: at the end (default: 100)" in text
+
+
+def test_message_of_sys_exit_is_printed(monkeypatch, capfd):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    launch(lambda _: sys.exit("no data"), None)
+    launch(lambda _: sys.exit(), None)
+    assert codes == [1, 0] and capfd.readouterr().err == "no data\n"
 
 
 def test_learning_rate_above_its_limit_is_refused():

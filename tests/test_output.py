@@ -43,6 +43,12 @@ def start(path: Path, flags: list[str], *more: str) -> int:
         return end.code
 
 
+def test_unusable_output_directory_is_named(flags, tmp_path, capfd):
+    (tmp_path / "file").touch()
+    assert start(tmp_path / "file/run", flags) == 1
+    assert f"error: --output-dir {tmp_path}/file/run cannot be used (" in capfd.readouterr().err
+
+
 def modification_times(path: Path) -> dict[str, float]:
     """Return the modification time of each file of a run."""
     return {str(file): file.stat().st_mtime for file in path.rglob("*") if file.is_file()}

@@ -1,5 +1,6 @@
 """Test runtime/readers.py: rows keep the files' values, and bad files cause one error message."""
 
+import errno
 import gzip
 import json
 import os
@@ -315,6 +316,22 @@ def test_data_set_of_hf_download_is_read_from_the_hub_cache(tmp_path, monkeypatc
     assert f"the rows are those of all files in {snapshot}" in capfd.readouterr().out
     with pytest.raises(ValueError, match="someone/other cannot be read: .*Correct the name"):
         readers.read("someone/other", None)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("name", ["someone/pairs", "x.parquet"])
+def test_cache_that_cannot_be_written_is_not_called_a_wrong_name(
+    name, number, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("x.parquet").write_text("rows")
+
+    def load_dataset(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), "cache/x.lock")
+
+    monkeypatch.setattr(readers.datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match="x.lock'. Allow it, or set HF_DATASETS_CACHE to a"):
+        readers.read(name, None)
 
 
 def test_long_and_short_csv_rows_are_skipped_and_counted(tmp_path, capfd):

@@ -4,7 +4,6 @@ import json
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -95,13 +94,11 @@ def test_resume_rejects_different_model_with_same_shapes(gpt2_directory, texts, 
 
 
 def test_nodes_with_different_flags_are_refused(process_group, monkeypatch):
-    args = Namespace(lr=1e-3, dataset="a", seed=0)
-    other_rank = checkpoints.flags_identity(args) | {}
+    flags = {"lr": 1e-3, "dataset": "a", "seed": 0}
+    other_rank = checkpoints.flags_identity(flags)
     monkeypatch.setattr(ranks, "on_every_rank", lambda f: [f(), other_rank])
-    assert checkpoints.flags_identity(args) == checkpoints.flags_identity(
-        Namespace(lr=1e-3, dataset="b", seed=0)
-    )
-    checkpoints.compare_ranks(checkpoints.flags_identity(args))
+    assert checkpoints.flags_identity(flags | {"dataset": "b"}) == other_rank
+    checkpoints.compare_ranks(checkpoints.flags_identity(flags))
     other_rank["--lr"] = "0.0001"
     with pytest.raises(ValueError, match="--lr is 0.001 on rank 0, 0.0001 on rank 1"):
-        checkpoints.compare_ranks(checkpoints.flags_identity(args))
+        checkpoints.compare_ranks(checkpoints.flags_identity(flags))

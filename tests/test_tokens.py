@@ -107,7 +107,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path):
     sets, origin = {"train": rows, "validation": rows}, readers.token_origin(args, ByT5Tokenizer())
     readers.save_prepared(tmp_path / "made", sets, origin)
     assert list(load_from_disk(str(tmp_path / "made"))) == ["train", "validation"]
-    readers.compare_origin(str(tmp_path / "made"), args, ByT5Tokenizer())
+    readers.compare_origin(str(tmp_path / "made"), origin)
     args.dataset = [str(tmp_path / "made")]
     with pytest.raises(ValueError, match="was prepared with tokenizer "):
         summarization_dataset.load(args, ByT5Tokenizer(extra_ids=3))

@@ -2,7 +2,6 @@
 
 import importlib.util
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
@@ -97,8 +96,8 @@ def test_variables_of_a_tracker_override_our_defaults(name, tmp_path, monkeypatc
     keys = ("PROJECT", "NAME", "RUN_GROUP", "RUN_ID", "DIR")
     for key in keys:
         monkeypatch.delenv(f"{name.upper()}_{key}", raising=False)
-    args = Namespace(track=[name], lr=0.5)
-    assert Trackers(args, tmp_path / "track", "my_script", 0).open
+    flags = {"track": [name], "lr": 0.5}
+    assert Trackers(flags, tmp_path / "track", "my_script", 0).open
     run = (tmp_path / "track/id").read_text()
     expected = {"project": "my_script", "name": run, "group": None, "resume": "allow"}
     expected["config"] = {"track": [name], "lr": 0.5}
@@ -107,7 +106,7 @@ def test_variables_of_a_tracker_override_our_defaults(name, tmp_path, monkeypatc
     assert tracker.options == expected
     for key in keys:
         monkeypatch.setenv(f"{name.upper()}_{key}", key)
-    assert Trackers(args, tmp_path / "track", "my_script", 5).open
+    assert Trackers(flags, tmp_path / "track", "my_script", 5).open
     expected |= {"project": "PROJECT", "name": "NAME", "group": "RUN_GROUP"}
     if name == "wandb":
         expected |= {"id": "RUN_ID", "dir": "DIR"}

@@ -1,29 +1,58 @@
 """Copy a script, the modules that it imports, and what makes them a project of their own.
 
-python tools/copy_script.py gpt2_fsdp.py ../my_project
+python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers prepared
 
 The copy has the license, the requirements, launch.slurm, tools/generate.py, a README and a test.
+--without leaves out optional parts, with the lines that name them (tools/copy/without.diff).
 """
 
 import argparse
 import ast
-import shutil
+import functools
+import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"T5_training.py": "--dataset docstrings", "gpt2_fsdp.py": "--dataset docstrings",
-           "llama_fsdp.py": ""}  # fmt: skip
+DOCSTRINGS = " --dataset docstrings"
+SCRIPTS = {"T5_training.py": DOCSTRINGS, "gpt2_fsdp.py": DOCSTRINGS, "llama_fsdp.py": ""}  # flags
 # Files of the repository, and their places in a copy.
 OTHERS = {x: x for x in ("LICENSE", "launch.slurm", "requirements-extras.txt", "tools/generate.py")}
 OTHERS |= {"tools/copy/README.md": "README.md", "tools/copy/test_copy.py": "test_copy.py"}
+OPTIONS = ("lora", "attention", "paged", "rouge", "trackers", "prepared")
 PACKAGES = {"rouge-score": "rouge_score"}  # whose modules have another name
 
 
-def imported_names(path: Path) -> Iterator[str]:
+@functools.cache
+def hunks_of(options: tuple[str, ...]) -> dict[Path, list[str]]:
+    """Return by file the hunks of tools/copy/without.diff that leave out the options."""
+    result = defaultdict(list)
+    for part in re.split("^=== ", (ROOT / "tools/copy/without.diff").read_text(), flags=re.M)[1:]:
+        title, _, body = part.rstrip().partition("\n")
+        option, *files = title.split()
+        for file in files if option in options else ():
+            result[ROOT / file] += body.split("\n\n")
+    return result
+
+
+def edited(path: Path, hunks: list[str]) -> str:
+    """Return the text of a file after `hunks`. Raise ValueError if one does not fit."""
+    text = "\n" + path.read_text()
+    for hunk in hunks:
+        lines = [re.findall(f"^[{sign}](.*)", hunk, re.MULTILINE) for sign in "-+"]
+        old, new = ("".join(f"\n{line}" for line in part) for part in lines)
+        pattern = re.escape(old).replace(re.escape("\n..."), "(?s:.*?)")
+        text, count = re.subn(pattern, new.replace("\\", r"\\"), text)
+        if count != 1:
+            raise ValueError(f"{path.name}: {count} places fit the hunk\n{hunk}")
+    return text[1:]
+
+
+def imported_names(path: Path, text: str) -> Iterator[str]:
     """Yield the absolute names of all modules that a file imports, including inside functions."""
     package = path.relative_to(ROOT).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -32,28 +61,28 @@ def imported_names(path: Path) -> Iterator[str]:
             yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 
-def needed_files(path: Path, known: set[Path] | None = None) -> set[Path]:
-    """Return `path` and all files of this repository that it imports, directly or indirectly."""
-    files = known if known is not None else set()
-    files.add(path)
-    for name in imported_names(path):
+def needed_files(
+    path: Path, without: tuple[str, ...] = (), known: dict[Path, str] | None = None
+) -> dict[Path, str]:
+    """Return the text of `path` and of all files of this repository that it imports, directly or
+    indirectly, after the edits that leave out the options `without`."""
+    files = known if known is not None else {}
+    files[path] = edited(path, hunks_of(without)[path])
+    for name in imported_names(path, files[path]):
         module = ROOT / name.replace(".", "/")
         for file in (module.with_suffix(".py"), module / "__init__.py"):
             if name and file.is_file() and file not in files:
-                needed_files(file, files)
+                needed_files(file, without, files)
     return files
 
 
-def requirements(files: set[Path]) -> str:
+def requirements(files: dict[Path, str]) -> str:
     """Return the lines of requirements.txt whose packages the files import or tokenizers need."""
-    modules = {name.partition(".")[0] for file in files for name in imported_names(file)}
-    lines = []
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
-        package = line.partition(">")[0].partition("=")[0]
-        is_needed = PACKAGES.get(package, package) in {*modules, "sentencepiece"}
-        if is_needed and not line.startswith("#"):
-            lines.append(line)
-    return "\n".join(lines) + "\n"
+    needed = {x.partition(".")[0] for file in files.items() for x in imported_names(*file)}
+    lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
+    names = {line: line.partition(">")[0] for line in lines}
+    needed.add("sentencepiece")
+    return "".join(line for line, name in names.items() if PACKAGES.get(name, name) in needed)
 
 
 def main() -> None:
@@ -61,33 +90,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("script", type=lambda path: Path(path).name, choices=list(SCRIPTS))
     parser.add_argument("directory", type=Path, help="created if it does not exist")
+    parser.add_argument("--without", nargs="+", choices=OPTIONS, default=[], help="leave these out")
     args = parser.parse_args()
     if args.directory.is_dir() and any(args.directory.iterdir()):
         parser.exit(1, f"error: {args.directory} is not empty. Pass a new directory.\n")
-    files = needed_files(ROOT / args.script)
-    places = {file: file.relative_to(ROOT) for file in files}
-    places |= {ROOT / file: Path(place) for file, place in OTHERS.items()}
-    total = 0
-    for file, place in sorted(places.items()):
-        target = args.directory / place
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, target)
-        if file in files:
-            lines = len(target.read_text().splitlines())
-            print(f"{lines:6,}  {target}")
-            total += lines
-    (args.directory / "requirements.txt").write_text(requirements(files))
-    name, flags = Path(args.script).stem, f" {SCRIPTS[args.script]}".rstrip()
+    files = needed_files(ROOT / args.script, tuple(args.without))
+    texts = {str(file.relative_to(ROOT)): text for file, text in files.items()}
+    texts |= {place: (ROOT / file).read_text() for file, place in OTHERS.items()}
+    texts["requirements.txt"] = requirements(files)
+    name, flags = Path(args.script).stem, SCRIPTS[args.script]
     readme = {"SCRIPT": args.script, "NAME": name, " FLAGS": flags}
     words = {"README.md": readme, "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'}}
-    for file, replacements in words.items():
-        text = (args.directory / file).read_text()
-        for old, new in replacements.items():
+    words["launch.slurm"] = {"script=T5_training.py": f"script={args.script}"}
+    total = 0
+    for place, text in sorted(texts.items()):
+        for old, new in words.get(place, {}).items():
             text = text.replace(old, new)
-        (args.directory / file).write_text(text)
+        target = args.directory / place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+        if ROOT / place in files:
+            total += (lines := len(text.splitlines()))
+            print(f"{lines:6,}  {target}")
     print(f"{total:6,}  lines in all, and {', '.join(sorted(OTHERS.values()))}, requirements.txt")
-    print(f"Next: cd {args.directory}; python {args.script} --model-name tiny "
-          f"{SCRIPTS[args.script]}".rstrip())  # fmt: skip
+    print(f"Next: cd {args.directory}; python {args.script} --model-name tiny{flags}")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
+
+from runtime import options, ranks  # isort: skip (checks the versions first)
+
 import torch
 import transformers
 from jinja2 import TemplateError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
-
-from runtime import options, ranks
 
 
 def load(directory: Path) -> tuple:

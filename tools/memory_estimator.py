@@ -36,6 +36,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
+
+from runtime.options import flag  # isort: skip (checks the versions first)
+
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
@@ -45,11 +49,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
 from transformers.pytorch_utils import Conv1D
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
-
 import policies
 from runtime import adapters, checks, chunked_loss, options, ranks, weights
-from runtime.options import flag
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
@@ -412,7 +413,7 @@ def add_adapters(args: Options, model: nn.Module, blocks: policies.Classes) -> s
     """Freeze a model on meta and add adapters to the projections in its blocks, as adapters.add
     does. Return the weights that --load-in-4bit quantizes, whose shapes stay."""
     model.requires_grad_(False)
-    projections, targets = adapters.projections(args, model, blocks)
+    projections, targets = adapters.projections(model, blocks, args.lora_targets)
     in_4bit = set()
     for name, layer in projections.items():
         if args.load_in_4bit and adapters.fits_4bit(model, name):

@@ -31,15 +31,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
+
+from runtime.options import flag  # isort: skip (checks the versions first)
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
-
 import policies
 from runtime import options, ranks
-from runtime.options import flag
 from runtime.run import launch
 from tools import memory_estimator
 
