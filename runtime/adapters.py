@@ -84,16 +84,15 @@ def add(
         for name, module in layers.items():
             if fits_4bit(model, name):
                 model.set_submodule(name, Linear4bit(module, dtype))
-    base = args.model_name
-    if Path(base).is_dir():
-        base = str(Path(base).absolute())  # final/ loads from any directory
+    base = Path(args.model_name)
     config = peft.LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         lora_dropout=args.lora_dropout,
         target_modules=targets,
         task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
-        base_model_name_or_path=base,
+        # An absolute path, so that final/ loads from any directory.
+        base_model_name_or_path=str(base.absolute()) if base.is_dir() else args.model_name,
     )
     peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
     adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
@@ -103,6 +102,7 @@ def add(
             "which is not a projection of a block. Pass only the projections of the attention."
         )
     config.inference_mode = True  # the value that peft saves
+    config.target_modules = sorted(targets)  # the order of a set differs between runs
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)

@@ -190,6 +190,8 @@ def test_peft_loads_exports_with_the_same_loss(uninterrupted, flags, wide_llama)
     for name, expected in (("final", val[8]), ("best", min(val.values()))):
         model = peft.PeftModel.from_pretrained(load_base(wide_llama, True), uninterrupted / name)
         assert held_out_loss(model.eval(), flags) == pytest.approx(expected, rel=1e-5)
+    config = json.loads((uninterrupted / "final/adapter_config.json").read_text())
+    assert config["target_modules"] == sorted(ALL_TARGETS)  # equal runs export equal bytes
     adapters = weights(uninterrupted / "final")
     assert len(adapters) == 2 * 2 * len(ALL_TARGETS)
     assert all(tensor.any() and tensor.dtype == torch.float32 for tensor in adapters.values())
