@@ -26,9 +26,9 @@ import logging
 import re
 from importlib.metadata import PackageNotFoundError, version
 
-# As in requirements.txt. Older versions lack names that these modules import.
+# As in requirements.txt. Older versions lack names that are imported. `packaging` may be missing.
 RANGES = {
-    "torch": ("2.13", "2.16"), "transformers": ("5.10.4", "5.25"), "datasets": ("5.0", "5.3"),
+    "torch": ("2.11", "2.16"), "transformers": ("5.10.4", "5.25"), "datasets": ("5.0", "5.3"),
     "safetensors": ("0.7", "0.9"), "filelock": ("4.2.12", "4.4"), "tqdm": ("4.67", "5"),
 }  # fmt: skip
 for package, (low, high) in RANGES.items():
