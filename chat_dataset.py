@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -272,45 +273,47 @@ class AnswerTokens:
         self.ids_of = functools.cache(lambda text: self.tokenize(text)[0])
         tokenizer("", verbose=False)  # resets what an earlier call set, such as truncation
 
-    def tokenize(self, text: str) -> tuple[list[int], list[int] | None]:
-        """Return the ids of a text's tokens and the characters where these end, None if the
-        tokenizer is slow."""
+    def tokenize(self, text: str) -> tuple[list[int], Spans | None]:
+        """Return the ids of a text's tokens and the characters where these start and end, None if
+        the tokenizer is slow."""
         if not self.tokenizer.is_fast:
             options = {"add_special_tokens": False, "verbose": False}
             return self.tokenizer(text, **options)["input_ids"], None
         # Without the tokenizer's own call, which takes several times as long for short texts.
         encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-        return encoding.ids, [end for _, end in encoding.offsets]
+        return encoding.ids, encoding.offsets
 
     def encode(self, text: str, spans: Spans) -> list[tuple[list[int], list[int]]]:
         """Return the documents of a text as ids and labels, given the answers in it."""
-        ids, ends = self.tokenize(text)
+        ids, offsets = self.tokenize(text)
         labels = [-100] * len(ids)
         for start, end in spans:
-            first = self.count(text, ids, ends, start)
-            last = self.count(text, ids, ends, end, is_prompt=False)
+            first = self.count(text, ids, offsets, start, is_prompt=True)
+            last = self.count(text, ids, offsets, end, is_prompt=False)
             if first is None or last is None:
                 return self.split(text, spans)
             labels[first:last] = ids[first:last]
         return [(ids, labels)]
 
     def count(
-        self, text: str, ids: list[int], ends: list | None, position: int, is_prompt: bool = True
+        self, text: str, ids: list[int], offsets: Spans | None, position: int, is_prompt: bool
     ) -> int | None:
         """Return the number of tokens in text[:position], or None if those of the whole text
-        differ. Slow tokenizers give no `ends`; for them, compare `ids` with the encoding of
+        differ. Slow tokenizers give no `offsets`; for them, compare `ids` with the encoding of
         text[:position]. At the end of an answer only the last token is compared."""
-        if ends is None:
+        if offsets is None:
             part = self.ids_of(text[:position])
             return len(part) if ids[: len(part)] == part else None
-        count = bisect_right(ends, position)
+        count = bisect_right(offsets, position, key=itemgetter(1))
         if not is_prompt:
-            return count if ends[count - 1] == position else None
+            # The next token starts before `position` if Metaspace's "▁" took its first character.
+            before, after = offsets[count - 1], (offsets[count:] or [(position, position)])[0]
+            return count if before[1] == position <= after[0] else None
         # Compare only the last tokens: the text before them, or before an added token, does not
         # change them. If they differ, for example because of a space at the start, compare all.
         recent = range(count - 1, max(0, count - 24), -1)
         first = next((i for i in recent if ids[i] in self.added), max(0, count - 24))
-        start = ends[first - 1] if first else 0
+        start = offsets[first - 1][1] if first else 0
         kept = ids[max(first, count - 16) : count]
         if self.ids_of(text[start:position])[-len(kept) :] == kept:
             return count
@@ -402,21 +405,19 @@ def count_targets(rows: Dataset) -> int:
 
 
 def count_open_ended(name: str, rows: Dataset, tokenizer: Tokenizer) -> None:
-    """Print a warning if answers in the rows end in an ordinary token, not cut ones."""
+    """Print a warning if answers in the first rows end in an ordinary token, not cut ones."""
     added = tokenizer.added_tokens_decoder.items()
     stops = [tokenizer.eos_token_id, *(i for i, token in added if token.special)]
-    total = open_ended = 0
-    for labels, cut in zip(*(readers.arrays(rows, x) for x in ("labels", "cut")), strict=True):
-        tokens = labels.flatten().to_numpy()
-        is_last = (tokens != -100) & (np.append(tokens[1:], -100) == -100)
-        ends = np.cumsum(labels.value_lengths().to_numpy()) - 1
-        is_last[ends[cut.to_numpy() > 0]] = False
-        total += np.count_nonzero(is_last)
-        open_ended += np.count_nonzero(~np.isin(tokens[is_last], stops))
-    if open_ended:
-        say(f"Warning: {name}: {open_ended:,} of {total:,} answers end in an ordinary token, so "
-            "the model may not learn to stop. Pass a --chat-template whose turns end in a special "
-            "token, for example llama-2.")  # fmt: skip
+    table = rows.with_format("arrow")[:10_000]
+    labels = table["labels"].combine_chunks()
+    tokens = labels.flatten().to_numpy()
+    is_last = (tokens != -100) & (np.append(tokens[1:], -100) == -100)
+    is_last[labels.value_lengths().to_numpy().cumsum()[table["cut"].to_numpy() > 0] - 1] = False
+    is_open = ~np.isin(tokens[is_last], stops)
+    if is_open.any():
+        say(f"Warning: {name}: {is_open.sum():,} of {is_open.size:,} answers end in an ordinary "
+            "token, so the model may not learn to stop. Pass a --chat-template whose turns end in "
+            "a special token, for example llama-2.")  # fmt: skip
 
 
 def mark_targets(example: dict[str, list[int]], tokenizer: Tokenizer) -> str:

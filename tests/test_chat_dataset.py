@@ -267,6 +267,18 @@ def merging_tokenizer(kind: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
+def test_answer_whose_only_letter_merges_after_a_special_token_is_a_target():
+    """Metaspace's "▁" before it has the offsets of the letter."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), ("a", -3.0), ("b", -3.0), ("ab", -1.0)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    [(ids, labels)] = chat_dataset.AnswerTokens(fast).encode("</s>ab", [(4, 5)])
+    assert fast.convert_ids_to_tokens(ids) == ["</s>", "▁", "a"]
+    assert labels == [-100, *ids[1:]]
+
+
 MERGES = {  # templates whose tokens merge at the start of an answer, or at its end
     "think": "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}<think>\n\n"
     "</think>\n\n{% endif %}{{ m.content }} </s>\n{% endfor %}"
