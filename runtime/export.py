@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from .checks import FOR_TRAINING
+from .checks import FOR_TRAINING, SWITCHED_OFF
 from .ranks import on_rank_zero, say
 from .screen import touch
 from .weights import IN_LAYER, first_names, library_class, plain_name, unwrapped
@@ -183,11 +183,10 @@ def write_config(
         with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
             if read(written | {key: value}) == expected:
                 written[key] = value
-    for key in (*FOR_TRAINING, "pad_token_id"):  # training changed these
-        if key in base:
-            written[key] = base[key]
-        elif key in FOR_TRAINING:
-            written.pop(key, None)
+    for_training = (*FOR_TRAINING, *SWITCHED_OFF)
+    written = {key: value for key, value in written.items() if not key.endswith(for_training)}
+    for_training = (*for_training, "pad_token_id")
+    written |= {key: value for key, value in base.items() if key.endswith(for_training)}
     written["transformers_version"] = transformers.__version__
     if "dtype" in written:
         written["torch_dtype"] = written["dtype"]

@@ -59,10 +59,6 @@ IMPORTS = {
 }  # fmt: skip
 CHANGED = {  # keys of an export's settings that may differ from its base's, and why
     "torch_dtype": "Transformers 4 reads it",
-    "layerdrop": "fit_config sets it to 0",
-    "encoder_layerdrop": "fit_config sets it to 0",
-    "decoder_layerdrop": "fit_config sets it to 0",
-    "rescale_every": "fit_config sets it to 0",
     "rope_scaling": "rope_parameters for older programs",
     **dict.fromkeys(export.ROPE_KEYS, "rope_parameters for older programs"),
 }

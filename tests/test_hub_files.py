@@ -53,7 +53,8 @@ def change(directory: Path, base: Path, **fields: object) -> Path:
 def test_config_that_changes_what_forward_returns_trains_and_is_kept(gpt2_directory, tmp_path):
     """So do the buffers of a file of Transformers 4."""
     fields = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
-    base = change(tmp_path / "base", gpt2_directory, torchscript=True, **fields)
+    fields |= {"torchscript": True, "layerdrop": 0.1, "pad_token_id": 10**6}
+    base = change(tmp_path / "base", gpt2_directory, **fields)
     tensors = load_file(base / "model.safetensors")
     for i in range(2):
         tensors[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 8, 8)
