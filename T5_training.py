@@ -328,8 +328,7 @@ def summarize(
         rouge.generation(model, device, dtype, args.num_beams) as generate,
     ):
         for batch in screen.progress(loader, "summaries"):
-            inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
-            output = generate(**inputs, max_new_tokens=args.target_length)
+            output = generate(batch, args.target_length)
             triples += rouge.generated_texts(batch, output, tokenizer)
     parts = ranks.on_every_rank(lambda: triples)  # take one from each rank; rank 0 has the most
     return [x[i] for i in range(len(parts[0])) for x in parts if i < len(x)][: args.rouge_samples]

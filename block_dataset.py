@@ -118,9 +118,8 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     if "input_ids" in columns:
         readers.compare_origin(name, readers.token_origin(args, tokenizer))
         return map_rows(from_tokens)
-    longest = max(columns, key=columns.get, default=None)
-    has_text = columns.get(longest, 0) > 0
-    advice = f"Pass --text-column {longest}." if has_text else "Pass a file with text."
+    likely = readers.guess_columns(columns)
+    advice = f"Pass --text-column {likely[0]}." if likely else "Pass a file with text."
     raise ValueError(f"{readers.lacks(name, [column], columns)} {advice}")
 
 

@@ -1,7 +1,6 @@
 """Generation with a wrapped model; generated texts and their ROUGE scores."""
 
 import contextlib
-import functools
 import importlib.util
 import json
 import warnings
@@ -59,10 +58,9 @@ class Options:
 def generation(
     model: nn.Module, device: torch.device, dtype: torch.dtype, num_beams: int | None
 ) -> Iterator[Callable]:
-    """Yield the model's `generate`, which computes in `dtype` and does not sample; all ranks.
+    """Yield `generate(batch, length)`, which computes in `dtype` and does not sample; all ranks.
 
     The model's generation config applies, except for ONE_TEXT and, unless it is None, `num_beams`.
-
     Generation runs outside the root's forward, so FSDP1's root is gathered around it. The blocks
     gather themselves, and `synced_gpus` gives all ranks the same number of forward passes.
     """
@@ -73,8 +71,13 @@ def generation(
     options["pad_token_id"] = unwrapped(model).config.pad_token_id  # the file's may have no row
     if num_beams is not None:
         options["num_beams"] = num_beams
+
+    def generate(batch: dict[str, torch.Tensor], length: int) -> torch.Tensor:
+        inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
+        return unwrapped(model).generate(**inputs, max_new_tokens=length, **options)
+
     with root, torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        yield functools.partial(unwrapped(model).generate, **options)
+        yield generate
 
 
 @torch.no_grad()
@@ -86,14 +89,13 @@ def check_generation(
 
     All ranks need the same `batch`. Raise ValueError if generation fails.
     """
-    inputs = {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
     quiet = warnings.catch_warnings(action="ignore")  # of a min_length above three tokens
     advice = "Fix its generation_config.json, or pass --rouge-samples 0."
     with (
         explain_errors("The model cannot generate texts for ROUGE", advice),
         quiet, eager_mode(device), generation(model, device, dtype, num_beams) as generate,
     ):  # fmt: skip
-        generate(**inputs, max_new_tokens=3)
+        generate(batch, 3)
 
 
 def generated_texts(

@@ -271,8 +271,8 @@ def new_model(
     if directory is not None:
         model.config.name_or_path = str(directory)  # exports keep the form of its files
         load, options = transformers.GenerationConfig.from_pretrained, {}
-        if not (directory / "generation_config.json").is_file():
-            # An older model. Private, because from_model_config takes no directory.
+        if not (directory / "generation_config.json").is_file():  # an older model
+            # Private, because from_model_config takes a config, which drops these settings.
             options = {"config_file_name": "config.json", "_from_model_config": True}
         with explain_errors(f"{directory} has invalid settings for generation"):
             model.generation_config = load(directory, **options)

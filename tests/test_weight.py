@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5052, 37348),
-    "gpt2_fsdp.py": (4834, 35662),
-    "llama_fsdp.py": (6036, 45573),
-    "runtime/": (4945, 36645),
+    "T5_training.py": (5052, 37380),
+    "gpt2_fsdp.py": (4832, 35681),
+    "llama_fsdp.py": (6036, 45619),
+    "runtime/": (4946, 36703),
 }
 
 
