@@ -42,8 +42,10 @@ stop_reason end_turn recipient"""
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call"}
 KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
 CHATML = r"""{{- bos_token or '' -}}
-{%- for turn in messages -%}
-{{- '<|im_start|>' + turn['role'] + '\n' + turn['content'] + '<|im_end|>\n' -}}{%- endfor -%}
+{%- for turn in messages -%}{{- '<|im_start|>' + turn['role'] + '\n' -}}
+{%- set thought = turn['reasoning_content'] or turn['thinking'] -%}
+{{- '<think>\n' + thought + '\n</think>\n\n' if thought else '' -}}
+{{- turn['content'] + '<|im_end|>\n' -}}{%- endfor -%}
 {{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
 # Each question and its answer form a text from BOS to EOS. The markers are plain text.
 LLAMA_2 = r"""{%- set turns, head = messages, '' -%}

@@ -383,6 +383,45 @@ def test_template_that_drops_content_is_refused(template, chat, message):
         encode([USER, ASSISTANT], known_tokenizer("chatml"), [TOOL])
 
 
+@pytest.mark.parametrize("chat", [CHAT, [USER, ASSISTANT | {"thinking": "Hm."}]])
+def test_chat_trains_with_the_template_that_a_refusal_names(chat):
+    tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=ASKS_FOR_THOUGHTS)
+    with pytest.raises(ValueError, match="Or pass --chat-template chatml"):
+        encode(chat, tokenizer)
+    tokenizer.chat_template = chats.CHATML
+    [(ids, labels)] = encode(chat, tokenizer)
+    thought = "<think>\nHm.\n</think>\n\n" if "thinking" in chat[-1] else ""
+    answers = [turn["content"] + "<|im_end|>" for turn in chat if turn["role"] == "assistant"]
+    assert "".join(target_texts(ids, labels, tokenizer)) == thought + "".join(answers) + "</s>"
+
+
+def test_targets_are_those_of_trls_training_templates():
+    """Except that TRL trains on the end of a prompt if its template renders it with the answer."""
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    compared = 0
+    for path in sorted(folder.glob("*_training.jinja")):
+        tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=path.read_text())
+        for chat in ([USER, ASSISTANT], [USER, ASSISTANT | {"reasoning_content": "Hm."}]):
+            try:
+                [(ids, labels)] = encode(chat, tokenizer)
+            except ValueError as error:
+                assert any(x in str(error) for x in ("generation prompt", "drops", "rejects"))
+                continue
+            options = {"return_dict": True, "return_assistant_tokens_mask": True}
+            out = tokenizer.apply_chat_template(chat, **options)
+            pairs = zip(out["input_ids"], out["assistant_masks"], strict=True)
+            theirs = tokenizer.decode([token for token, is_target in pairs if is_target]).rstrip()
+            ours = "".join(target_texts(ids, labels, tokenizer)).removesuffix("</s>").rstrip()
+            prompt = tokenizer.apply_chat_template(
+                chat[:1], tokenize=False, add_generation_prompt=True
+            )
+            theirs = theirs.removesuffix("</s>").rstrip()
+            assert theirs.endswith(ours), path.name
+            assert prompt.endswith(theirs.removesuffix(ours)), path.name
+            compared += 1
+    assert compared > 25
+
+
 def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
     (tmp_path / "own.jinja").write_text(CHATML)
     for original, flag, template, message in (

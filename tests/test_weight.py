@@ -11,8 +11,8 @@ from tools.copy_script import needed_files
 LIMITS = {  # lines, syntax nodes
     "T5_training.py": (5052, 37380),
     "gpt2_fsdp.py": (4832, 35681),
-    "llama_fsdp.py": (6036, 45619),
-    "runtime/": (4946, 36703),
+    "llama_fsdp.py": (6038, 45619),
+    "runtime/": (4948, 36703),
 }
 
 
