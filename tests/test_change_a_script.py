@@ -1,5 +1,6 @@
 """The diffs of docs/change-a-script.md, applied to copies of the scripts."""
 
+import json
 import math
 import re
 import shutil
@@ -17,7 +18,7 @@ EDITS = re.search("<!-- z-loss -->(.*)<!-- accuracy -->(.*)<!-- end -->", PAGE, 
 Z_LOSS, ACCURACY = EDITS.groups()
 BEFORE, SECTION = PAGE.replace(Z_LOSS, "").replace(ACCURACY, "").split("## Recipes")
 SECTION, AFTER = SECTION.split("<!-- recipes end -->")
-RECIPES = dict(re.findall(r"<!-- ([a-z ]+) -->\n(```diff.*?```)", SECTION, re.S))
+RECIPES = dict(re.findall(r"<!-- ([a-z ]+) -->\n(.*?)(?=<!--|\Z)", SECTION, re.S))
 OTHERS = BEFORE + AFTER
 
 
@@ -103,8 +104,10 @@ def test_documented_diffs_add_z_loss_and_accuracy(script, request, tmp_path):
     assert min(accuracies) >= 0 and 0 < max(accuracies) < 1
 
 
-def run_recipe(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Train with a copy of gpt2_fsdp.py that one recipe, or none, has changed."""
+def run_recipe(
+    name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch, script: str = "gpt2_fsdp"
+) -> None:
+    """Train with a copy of a script that one recipe, or none, has changed."""
     text = RECIPES.get(name, "")
     if name == "average":
         monkeypatch.syspath_prepend(ROOT / "tests/helpers")
@@ -112,11 +115,22 @@ def run_recipe(name: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> 
         ema = BEFORE[start:].replace("+from lion import Lion\n", "")
         text = ema + text
     assert text.count("\n+") <= 10
-    module = ModuleType("gpt2_fsdp")
-    module.__file__ = str(ROOT / "gpt2_fsdp.py")
-    exec(compile(apply_diffs("gpt2_fsdp", text), module.__file__, "exec"), vars(module))
+    module = ModuleType(script)
+    module.__file__ = str(ROOT / f"{script}.py")
+    exec(compile(apply_diffs(script, text), module.__file__, "exec"), vars(module))
     assert module.fsdp_main(parse_flags(module, flags)) == 0
-    return module
+
+
+def test_exact_answers_are_counted(tmp_path, monkeypatch):
+    turns = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text((json.dumps({"messages": turns}) + "\n") * 40)
+    flags = ["--model-name=tiny", "--attention=sdpa", f"--dataset={path}", f"--val-dataset={path}",
+             "--max-seq-length=32", "--max-steps=60", "--lr=1e-2",
+             f"--output-dir={tmp_path / 'output'}"]  # fmt: skip
+    run_recipe("exact answers", flags, monkeypatch, "llama_fsdp")
+    values = [line["exact"] for line in metrics(tmp_path / "output", "val")]
+    assert values[0] == 0 and values[-1] == 1
 
 
 def test_recipes_do_what_they_say(gpt2_directory, tmp_path, monkeypatch, capfd):
@@ -124,7 +138,7 @@ def test_recipes_do_what_they_say(gpt2_directory, tmp_path, monkeypatch, capfd):
              "--num-train-samples=40", "--num-val-samples=4", "--precision=fp32", "--lr=1e-2",
              "--batch-size=2", "--max-steps=6", "--eval-every=1", "--log-every=1",
              "--lr-schedule=constant", "--warmup-ratio=0"]  # fmt: skip
-    outputs = {name: tmp_path / name for name in ["plain", *RECIPES]}
+    outputs = {name: tmp_path / name for name in ["plain", *RECIPES] if name != "exact answers"}
     for name, output in outputs.items():
         if name != "early stopping":
             run_recipe(name, [*flags, f"--output-dir={output}"], monkeypatch)
