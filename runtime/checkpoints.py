@@ -36,7 +36,6 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -53,22 +52,18 @@ STATE = "train_state.json"
 SAVED = (torch.Tensor, int, float)  # types that a checkpoint contains
 FULL = "full.pt"  # the one file of --checkpoint-type full
 DCP = "torch.distributed.checkpoint"
-ALLOWED = {  # names by module
-    "pathlib": {"PosixPath"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    f"{DCP}.filesystem": {"_StorageInfo"},
-    f"{DCP}.metadata": {
-        "BytesStorageMetadata",  # rejected later, with the entry's name
-        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-    },
+# What `.metadata` may use. BytesStorageMetadata is missing, because DCP would unpickle its entry.
+ALLOWED = {
+    "pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout",
+    f"{DCP}.filesystem._StorageInfo", f"{DCP}.metadata.ChunkStorageMetadata",
+    f"{DCP}.metadata.Metadata", f"{DCP}.metadata.MetadataIndex", f"{DCP}.metadata.StorageMeta",
+    f"{DCP}.metadata.TensorProperties", f"{DCP}.metadata.TensorStorageMetadata",
+    f"{DCP}.metadata._MEM_FORMAT_ENCODING",
 }  # fmt: skip
 # Keys of a config that describe its files.
 OF_FILES = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}
 PLACES = {"output_dir", "model_name", "dataset", "val_dataset", "data_dir"}  # may differ by node
 VERSION = "Transformers"  # the key of the library's version
-SETS = "--dataset"  # the key of the names of the data sets
 SAMPLES = 256  # most samples that are read of a data set that is not a `datasets.Dataset`
 
 # torch.save would checksum every tensor, a tenth of a save's time. `file_sum` sums whole files.
@@ -173,7 +168,6 @@ class _Writer(dcp.FileSystemWriter):
             "numbers": state.changed_numbers(),
             "ranks": [dist.get_world_size(), state.device.type],
         }
-        self.device = state.device
         self.full = full
         self.stager = stager
         # FSDP1's shards are copies: a second one would double a save's memory and time.
@@ -195,8 +189,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Future:
         """Write this rank's shards; add their checksums to the results that rank 0 receives."""
-        if self.device.type != "cpu":  # or the thread of every rank would use GPU 0
-            torch.accelerator.set_device_index(self.device.index)
+        ranks.local_device()  # makes it current, or the thread of every rank would use GPU 0
         results = super().write_data(plan, planner)
         return results.then(lambda done: [*done.value(), dict(self.fs.sums)])
 
@@ -323,10 +316,9 @@ def _options(model: nn.Module) -> dcp_state.StateDictOptions:
 def _all_tensors(state: State) -> dict[str, Any]:
     """Return nested dicts of the tensors to save: model, optimizer, others and random states."""
     options = _options(state.model)
-    numbers = state.numbers()
+    values = state.outer_values()
     model, optimizer = dcp_state.get_state_dict(state.model, state.optimizer, options=options)
-    for place, values in zip(state.places(), numbers, strict=True):
-        place |= values  # PyTorch calls `step` of an optimizer without state
+    state.set_numbers(values)  # PyTorch calls `step` of an optimizer without state
     # DCP would pickle the settings. A resume uses those of the new optimizer.
     del optimizer["param_groups"]
     for path, value in pytree.tree_flatten_with_path(optimizer)[0]:
@@ -362,13 +354,13 @@ def _generators() -> list[Any]:
 def _other_tensors(state: State) -> dict[str, torch.Tensor]:
     """Return tensors and numbers in `state.others` by name, plain tensors also by rank."""
     tensors = {}
-    for name, other in state.others.items():
-        for path, value in pytree.tree_flatten_with_path(other.state_dict())[0]:
-            key = name + pytree.keystr(path)
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-                key += f" of rank {dist.get_rank()}"
-            if isinstance(value, SAVED):
-                tensors[key] = torch.as_tensor(value)
+    states = {name: other.state_dict() for name, other in state.others.items()}
+    for (name, *path), value in pytree.tree_flatten_with_path(states)[0]:
+        key = name.key + pytree.keystr(path)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            key += f" of rank {dist.get_rank()}"
+        if isinstance(value, SAVED):
+            tensors[key] = torch.as_tensor(value)
     return tensors
 
 
@@ -381,13 +373,15 @@ def _read_others(fill: Callable, state: State, world_size: int) -> None:
         raise ValueError(f"{text} Start as many, or make them DTensors.")
     fill({"others": tensors})
     loaded = iter(tensors.values())
+
+    def replace(value: Any) -> Any:
+        if not isinstance(value, SAVED):
+            return value
+        tensor = next(loaded)
+        return tensor if torch.is_tensor(value) else type(value)(tensor.item())
+
     for other in state.others.values():
-        values, structure = pytree.tree_flatten(other.state_dict())
-        for i, value in enumerate(values):
-            if isinstance(value, SAVED):
-                tensor = next(loaded)
-                values[i] = tensor if torch.is_tensor(value) else type(value)(tensor.item())
-        other.load_state_dict(pytree.tree_unflatten(values, structure))
+        other.load_state_dict(pytree.tree_map(replace, other.state_dict()))
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -455,9 +449,8 @@ def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: in
         state.scheduler.step()
     if (lr := state.scheduler.get_last_lr()[0]) != saved["lr"]:
         ranks.say(f"With these flags the learning rate goes from {saved['lr']:.3g} to {lr:.3g}.")
-    places = state.places()
-    for place, first, numbers in zip(places, state.initial_numbers, saved["numbers"], strict=True):
-        place |= first | numbers  # reading the optimizer calls its `step`
+    state.set_numbers(state.initial_values)  # reading the optimizer calls its `step`
+    state.set_numbers(saved["numbers"])
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
@@ -474,32 +467,13 @@ def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: in
     ranks.say(f"Saved by {saved['ranks'][0]} processes, resuming with {here[0]}: dropout reseeded.")
 
 
-class SafeReader(dcp.FileSystemReader):
-    """A DCP reader that accepts only tensors, and keeps the metadata for further loads."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata; raise ValueError if it could run code or has non-tensors."""
-        if self._metadata is not None:
-            return self._metadata
-        with ranks.explain_errors(f"{self.path}/.metadata is not a checkpoint's", "Delete it."):
-            metadata = _MetadataUnpickler((self.path / ".metadata").open("rb")).load()
-            entries = metadata.state_dict_metadata.items()
-        for name, entry in entries:
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{self.path} contains {name}, which is not a tensor.")
-        self._metadata = metadata
-        return metadata
-
-
 class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that allows only the classes of DCP's checkpoint metadata, and dtypes."""
+    """An unpickler that allows only dtypes and the names in ALLOWED."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class if it is in ALLOWED; otherwise raise UnpicklingError."""
+        """Return what `module` calls `name`; raise UnpicklingError if it is not allowed."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not (is_dtype or name in ALLOWED.get(module, ())):
+        if not (is_dtype or f"{module}.{name}" in ALLOWED):
             raise pickle.UnpicklingError(f"it uses {module}.{name}, which could run code")
         return super().find_class(module, name)
 
@@ -513,8 +487,10 @@ def open_checkpoint(path: Path) -> Callable[[dict[str, Any]], None]:
         with ranks.explain_errors(f"{path / FULL} is not a file of tensors", "Delete it."):
             stored = torch.load(path / FULL, weights_only=True, mmap=True)
         return partial(_copy_shards, stored)
-    reader = SafeReader(path)
-    reader.read_metadata()  # dcp.load would wrap its ValueError in another error
+    with ranks.explain_errors(f"{path}/.metadata is not a checkpoint's", "Delete it."):
+        metadata = _MetadataUnpickler((path / ".metadata").open("rb")).load()
+    reader = dcp.FileSystemReader(path)
+    reader.read_metadata = lambda: metadata  # its own method would run code
     return partial(dcp.load, storage_reader=reader, process_group=ranks.cpu_group())
 
 
@@ -554,7 +530,7 @@ def data_identity(args: Namespace, loader: DataLoader, val_loaders: dict) -> dic
     sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
     digests = {name: data_digest(dataset) for name, dataset in sets.items()}
     identity = compare_ranks({name: digest for name, digest in digests.items() if digest})
-    identity[SETS] = " ".join([*args.dataset, *args.val_dataset])
+    identity["--dataset"] = " ".join([*args.dataset, *args.val_dataset])
     identity |= {"--seed": args.seed, "global batch": loader.batch_sampler.global_batch}
     return identity | {"--group-by-length": vars(args).get("group_by_length", False)}
 
@@ -592,11 +568,11 @@ def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
 def compare_starts(path: Path, saved: dict[str, Any], here: dict[str, Any]) -> None:
     """Raise ValueError with all differences between the run that saved `path` and this one."""
     was = {name: saved.get(name) for name in here if here[name] != saved.get(name)}
-    if not was.keys() - {VERSION, SETS}:  # may differ, but may explain other differences
+    if not was.keys() - {VERSION, "--dataset"}:  # may differ, but may explain other differences
         return
     text = "; ".join(f"{name} is {here[name]}, was {was[name]}" for name in was)
-    if any("data" in name for name in was) and SETS not in was:
-        text += f", in {SETS} {here[SETS]}"
+    if any("data" in name for name in was) and "--dataset" not in was:
+        text += f", in --dataset {here['--dataset']}"
     remedy = "Pass the flags, model, data and optimizer of that run, or another --output-dir."
     if batch := was.get("global batch"):
         remedy += f" --global-batch-size {batch} keeps the batch if the processes divide {batch}."

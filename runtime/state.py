@@ -85,7 +85,7 @@ class State:
     ended_of: int = 0  # the `total_steps` of which the script has ended the run early
 
     def __post_init__(self) -> None:
-        self.initial_numbers, self.unsaved = self.numbers(), self.other_values()
+        self.initial_values = self.outer_values()
         try:
             inspect.signature(type(self.optimizer).step).bind(self.optimizer, closure=None)
         except TypeError:
@@ -102,32 +102,29 @@ class State:
         """Return the device that computes; with --cpu-offload the parameters are elsewhere."""
         return local_device()
 
-    def places(self) -> list[dict[str, Any]]:
-        """Return where the optimizer has numbers outside of its `state`: its param_groups, and last
-        its attributes."""
-        return [*self.optimizer.param_groups, vars(self.optimizer)]
-
-    def numbers(self) -> list[dict[str, float]]:
-        """Return the numbers in each of the places, except settings and truths in attributes, which
-        say whether something was set up."""
-        *groups, attributes = self.places()
-        attributes = {k: x for k, x in attributes.items() if not isinstance(x, bool)}
-        return [
-            {k: x for k, x in place.items() if isinstance(x, int | float) and k not in SETTINGS}
-            for place in (*groups, attributes)
-        ]
-
-    def other_values(self) -> str:
-        """Return the other values in the param_groups, except settings, as text."""
-        values = (x for group in self.optimizer.param_groups for x in group.items())
-        numbers = int, float, type(None)
-        return repr([(k, x) for k, x in values if k not in SETTINGS and not isinstance(x, numbers)])
+    def outer_values(self) -> list[dict[str, Any]]:
+        """Return what the optimizer keeps outside of its `state`: the values in each of its
+        param_groups, except settings, as numbers or text, and last its attributes if numbers."""
+        groups = [
+            {k: x if isinstance(x, int | float) else repr(x)
+             for k, x in group.items() if k not in SETTINGS}
+            for group in self.optimizer.param_groups
+        ]  # fmt: skip
+        attributes = vars(self.optimizer).items()
+        return [*groups, {k: x for k, x in attributes if type(x) in (int, float)}]
 
     def changed_numbers(self) -> list[dict[str, float]]:
-        """Return those that the optimizer has changed, such as a schedule-free one its `k`. Raise
-        ValueError if it has changed other values, because checkpoints do not contain them."""
-        if self.other_values() != self.unsaved:
+        """Return the numbers among them that the optimizer has changed, such as a schedule-free
+        one its `k`. Raise ValueError if it has changed others: checkpoints do not contain them."""
+        pairs = zip(self.outer_values(), self.initial_values, strict=True)
+        changed = [{k: x for k, x in now.items() if x != first.get(k)} for now, first in pairs]
+        if any(isinstance(x, str) for values in changed for x in values.values()):
             text = "The optimizer changes tensors or lists in its param_groups"
             raise ValueError(f"{text}. Keep them in its `state`, as tensors.")
-        pairs = zip(self.numbers(), self.initial_numbers, strict=True)
-        return [{k: x for k, x in now.items() if x != first.get(k)} for now, first in pairs]
+        return changed
+
+    def set_numbers(self, values: list[dict[str, Any]]) -> None:
+        """Give the optimizer the numbers in `values`, which are as `outer_values` returns them."""
+        places = [*self.optimizer.param_groups, vars(self.optimizer)]
+        for place, new in zip(places, values, strict=True):
+            place |= {k: x for k, x in new.items() if not isinstance(x, str)}

@@ -147,7 +147,7 @@ def hostile_full_file(path: Path, marker: Path) -> None:
 @pytest.mark.parametrize("attack, message", [
     (hostile_metadata, "mkdir, which could run code"),
     (hostile_class, "mkdir, which could run code"),
-    (hostile_tensor, "which is not a tensor"),
+    (hostile_tensor, "BytesStorageMetadata, which could run code"),
     (hostile_full_file, "is not a file of tensors"),
 ])  # fmt: skip
 def test_hostile_checkpoint_runs_no_code(attack, message, flags, marker, tmp_path, capfd):
