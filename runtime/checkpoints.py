@@ -472,6 +472,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what `module` calls `name`; raise UnpicklingError if it is not allowed."""
+        module = module.removesuffix("._local")  # pathlib's classes, if Python 3.13 saved them
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (is_dtype or f"{module}.{name}" in ALLOWED):
             raise pickle.UnpicklingError(f"it uses {module}.{name}, which could run code")

@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import pathlib
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +144,16 @@ def hostile_tensor(path: Path, marker: Path) -> None:
 def hostile_full_file(path: Path, marker: Path) -> None:
     """Replace the file of a full checkpoint with a pickle that runs code."""
     rewrite(path, "full.pt", lambda file: torch.save({"model": Hostile(marker)}, file))
+
+
+def test_checkpoint_that_python_3_13_saved_resumes(flags, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(pathlib.PosixPath, "__module__", "pathlib._local")
+        patch.setitem(sys.modules, "pathlib._local", pathlib)
+        run(flags, tmp_path, "--max-steps", "2")
+    assert b"pathlib._local" in (tmp_path / "checkpoints/step-00000002/.metadata").read_bytes()
+    run(flags, tmp_path, "--max-steps", "4")
+    assert (tmp_path / "checkpoints/step-00000004").is_dir()
 
 
 @pytest.mark.parametrize("attack, message", [
