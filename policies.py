@@ -215,20 +215,20 @@ def fuse(model: nn.Module) -> None:
         for name, child in module.named_children():
             if isinstance(child, NewGELUActivation):
                 setattr(module, name, nn.GELU(approximate="tanh"))
-        for name in [name for name, x in vars(module).items() if isinstance(x, float)]:
-            if _is_rms_norm(module, getattr(module, name)):
-                module.__class__ = _fused_class(type(module), name)
+        for eps in [x for x in vars(module).values() if isinstance(x, float)]:
+            if _is_rms_norm(module, eps):
+                module.__class__ = _fused_class(type(module), eps)
 
 
 @functools.cache
-def _fused_class(kind: type[nn.Module], eps: str) -> type[nn.Module]:
-    """Return a class of RMS norms whose field `eps` has the epsilon. All layers share it, so that
-    torch.compile shares their graphs."""
+def _fused_class(kind: type[nn.Module], eps: float) -> type[nn.Module]:
+    """Return the class of RMS norms with epsilon `eps`. All layers share it, so that torch.compile
+    shares their graphs."""
 
     def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.dtype != self.weight.dtype:  # models differ in the dtype that they return
             return kind.forward(self, hidden)
-        return F.rms_norm(hidden, self.weight.shape, self.weight, getattr(self, eps))
+        return F.rms_norm(hidden, self.weight.shape, self.weight, eps)
 
     return type(kind.__name__, (kind,), {"forward": forward})
 

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import export, ranks, weights
 from .checkpoints import checksum
-from .options import INSTALL, as_flag, defaults, flag
+from .options import INSTALL, as_flag, flag
 from .weights import ADAPTER
 
 BLOCK = 64  # weights that share a scale
@@ -47,7 +47,7 @@ class Options:
     def problems(self) -> list[str]:
         """Return a message for each flag of LoRA or 4-bit weights that cannot work."""
         if not self.lora_rank:
-            changed = [k for k, x in defaults(Options).items() if getattr(self, k) != x]
+            changed = [k for k, x in vars(Options()).items() if getattr(self, k) != x]
             return [f"{as_flag(name)} needs adapters. Pass --lora-rank." for name in changed]
         problems = []
         if self.strategy in FSDP1_ONLY:
@@ -106,13 +106,14 @@ def add(
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    lora = Lora(config, args.model_name, args.merge, args.load_in_4bit, source)
+    values = {name: x.flatten()[x.numel() // 2].item() for name, x in source.items()}
     for name, parameter in model.named_parameters():
         if source and ADAPTER in name:  # on rank 0; same initialization as peft
             source[name] = torch.zeros(parameter.shape)
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
-    return lora
+    base_checksum = checksum(sorted(values.items()))
+    return Lora(config, args.model_name, args.merge, args.load_in_4bit, base_checksum)
 
 
 def projections(
@@ -139,20 +140,15 @@ def fits_4bit(model: PreTrainedModel, name: str) -> bool:
     return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
 
 
+@dataclass
 class Lora:
-    """The adapters of a model, described by peft's `config`: the only part that is trained, saved
-    and exported."""
+    """The adapters of a model, the only part that is trained, saved and exported."""
 
-    def __init__(
-        self, config: Any, base: str, merge: bool, in_4bit: bool, source: weights.Source
-    ) -> None:
-        self.config = config
-        self.base = base
-        self.merge = merge
-        self.in_4bit = in_4bit
-        # A checksum of one value per tensor shows whether a resume has the same base model.
-        values = {name: x.flatten()[x.numel() // 2].item() for name, x in source.items()}
-        self.checksum = checksum(sorted(values.items()))
+    config: Any  # of peft
+    base: str  # --model-name
+    merge: bool
+    in_4bit: bool
+    checksum: str  # of one value per tensor: shows whether a resume has the same base model
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must not change when a run with adapters resumes."""

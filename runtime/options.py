@@ -15,7 +15,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -90,25 +90,18 @@ def declarations(options: type) -> dict[str, tuple[type, Any, Any]]:
     """Return by field the class that declares it, its annotation, and its metadata there."""
     result = {}
     for base in options.__mro__:  # the first class that declares a field comes last
-        for name, annotation in (get_type_hints(base) if base is not object else {}).items():
+        for name, annotation in get_type_hints(base).items():
             metadata = base.__dataclass_fields__[name].metadata
             if metadata and name in inspect.get_annotations(base):
                 result[name] = base, annotation, metadata
     return result
 
 
-def defaults(options: type) -> dict[str, Any]:
-    """Return the default of each flag by name."""
-    factories = {x.name: x.default_factory for x in fields(options)}
-    values = {x.name: x.default for x in fields(options)}
-    return {k: factories[k]() if x is MISSING else x for k, x in values.items()}
-
-
 def make_parser(options: type) -> Parser:
     """Return the parser of a class of options, with a group of flags for each title."""
     parser = Parser(inspect.getmodule(options).__doc__ or "\n\n")
     groups: dict[str, Any] = {}
-    values = defaults(options)
+    values = vars(options())
     for name, (base, annotation, metadata) in declarations(options).items():
         title = base.__doc__.partition("\n")[0]
         group = groups.setdefault(title, parser.add_argument_group(title))
@@ -118,9 +111,8 @@ def make_parser(options: type) -> Parser:
 
 def _argument(annotation: Any, default: Any, metadata: Any) -> dict[str, Any]:
     """Return the keyword arguments of `add_argument` for a flag."""
-    types = [x for x in get_args(annotation) if x is not type(None)]
-    if types and get_origin(annotation) not in (Literal, list):
-        annotation = types[0]  # of X | None
+    if type(None) in get_args(annotation):
+        annotation = get_args(annotation)[0]  # of X | None
     text = metadata["help"].replace("%", "%%")
     if default not in (None, False, []):
         text = re.sub(r" \(default: .*\)$", "", text) + f" (default: {default})"
@@ -165,14 +157,13 @@ def parse(options: type, argv: list[str] | None = None, tiny: type | None = None
 
 def derive(args: Any) -> list[str]:
     """Set the values that depend on others; return a message for each problem."""
-    bases = [base for base in type(args).__mro__ if base is not object]
     problems = []
-    for base in bases:
+    for base in type(args).__mro__:
         try:
             vars(base).get("derive", lambda _: None)(args)
         except ValueError as error:
             problems.append(str(error))
-    for base in bases:
+    for base in type(args).__mro__:
         problems += vars(base).get("problems", lambda _: [])(args)
     return problems
 
@@ -191,9 +182,9 @@ def cut_global_batch(args: Any, processes: int) -> None:
             f"--global-batch-size {total} is not a multiple of {processes} processes. "
             f"Pass {total - remainder + processes}."
         )
-    counts = (n for n in range(1, per_rank + 1) if per_rank % n == 0)
-    args.gradient_accumulation_steps = next(n for n in counts if per_rank // n <= args.batch_size)
-    args.batch_size = per_rank // args.gradient_accumulation_steps
+    sizes = range(min(args.batch_size, per_rank), 0, -1)
+    args.batch_size = next(size for size in sizes if per_rank % size == 0)
+    args.gradient_accumulation_steps = per_rank // args.batch_size
 
 
 @dataclass

@@ -327,7 +327,7 @@ def read_model(args: Options) -> Model:
     config = load_config(args.model_name)
     script = load_script(args, config)
     is_tiny = hub_id(args.model_name) == "tiny"
-    flags = options.defaults(script.TinyOptions if is_tiny else script.Options)
+    flags = vars(script.TinyOptions() if is_tiny else script.Options())
     for name, default in (("lora_rank", 0), ("optimizer", "adamw")):
         if getattr(args, name) != default and name not in flags:
             raise ValueError(
