@@ -224,8 +224,8 @@ def train(
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = output.device
     lengths = data.source_lengths(train_set) if args.group_by_length else None
-    sampler = batches.train_sampler(  # same order on any number of ranks
-        train_set, args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
+    sampler = batches.GlobalBatchSampler(  # same order on any number of ranks
+        len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
     )
     collate = data.collator(model)
     loader = DataLoader(

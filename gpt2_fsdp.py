@@ -276,8 +276,8 @@ def train(
 ) -> bool:  # fmt: skip
     """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
     device = output.device
-    sampler = batches.train_sampler(  # same order on any number of ranks
-        train_set, args.batch_size, args.gradient_accumulation_steps, args.seed
+    sampler = batches.GlobalBatchSampler(  # same order on any number of ranks
+        len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed
     )
     loader = DataLoader(
         train_set, batch_sampler=sampler, collate_fn=data.collate, pin_memory=device.type != "cpu",

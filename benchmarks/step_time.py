@@ -167,7 +167,7 @@ def worker(options: argparse.Namespace, directory: str) -> None:
             loops[name] = runs[name].loop
         else:
             runs[name] = Bare(args, *PEERS[name](args))
-            sampler = batches.train_sampler(rows, args.batch_size, 1, args.seed)
+            sampler = batches.GlobalBatchSampler(len(rows), args.batch_size, 1, args.seed)
             loader = DataLoader(rows, batch_sampler=sampler, collate_fn=llama_fsdp.data.collate)
             loops[name] = functools.partial(runs[name].loop, loader)
     results = relay(loops, math.ceil(options.steps / turn), device, turn)

@@ -35,6 +35,8 @@ class GlobalBatchSampler:
     that the longest comes first: if it does not fit in memory, the run fails at once.
 
     Set `epoch` and `consumed` (samples of all ranks) to resume without loading earlier samples.
+
+    Raise ValueError if there are fewer samples to train on than ranks.
     """
 
     def __init__(
@@ -52,6 +54,9 @@ class GlobalBatchSampler:
         self.lengths = None if lengths is None else torch.tensor(lengths)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        if seed is not None and num_samples < self.world_size:
+            raise ValueError(f"{num_samples} training samples are fewer than the {self.world_size} "
+                             "processes. Start fewer, or pass more data.")  # fmt: skip
         self.global_batch = batch_size * accumulation * self.world_size
         self.steps_per_epoch = math.ceil(num_samples / self.global_batch)
         self.epoch = 0
@@ -93,21 +98,6 @@ class GlobalBatchSampler:
     def __len__(self) -> int:
         steps = math.ceil((self.num_samples - self.consumed) / self.global_batch)
         return steps * self.accumulation
-
-
-def train_sampler(
-    dataset: Any, batch_size: int, accumulation: int, seed: int, lengths: list[int] | None = None
-) -> GlobalBatchSampler:
-    """Return the sampler of the training set `dataset`, grouped by `lengths` if they are given.
-
-    Raise ValueError if there are fewer samples than processes.
-    """
-    if len(dataset) < dist.get_world_size():
-        raise ValueError(
-            f"{len(dataset)} training samples are fewer than the {dist.get_world_size()} "
-            "processes. Start fewer processes, or pass more data."
-        )
-    return GlobalBatchSampler(len(dataset), batch_size, accumulation, seed, lengths)
 
 
 def block_stops(_: int) -> None:

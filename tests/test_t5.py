@@ -140,6 +140,8 @@ def test_length_groups_keep_every_sample_at_any_world_size(monkeypatch):
     whole.epoch, whole.consumed = 1, 0
     common = {frozenset(step) for step in steps} & {frozenset(step) for step in whole.steps()}
     assert len(common) <= 1  # the epochs group samples differently
+    with pytest.raises(ValueError, match="1003 training samples are fewer than the 1004 proc"):
+        sampler(1004)
 
 
 def test_schedules_follow_their_formulas():
