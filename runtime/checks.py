@@ -93,7 +93,7 @@ def fit_config(
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
     """Raise ValueError if a model has fewer positions than `length`; relative ones are no limit."""
     positions = getattr(config, "max_position_embeddings", None) or length
-    if length > positions:
+    if 0 < positions < length:  # XLNet has -1, which is no limit
         raise ValueError(f"{flag} {length} is above the model's {positions} positions.")
 
 

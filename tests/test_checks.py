@@ -16,7 +16,7 @@ from torch import nn
 
 import llama_fsdp
 from benchmarks.driven import parse_flags
-from runtime.checks import fit_config
+from runtime.checks import check_length, fit_config
 
 NOT_A_SUM = "summed_loss is not a sum over target tokens"
 OTHER_LOGITS = "The logits behind the loss differ from the model's own by"
@@ -214,6 +214,13 @@ def fit(config: transformers.PretrainedConfig, model_class: type, model_name: st
     """Call `fit_config` without a sequence length to check."""
     args = argparse.Namespace(model_name=model_name, export_only=False)
     fit_config(args, model_class, config)
+
+
+def test_length_is_limited_by_positions_if_the_config_has_some():
+    for config in (transformers.XLNetConfig(), transformers.T5Config()):  # -1, and none
+        check_length("--block-size", 64, config)
+    with pytest.raises(ValueError, match="--block-size 64 is above the model's 32 positions"):
+        check_length("--block-size", 64, transformers.GPT2Config(n_positions=32))
 
 
 def test_layerdrop_is_switched_off(device, capfd):

@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5007, 37010),
-    "gpt2_fsdp.py": (4789, 35342),
-    "llama_fsdp.py": (5989, 45220),
-    "runtime/": (4899, 36315),
+    "T5_training.py": (5007, 37012),
+    "gpt2_fsdp.py": (4789, 35344),
+    "llama_fsdp.py": (5989, 45222),
+    "runtime/": (4899, 36317),
 }
 
 
