@@ -89,7 +89,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     size = args.block_size
     columns = readers.columns_of(name, rows)
     column = "text" if [*columns] == ["text"] else args.text_column
-    rows = readers.select(rows, [column, "input_ids", "labels"])
+    rows = readers.select(rows, [column, "input_ids"])
     joins_rows = "wikitext" in name.lower()  # its rows are lines of articles
 
     def from_texts(batch: list[dict]) -> list[list[dict]]:
@@ -103,8 +103,6 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
 
     def from_tokens(batch: list[dict]) -> list[list[dict]]:
         limit = "--block-size", size + 1
-        if any(-100 in (row.get("labels") or []) for row in batch):
-            raise ValueError("its labels exclude tokens, which only llama_fsdp.py does")
         ids = [readers.token_ids(row.get("input_ids"), *limit, tokenizer) for row in batch]
         return [[{"input_ids": x}] for x in ids]
 

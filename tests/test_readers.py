@@ -413,11 +413,3 @@ def test_bad_row_stops_a_run_with_one_error(tmp_path, capfd):
     stderr = capfd.readouterr().err
     assert "Traceback" not in stderr and stderr.count("error: ") == 1
     assert f"{path}, row 31: the assistant's turn is None, not text. Correct it, or" in stderr
-
-
-def test_blocks_whose_labels_exclude_tokens_are_refused(tmp_path):
-    path = tmp_path / "tokens.jsonl"
-    path.write_text(jsonl([*TOKENS, {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}]))
-    args = parse_flags(gpt2_fsdp, ["--model-name", "tiny", "--dataset", str(path)])
-    with pytest.raises(ValueError, match="row 31: its labels exclude tokens, which only llama_fs"):
-        gpt2_fsdp.data.load(args, ByT5Tokenizer())
