@@ -10,7 +10,7 @@ from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
     "T5_training.py": (5007, 37012),
-    "gpt2_fsdp.py": (4789, 35344),
+    "gpt2_fsdp.py": (4787, 35313),
     "llama_fsdp.py": (5989, 45222),
     "runtime/": (4899, 36317),
 }
