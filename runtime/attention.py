@@ -118,7 +118,7 @@ def automatic(
     config: PretrainedConfig, model_class: type[PreTrainedModel], length: int, precision: str
 ) -> str:
     """Return the first of flash, varlen, sdpa, eager that runs here and supports the model."""
-    if not model_class._supports_sdpa:
+    if not _has_sdpa(config, model_class):
         return "eager"
     window = getattr(config, "sliding_window", None) or length
     has_window = getattr(config, "use_sliding_window", True) and window < length
@@ -178,6 +178,11 @@ def _needs_mask(config: PretrainedConfig, length: int) -> bool:
     return chunk < length or bool(getattr(config, "attention_dropout", 0.0))
 
 
+def _has_sdpa(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> bool:
+    """Return whether a model may use sdpa, which has no soft cap (see `checks.fit_config`)."""
+    return model_class._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
+
+
 def set_attention(
     args: Namespace, config: PretrainedConfig, model_class: type[PreTrainedModel]
 ) -> str:
@@ -190,7 +195,7 @@ def set_attention(
         name = automatic(config, model_class, args.max_seq_length, args.precision)
         if name == "varlen" and args.compile and ranks.accelerator() is None:
             name = "sdpa"  # `per_document` would break the compiled graph
-    if name == "sdpa" and not model_class._supports_sdpa:
+    if name == "sdpa" and not _has_sdpa(config, model_class):
         raise ValueError(f"--attention sdpa: {model_class.__name__} lacks it. Pass eager.")
     if name not in ("flash", "varlen"):
         config._attn_implementation = name
@@ -198,7 +203,7 @@ def set_attention(
     if not model_class._supports_attention_backend or _needs_mask(config, args.max_seq_length):
         raise ValueError(
             f"--attention {name}: {model_class.__name__} needs its own attention, dropout or "
-            f"chunks. Pass --attention {'sdpa' if model_class._supports_sdpa else 'eager'}."
+            f"chunks. Pass --attention {'sdpa' if _has_sdpa(config, model_class) else 'eager'}."
         )
     kernel = varlen_kernel(name, args.precision)
     register(kernel, args.max_seq_length)

@@ -73,7 +73,9 @@ def fit_config(
         elif name.endswith(SWITCHED_OFF) and value:
             setattr(config, name, type(value)(0))
             say(f"{name} is set to 0 (the model has {value}).")
-    if "flash" in (config._attn_implementation or ""):  # the base's; --attention may choose it
+    if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        config._attn_implementation = "eager"  # with sdpa, some versions drop the cap in silence
+    elif "flash" in (config._attn_implementation or ""):  # the base's; --attention may choose it
         config._attn_implementation = None
     padding = getattr(config, "pad_token_id", None) or 0
     if not 0 <= padding < getattr(config, "vocab_size", padding + 1):

@@ -16,6 +16,7 @@ from torch import nn
 
 import llama_fsdp
 from benchmarks.driven import parse_flags
+from runtime.attention import set_attention
 from runtime.checks import check_length, fit_config
 
 NOT_A_SUM = "summed_loss is not a sum over target tokens"
@@ -237,6 +238,23 @@ def test_layerdrop_is_switched_off(device, capfd):
     fit(transformers.BartConfig(), transformers.BartForConditionalGeneration)
     fit(transformers.LlamaConfig(), llama_fsdp.LossModel)
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "T5Gemma"])
+def test_capped_attention_is_eager_in_versions_that_drop_the_cap_in_sdpa(name, monkeypatch):
+    """Transformers 5.10 says that these models support sdpa; 5.23 does not."""
+    config = getattr(transformers, f"{name}Config")()
+    fit(config, nn.Module)
+    assert config._attn_implementation == "eager"
+    if name == "Gemma2":
+        kind = transformers.Gemma2ForCausalLM
+        monkeypatch.setattr(kind, "_supports_sdpa", True)
+        args = argparse.Namespace(prepare_only=False, max_seq_length=8192, precision="fp32")
+        args.attention = "auto"
+        assert set_attention(args, config, kind) == "eager"
+        args.attention = "sdpa"
+        with pytest.raises(ValueError, match="Pass eager"):
+            set_attention(args, config, kind)
 
 
 @pytest.mark.parametrize("name, padding", [("T5", 1), ("GPT2", None), ("Llama", None)])
