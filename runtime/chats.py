@@ -25,7 +25,7 @@ TREES = ("parent_id", "message_tree_id")
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
 TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
-              "loss_weight")  # fmt: skip
+              "loss_scale", "loss_weight")  # fmt: skip
 COLUMNS = ("system", "system_prompt", "history", *INPUTS, "tools", "functions", "label", "kto_tag",
            *TRAIN_KEYS, *MEDIA, *(x for needed in FORMATS for x in needed))  # fmt: skip
 ROLES = ("system", "user", "assistant", "tool")
@@ -207,6 +207,8 @@ def read_turn(turn: dict) -> dict:
     call = turn.get("function_call")
     if (turn.get("role") or turn.get("from")) in CALLERS:
         call, content = content, None
+    if call and calls:
+        raise ValueError(f"the {role}'s turn has function_call and tool_calls. Remove one")
     if call:
         call = from_json(call)
         calls = as_list([call] if isinstance(call, dict) else call, "the function call")

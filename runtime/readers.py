@@ -190,7 +190,7 @@ def csv_lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     last line. Raise csv.Error where the rest cannot be read."""
     csv.field_size_limit(2**31 - 1)
     with open_text(path) as file:
-        delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;", key=file.readline().count)
+        delimiter = "\t" if suffix_of(path) == ".tsv" else max(",;\t|", key=file.readline().count)
         file.seek(0)
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:

@@ -507,7 +507,12 @@ def test_formats_give_the_same_chat(tmp_path):
         ({"messages": [USER, ASSISTANT | {"weight": 0.5}]}, "assistant's turn has weight 0.5. Use"),
         ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "the row excludes all assistant turns"),
         ({"messages": [USER, ASSISTANT], "train": False}, "the row excludes all assistant turns"),
+        ({"messages": [USER, ASSISTANT], "loss_scale": 0.5}, "the row has loss_scale 0.5. Use"),
         ({"messages": [USER, ASSISTANT | {"function_call": "f"}]}, "the function call is empty or"),
+        (
+            {"messages": [USER, CALL_TURN | {"function_call": {"name": "f", "arguments": "{}"}}]},
+            "turn has function_call and tool_calls. Remove one",
+        ),
         ({"messages": [USER, ASSISTANT | {"reasoning": "hm"}]}, "has reasoning, an unknown key"),
         ({"messages": [USER, ASSISTANT | {"content": "\ud800"}]}, "surrogates not allowed"),
         ({"messages": [USER, ASSISTANT], "images": ["x.png"]}, "the row has images, and"),

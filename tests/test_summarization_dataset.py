@@ -201,9 +201,8 @@ def test_docstrings_are_split_by_module():
     assert len(train) == 1500 and len(val["docstrings"]) == 300
 
 
-def write_rows(path, rows):
+def write_rows(path, rows, delimiter=","):
     if path.suffix in (".csv", ".tsv"):
-        delimiter = "\t" if path.suffix == ".tsv" else ","
         return write_csv(path, list(rows[0]), [x.values() for x in rows], delimiter=delimiter)
     if path.suffix == ".parquet":
         datasets.Dataset.from_list(rows).to_parquet(path)
@@ -215,9 +214,11 @@ def write_rows(path, rows):
     return path
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet"])
-def test_all_file_formats_give_the_same_pairs(tmp_path, suffix):
-    train, val = load(dataset=str(write_rows(tmp_path / f"x{suffix}", ROWS)), **COLUMNS)
+@pytest.mark.parametrize("suffix, delimiter", [(".csv", ","), (".csv", ";"), (".csv", "\t"),
+    (".csv", "|"), (".tsv", "\t"), (".json", ""), (".jsonl", ""), (".parquet", "")])  # fmt: skip
+def test_all_file_formats_give_the_same_pairs(tmp_path, suffix, delimiter):
+    path = write_rows(tmp_path / f"x{suffix}", ROWS, delimiter)
+    train, val = load(dataset=str(path), **COLUMNS)
     expected = [], []
     for row in ROWS:
         number = int(hashlib.blake2b(row["document"].encode(), digest_size=6).hexdigest(), 16)
