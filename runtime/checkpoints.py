@@ -37,7 +37,6 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -149,7 +148,7 @@ class Saver:
             return
         self.failures = 0
         if is_first:
-            prune(self.directory, self.args.keep_checkpoints, step_of(self._path))
+            prune(self.directory, self.args.keep_checkpoints, self.saved_step)
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -246,18 +245,11 @@ def file_sum(path: Path) -> list[int]:
     return [path.stat().st_size, crc]
 
 
-def step_of(path: Path) -> int:
-    """Return the step in the name of a checkpoint directory."""
-    return int(path.name.removeprefix("step-"))
-
-
-def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the directories named like checkpoints, oldest first, complete or not; rank 0 only.
-
-    Nothing reads or deletes directories with other names.
-    """
-    paths = [x for x in directory.glob("step-*") if re.fullmatch(r"step-\d{8,}", x.name)]
-    return sorted(paths, key=step_of)
+def list_checkpoints(directory: Path) -> dict[int, Path]:
+    """Return by step the directories named like checkpoints, oldest first, complete or not; rank 0
+    only. Nothing reads or deletes directories with other names."""
+    matches = [re.fullmatch(r"step-(\d{8,})", path.name) for path in directory.glob("step-*")]
+    return dict(sorted((int(x[1]), directory / x[0]) for x in matches if x))
 
 
 def prune(directory: Path, keep: int, step: int) -> None:
@@ -266,8 +258,8 @@ def prune(directory: Path, keep: int, step: int) -> None:
     Later ones are damaged. Otherwise the run would have resumed from them.
     """
     paths = list_checkpoints(directory)
-    complete = [x for x in paths if (x / STATE).is_file() and step_of(x) <= step]
-    for path in set(paths) - set(complete[-keep:]):
+    complete = [x for saved, x in paths.items() if saved <= step and (x / STATE).is_file()]
+    for path in {*paths.values()}.difference(complete[-keep:]):
         shutil.rmtree(path, ignore_errors=True)  # the next save deletes files in use on NFS
 
 
@@ -277,25 +269,25 @@ def find_newest(output: Path) -> Path | None:
     Print a line for each one that is skipped. Raise ValueError if all are damaged.
     """
     paths = ranks.on_rank_zero(list_checkpoints, output / "checkpoints")
-    for path in reversed(paths):
+    for step, path in reversed(paths.items()):
         try:
-            ranks.on_every_rank(_verify, path)
+            ranks.on_every_rank(_verify, step, path)
             return path
         except ValueError as error:
             ranks.say(f"{error} {path.name} is skipped.")
-    if ranks.on_rank_zero(lambda: any((path / STATE).is_file() for path in paths)):
+    if ranks.on_rank_zero(lambda: any((path / STATE).is_file() for path in paths.values())):
         raise ValueError(f"No checkpoint in {output} is intact. Pass another --output-dir.")
     return None
 
 
-def _verify(path: Path) -> None:
-    """Raise ValueError if a file in this rank's share of the checkpoint is missing or damaged."""
+def _verify(step: int, path: Path) -> None:
+    """Raise ValueError if a file in this rank's share of a step's checkpoint is damaged."""
     if not (path / STATE).is_file():
         raise ValueError(f"{path} has no {STATE}: its save was interrupted.")
     try:
         saved = json.loads((path / STATE).read_text())
         sums_differ = saved.pop("crc") != checksum(json.dumps(saved))
-        if sums_differ or saved["step"] != step_of(path):
+        if sums_differ or saved["step"] != step:
             raise ValueError
     except (ValueError, AttributeError, KeyError, TypeError):
         raise ValueError(f"{path / STATE} is damaged.") from None
@@ -401,8 +393,6 @@ def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Opt
     # Likewise with empty states, which the `train()` of a schedule-free optimizer leaves.
     for parameter in [x for x, values in optimizer.state.items() if not values]:
         del optimizer.state[parameter]
-    if isinstance(model, FSDPModule):
-        _make_moments(optimizer)
     state_dict = dcp_state.get_optimizer_state_dict(model, optimizer, options=options)
     if isinstance(model, FSDP) and isinstance(optimizer, torch.optim.AdamW):
         # FSDP1 has just created zero moments, and `state_dict` holds copies. Free all but one
@@ -413,23 +403,6 @@ def _read_optimizer(fill: Callable, model: nn.Module, optimizer: torch.optim.Opt
     fill({"optimizer": state_dict})
     state_dict["param_groups"] = groups
     dcp_state.set_optimizer_state_dict(model, optimizer, state_dict, options=options)
-
-
-def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of each trained parameter by a step at rate 0 on a gradient of zeros.
-
-    `get_optimizer_state_dict` would do so for all at once, with a gradient of every parameter.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
-            parameter.grad = None
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
 
 
 def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: int) -> None:

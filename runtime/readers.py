@@ -511,6 +511,7 @@ def write_prepared(
     output_dir: str, train_set: Any, val_sets: dict[str, Any], origin: dict[str, Any]
 ) -> None:
     """Write the samples by split to OUTPUT_DIR/prepared, and their `token_origin`; all ranks.
+    `load_from_disk` rejects a directory whose last file is missing.
 
     Raise ValueError if there are several validation sets or the directory exists.
     """
@@ -519,19 +520,17 @@ def write_prepared(
                          "--dataset or one --val-dataset.")  # fmt: skip
     path = Path(output_dir) / PREPARED
     sets = {"train": train_set, "validation": next(iter(val_sets.values()))}
-    ranks.on_rank_zero(save_prepared, path, sets, origin)
-    say(f"Pass --dataset {path} to train on these tokens.")
-
-
-def save_prepared(path: Path, sets: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Write the origin of the samples, then the samples by split; rank 0 only. `load_from_disk`
-    rejects a directory whose last file is missing."""
-    if path.exists():
-        raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
-    path.mkdir()
-    (path / ORIGIN).write_text(json.dumps(origin, indent=2))
     rows = {split: getattr(samples, "dataset", samples) for split, samples in sets.items()}
-    datasets.DatasetDict(rows).save_to_disk(path)
+
+    def save() -> None:
+        if path.exists():
+            raise ValueError(f"{path} exists. Delete it, or pass another --output-dir.")
+        path.mkdir()
+        (path / ORIGIN).write_text(json.dumps(origin, indent=2))
+        datasets.DatasetDict(rows).save_to_disk(path)
+
+    ranks.on_rank_zero(save)
+    say(f"Pass --dataset {path} to train on these tokens.")
 
 
 def compare_origin(name: str, origin: dict[str, Any]) -> None:

@@ -105,8 +105,8 @@ class Output:
         """Write `word` and the step of the newest checkpoint to OUTPUT_DIR/status."""
         if dist.get_rank() != 0:
             return
-        paths = checkpoints.list_checkpoints(self.directory / "checkpoints")
-        steps = [checkpoints.step_of(x) for x in paths if (x / checkpoints.STATE).exists()]
+        paths = checkpoints.list_checkpoints(self.directory / "checkpoints").items()
+        steps = [step for step, path in paths if (path / checkpoints.STATE).exists()]
         with contextlib.suppress(OSError):  # do not hide the reason for the end
             text = f"{word}\nsaved step {max(steps, default=0)}\n"
             (self.directory / "status").write_text(text)

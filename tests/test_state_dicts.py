@@ -151,7 +151,7 @@ def test_fsdp2_save_makes_no_copy(deep_gpt2, texts, tmp_path):
     memory = measure(deep_gpt2, texts[0], tmp_path, "--fsdp", "2", **malloc)
     parameter = memory["shard"] / 4
     assert memory["save"]["host"] < parameter
-    assert memory["resume"]["host"] < 9 * parameter  # 8 are moments, which stay allocated
+    assert memory["resume"]["host"] < 13 * parameter  # 8 are moments, 4 gradients
     assert memory["momentum_resumed"] == pytest.approx(memory["momentum_saved"], rel=1e-9)
     assert memory["momentum_saved"] > 0
 

@@ -14,7 +14,7 @@ import llama_fsdp
 import summarization_dataset
 import T5_training
 from benchmarks.driven import parse_flags
-from runtime import readers
+from runtime import ranks, readers
 
 SCRIPTS = {  # each script and its flags for short texts
     "T5": (T5_training, ["--source-length", "64", "--target-length", "16"]),
@@ -101,15 +101,17 @@ def test_invalid_tokens_are_refused(row, message, tmp_path):
         llama_fsdp.data.load(args, ByT5Tokenizer())
 
 
-def test_tokens_of_another_tokenizer_are_refused(tmp_path):
+def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "on_rank_zero", lambda function: function())
     args = parse_flags(T5_training, ["--model-name", "tiny", "--dataset", "docstrings"])
     rows = Dataset.from_list([{"input_ids": [5, 1], "labels": [6, 1]}] * 3)
-    sets, origin = {"train": rows, "validation": rows}, readers.token_origin(args, ByT5Tokenizer())
-    readers.save_prepared(tmp_path / "made", sets, origin)
-    assert list(load_from_disk(str(tmp_path / "made"))) == ["train", "validation"]
-    readers.compare_origin(str(tmp_path / "made"), origin)
-    args.dataset = [str(tmp_path / "made")]
+    origin = readers.token_origin(args, ByT5Tokenizer())
+    path = str(tmp_path / "prepared")
+    readers.write_prepared(tmp_path, rows, {"": rows}, origin)
+    assert list(load_from_disk(path)) == ["train", "validation"]
+    readers.compare_origin(path, origin)
+    args.dataset = [path]
     with pytest.raises(ValueError, match="was prepared with tokenizer "):
         summarization_dataset.load(args, ByT5Tokenizer(extra_ids=3))
-    with pytest.raises(ValueError, match="made exists. Delete it"):
-        readers.save_prepared(tmp_path / "made", sets, origin)
+    with pytest.raises(ValueError, match="prepared exists. Delete it"):
+        readers.write_prepared(tmp_path, rows, {"": rows}, origin)

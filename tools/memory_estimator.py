@@ -569,15 +569,14 @@ def state_dicts(
     `states` are the GPU bytes of parameters, gradients and moments, `moments` the bytes of all
     moments, also on the CPU, `unit` those of the largest FSDP unit in fp32. Measured on a simulated
     device: FSDP1 starts a save with the last gradients, frees them when it gathers the first unit,
-    and holds two units, or three with offload. Its resume creates moments, which needs gradients.
-    With offload the loaded moments pass through the GPU. FSDP2 and DDP copy nothing.
+    and holds two units, or three with offload. With offload its loaded moments pass through the
+    GPU. FSDP2 and DDP copy nothing. A resume creates moments, which needs gradients.
     """
     parameters, gradients, optimizer = states
     if strategy == "ddp":
         return sum(states), sum(states), 0
     if fsdp == 2:
-        held = 0 if offload else parameters + optimizer
-        return held, held, 0
+        return (0, 0, 0) if offload else (parameters + optimizer, sum(states), 0)
     copies = parameters + moments
     if offload:
         return 3 * unit, unit + moments, copies
