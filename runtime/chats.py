@@ -43,8 +43,9 @@ KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call"}
 KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
 CHATML = r"""{{- bos_token or '' -}}
 {%- for turn in messages -%}{{- '<|im_start|>' + turn['role'] + '\n' -}}
+{%- if 'reasoning_content' in turn or 'thinking' in turn -%}
 {%- set thought = turn['reasoning_content'] or turn['thinking'] -%}
-{{- '<think>\n' + thought + '\n</think>\n\n' if thought else '' -}}
+{{- '<think>\n' + thought + '\n</think>\n\n' if thought else '' -}}{%- endif -%}
 {{- turn['content'] + '<|im_end|>\n' -}}{%- endfor -%}
 {{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
 # Each question and its answer form a text from BOS to EOS. The markers are plain text.
