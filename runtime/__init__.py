@@ -24,7 +24,13 @@ Optional: leave them out of a copy that does not use them
 
 import logging
 import re
+import signal
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parents[1]:  # in a script
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
 
 # As in requirements.txt. Older versions lack names that are imported. `packaging` may be missing.
 RANGES = {

@@ -357,7 +357,6 @@ def launch(main: Callable[[Namespace], int], args: Namespace) -> None:
 
     Use os._exit, because Python's own exit can hang or abort in threads of NCCL and gloo.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signal_at_end_of_parent(signal.SIGUSR1)  # if torchrun is killed
     try:

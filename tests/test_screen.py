@@ -34,7 +34,9 @@ def test_progress_in_a_file_adds_a_line_every_30_seconds(process_group, monkeypa
     assert bar._bar.disable  # the bar is closed
 
 
-def on_terminal(columns: int, tmp_path: Path, *flags: str, marker: str = "") -> tuple[int, str]:
+def on_terminal(
+    columns: int, tmp_path: Path, *flags: str, marker: str = "", **environment: str
+) -> tuple[int, str]:
     """Run T5_training.py on a terminal; return its exit code and all that it wrote. Send SIGINT as
     Ctrl-C does when `marker` appears."""
     main, child = pty.openpty()
@@ -42,8 +44,8 @@ def on_terminal(columns: int, tmp_path: Path, *flags: str, marker: str = "") -> 
     command = [sys.executable, "T5_training.py", *TINY.split(), "--target-length", "8",
                "--output-dir", str(tmp_path / "output"), *flags]  # fmt: skip
     cache = str(tmp_path / "cache")  # so that rows are read with a progress bar
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["HF_DATASETS_CACHE"] = cache
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | environment | {"HF_DATASETS_CACHE": cache}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=child, stderr=child)
     os.close(child)
     text = ""
@@ -101,6 +103,9 @@ def test_error_stands_on_a_line_of_its_own(flags, message, tmp_path):
     assert any(line.startswith(message) for line in visible_lines(text)), text
 
 
-def test_ctrl_c_in_the_load_ends_without_a_traceback(tmp_path):
-    code, text = on_terminal(80, tmp_path, marker="parameters")
+@pytest.mark.parametrize("marker, environment", [
+    ("parameters", {}), ("torch.version", {"PYTHONPROFILEIMPORTTIME": "1"})
+], ids=["load", "imports"])  # fmt: skip
+def test_ctrl_c_ends_without_a_traceback(marker, environment, tmp_path):
+    code, text = on_terminal(80, tmp_path, marker=marker, **environment)
     assert code == -signal.SIGINT and "Traceback" not in text
