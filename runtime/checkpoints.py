@@ -504,9 +504,10 @@ def data_identity(args: Namespace, loader: DataLoader, val_loaders: dict) -> dic
     sets |= {f"validation data {i}": x.dataset for i, x in enumerate(val_loaders.values(), 1)}
     digests = {name: data_digest(dataset) for name, dataset in sets.items()}
     identity = compare_ranks({name: digest for name, digest in digests.items() if digest})
+    sampler = loader.batch_sampler
     identity["--dataset"] = " ".join([*args.dataset, *args.val_dataset])
-    identity |= {"--seed": args.seed, "global batch": loader.batch_sampler.global_batch}
-    return identity | {"--group-by-length": vars(args).get("group_by_length", False)}
+    identity |= {"--seed": args.seed, "global batch": sampler.global_batch}
+    return identity | {"--group-by-length": sampler.lengths is not None}
 
 
 def data_digest(dataset: Any) -> str | None:
