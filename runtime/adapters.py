@@ -212,7 +212,7 @@ class Lora:
                     # Conv1D's weight is [width, outputs].
                     is_conv = isinstance(base.get_submodule(layer), Conv1D)
                     tensor = tensor + (product.T if is_conv else product)
-                tensor = export.gather(tensor, dtype)
+                tensor = export.gather(tensor, export.stored_dtype(base, name, dtype))
             yield name, tensor
 
 

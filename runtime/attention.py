@@ -120,10 +120,7 @@ def automatic(
     """Return the first of flash, varlen, sdpa, eager that runs here and supports the model."""
     if not _has_sdpa(config, model_class):
         return "eager"
-    window = getattr(config, "sliding_window", None) or length
-    has_window = getattr(config, "use_sliding_window", True) and window < length
-    needs_mask = has_window or _needs_mask(config, length)
-    if needs_mask or not model_class._supports_attention_backend:
+    if _needs_mask(config, length) or not model_class._supports_attention_backend:
         return "sdpa"
     for candidate in ("flash", "varlen"):
         with contextlib.suppress(ValueError):
@@ -173,9 +170,13 @@ def register(kernel: Callable[..., Tensor], longest: int = 0) -> None:
 
 
 def _needs_mask(config: PretrainedConfig, length: int) -> bool:
-    """Return whether layers have dropout or attend in chunks (Llama 4), which kernels lack."""
+    """Return whether layers have what kernels lack: dropout, a window, chunks (Llama 4), or keys
+    that are selected (DeepSeek 3.2)."""
+    window = getattr(config, "sliding_window", None) or length
+    has_window = getattr(config, "use_sliding_window", True) and window < length
     chunk = getattr(config, "attention_chunk_size", None) or length
-    return chunk < length or bool(getattr(config, "attention_dropout", 0.0))
+    selects = getattr(config, "index_topk", None) is not None
+    return has_window or chunk < length or selects or bool(getattr(config, "attention_dropout", 0))
 
 
 def _has_sdpa(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> bool:
@@ -202,8 +203,8 @@ def set_attention(
         return name
     if not model_class._supports_attention_backend or _needs_mask(config, args.max_seq_length):
         raise ValueError(
-            f"--attention {name}: {model_class.__name__} needs its own attention, dropout or "
-            f"chunks. Pass --attention {'sdpa' if _has_sdpa(config, model_class) else 'eager'}."
+            f"--attention {name}: {model_class.__name__} needs a mask, dropout or attention of "
+            f"its own. Pass --attention {'sdpa' if _has_sdpa(config, model_class) else 'eager'}."
         )
     kernel = varlen_kernel(name, args.precision)
     register(kernel, args.max_seq_length)

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import itertools
 import json
+import re
 import shutil
 import time
 import warnings
@@ -59,7 +60,7 @@ def export_model(
 ) -> None:  # fmt: skip
     """Write a wrapped model as a Hugging Face directory that `from_pretrained` loads.
 
-    When complete, it replaces an existing one. Floating-point tensors are in `dtype`, with
+    When complete, it replaces an existing one. Floating-point tensors are in `stored_dtype`, with
     `save_pretrained`'s keys. `before_each` is called before each tensor and may raise to stop.
     """
     tensors = whole_tensors(model, dtype, before_each)
@@ -85,7 +86,17 @@ def whole_tensors(
         with FSDP.summon_full_params(model.get_submodule(unit), **options):  # no-op without FSDP1
             for name in names:
                 before_each()
-                yield plain_name(name), gather(attrgetter(name)(inner).detach(), dtype)
+                plain = plain_name(name)
+                kept = stored_dtype(inner, plain, dtype)
+                yield plain, gather(attrgetter(name)(inner).detach(), kept)
+
+
+def stored_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a float tensor in an export: `dtype`, or fp32 if Transformers loads it so
+    in any case, such as the biases that route tokens to experts."""
+    patterns = model._get_dtype_plan(dtype)  # private, but nothing public tells it
+    keeps = any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+    return torch.float32 if keeps else dtype
 
 
 def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:

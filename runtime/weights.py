@@ -102,11 +102,10 @@ def open_model(
     if getattr(config, "quantization_config", None):
         raise ValueError(f"--model-name {name} is quantized. Pass its weights in 16 or 32 bits.")
     config = text_config(config, model_class, name)
-    if getattr(config, "output_router_logits", False):
-        raise ValueError(
-            f"--model-name {name} has output_router_logits, but the router's auxiliary loss is not "
-            "added to the loss here. Set it to false in config.json."
-        )
+    for key in ("output_router_logits", "z_loss_coefficient"):
+        if getattr(config, key, None):
+            raise ValueError(f"--model-name {name} has {key}, but no auxiliary loss is added here. "
+                             "Remove it from config.json.")  # fmt: skip
     return directory, config, load_tokenizer(directory)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from conftest import launch, weights
+from safetensors.torch import load_file
 from test_architectures import save
 from torch import nn
 
@@ -56,7 +57,7 @@ def save_base(name: str, path: Path) -> dict:
     return keys
 
 
-def export_base(base: Path, final: Path, kind: str) -> dict:
+def export_base(base: Path, final: Path, kind: str, dtype: torch.dtype = torch.float32) -> dict:
     """Load a base as the scripts do, and export it; return the export's config.json."""
     model_class = getattr(transformers, kind)
     directory, config, tokenizer = hf_weights.open_model(str(base), model_class)
@@ -64,7 +65,7 @@ def export_base(base: Path, final: Path, kind: str) -> dict:
     fill = hf_weights.Loader(model, source, torch.device("cpu"), False).fill
     model.apply(fill)
     tokenizer(["a text", "b"], truncation=True, max_length=3, padding="max_length")
-    export.export_model(model, tokenizer, final, torch.float32)
+    export.export_model(model, tokenizer, final, dtype)
     return json.loads((final / "config.json").read_text())
 
 
@@ -116,6 +117,36 @@ def test_files_of_the_tokenizer_are_the_base_s(template, process_group, tmp_path
     saved = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert saved.chat_template == tokenizer.chat_template
     assert len(saved) == len(tokenizer)
+
+
+EXPERTS = {  # a bias decides between them
+    "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "settings", "dtype"), [
+    ("T5ForConditionalGeneration", T5, torch.float16),
+    ("DeepseekV3ForCausalLM", EXPERTS, torch.float16),
+    ("DeepseekV3ForCausalLM", EXPERTS, torch.bfloat16),
+])  # fmt: skip
+def test_tensors_that_transformers_keeps_in_fp32_stay_so(
+    kind, settings, dtype, process_group, tmp_path
+):
+    base, final, plain = (tmp_path / name for name in ("base", "final", "plain"))
+    model_class = getattr(transformers, kind)
+    model = model_class(model_class.config_class(**(SHAPE | settings)))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data += 0.01 * torch.rand_like(tensor)
+    save(model, base)
+    export_base(base, final, kind, dtype)
+    model_class.from_pretrained(base, dtype=dtype).save_pretrained(plain)
+    tensors, expected = (load_file(x / "model.safetensors") for x in (final, plain))
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
+    assert {tensor.dtype for tensor in tensors.values()} == {dtype, torch.float32}
 
 
 def test_weight_files_are_named_as_save_pretrained_names_them(process_group, tmp_path, monkeypatch):

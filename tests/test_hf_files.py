@@ -237,7 +237,7 @@ def with_adapters(directory: Path) -> None:
     (lambda directory: change(directory, quantization_config={"quant_method": "fp8"}),
      "is quantized. Pass its weights in 16 or 32 bits"),
     (lambda directory: change(directory, output_router_logits=True),
-     "has output_router_logits, but the router's auxiliary loss is not added"),
+     "has output_router_logits, but no auxiliary loss is added here"),
     (lambda directory: change(directory, use_return_dict=False),
      "has an invalid config.json (AttributeError: property 'use_return_dict'"),
     (lambda directory: change(directory, hidden_size="32"),

@@ -119,11 +119,13 @@ def test_checks_work_with_each_attention(name, attention, chats, device):
     flags = ["--attention", attention, *ATTENTIONS[attention]]
     expected = ERRORS.get(name)
     if attention == "varlen":
-        unsupported = {"Gemma2": "softcap", "GptOss": "s_aux", "Mistral": "sliding_window"}
+        unsupported = {"Gemma2": "softcap", "GptOss": "s_aux"}
         if name in unsupported:
             expected = f"do not support {unsupported[name]}.*attention eager"
+        if name == "Mistral":
+            expected = "MistralForCausalLM needs a mask, .*attention sdpa"
     has_sdpa = getattr(transformers, f"{architecture}ForCausalLM")._supports_sdpa
-    if attention == "sdpa" and not has_sdpa:
+    if attention == "sdpa" and (name == "Gemma2" or not has_sdpa):
         expected = f"--attention sdpa: {architecture}ForCausalLM lacks it. Pass eager."
     if expected is None:
         check(script, chats, device, *flags)
@@ -390,15 +392,19 @@ def test_unsupported_attention_is_refused():
     for name, other in (("Falcon", "sdpa"), ("StableLm", "sdpa"), ("GPTJ", "eager")):
         assert attention_or_error(name, "auto") == other
         error = attention_or_error(name, "varlen", "--precision", "bf16")
-        assert error.endswith(f"dropout or chunks. Pass --attention {other}.")
+        assert error.endswith(f"attention of its own. Pass --attention {other}.")
     assert attention_or_error("Lfm2", "auto") == "varlen"  # its config has no attention_dropout
 
 
-def test_chunked_attention_needs_a_mask():
+def test_chunks_windows_and_selection_need_a_mask():
     assert attention_or_error("Llama4", "auto", attention_chunk_size=64) == "varlen"
     assert attention_or_error("Llama4", "auto", attention_chunk_size=63) == "sdpa"
+    assert attention_or_error("DeepseekV32", "auto") == "sdpa"  # its layers select keys
+    assert attention_or_error("Phimoe", "auto", sliding_window=63) == "sdpa"
+    error = attention_or_error("Phimoe", "varlen", sliding_window=63)  # layers do not pass it on
+    assert error.endswith("attention of its own. Pass --attention sdpa.")
     error = attention_or_error("Llama4", "varlen", attention_chunk_size=63)
-    assert error.endswith("dropout or chunks. Pass --attention sdpa.")
+    assert error.endswith("attention of its own. Pass --attention sdpa.")
 
 
 def test_layers_that_drop_cu_seq_lens_are_refused(chats, device):
