@@ -113,7 +113,7 @@ def add(
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
     base_checksum = checksum(sorted(values.items()))
-    return Lora(config, args.model_name, args.merge, args.load_in_4bit, base_checksum)
+    return Lora(config, args.merge, args.load_in_4bit, base_checksum)
 
 
 def projections(
@@ -145,7 +145,6 @@ class Lora:
     """The adapters of a model, the only part that is trained, saved and exported."""
 
     config: Any  # of peft
-    base: str  # --model-name
     merge: bool
     in_4bit: bool
     checksum: str  # of one value per tensor: shows whether a resume has the same base model
@@ -195,7 +194,7 @@ class Lora:
     ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
         """Yield the name and value of each tensor of the merged model. On rank 0, add the adapters'
         products in fp32 and cast to `dtype`; on other ranks the values are on meta."""
-        directory = ranks.on_rank_zero(weights.find_directory, self.base, weights.SETTINGS)
+        directory = Path(model.config.name_or_path)  # as the run has opened it, on each node
         kind = weights.library_class(type(model))
         device = ranks.local_device()
         base, source = weights.new_model(kind, model.config, directory)

@@ -108,7 +108,10 @@ def block_stops(_: int) -> None:
 def val_loaders(
     val_sets: dict[str, Any], batch_size: int, collate: Callable
 ) -> dict[str, DataLoader]:
-    """Return by name a loader of this rank's batches of each validation set, in order."""
+    """Return by name a loader of this rank's batches of each validation set, in order. Raise
+    ValueError if there is no set, or an empty one."""
+    if not val_sets or not all(map(len, val_sets.values())):
+        raise ValueError("load_data must return a validation set, and each needs samples.")
     loaders = {}
     for name, samples in val_sets.items():
         sampler = GlobalBatchSampler(len(samples), batch_size, 1, seed=None)

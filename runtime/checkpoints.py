@@ -423,7 +423,8 @@ def load_checkpoint(path: Path, state: State, identity: dict[str, Any], seed: in
     if (lr := state.scheduler.get_last_lr()[0]) != saved["lr"]:
         ranks.say(f"With these flags the learning rate goes from {saved['lr']:.3g} to {lr:.3g}.")
     state.set_numbers(state.initial_values)  # reading the optimizer calls its `step`
-    state.set_numbers(saved["numbers"])
+    if any(saved["numbers"]):  # otherwise the param_groups may differ
+        state.set_numbers(saved["numbers"])
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     for name in COUNTERS:
@@ -493,7 +494,7 @@ def model_identity(script: str, config: PretrainedConfig, facts: Facts) -> dict[
     settings = sorted(x for x in config.to_diff_dict().items() if x[0] not in OF_FILES)
     template = checksum(getattr(facts.tokenizer, "chat_template", None))
     text = f"{config.model_type}, {checksum([shapes, settings])}"
-    identity = {"script": script, "model": text, "chat template": template}
+    identity = {"script": script, "model": text, "--chat-template": template}
     identity[VERSION] = transformers.__version__
     return identity | (facts.adapters.identity() if facts.adapters else {})
 

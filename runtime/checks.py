@@ -96,7 +96,7 @@ def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
     """Raise ValueError if a model has fewer positions than `length`; relative ones are no limit."""
     positions = getattr(config, "max_position_embeddings", None) or length
     if 0 < positions < length:  # XLNet has -1, which is no limit
-        raise ValueError(f"{flag} {length} is above the model's {positions} positions.")
+        raise ValueError(f"{flag} {length} is above the model's {positions} positions. Lower it.")
 
 
 @torch.no_grad()

@@ -127,7 +127,7 @@ class Metrics:
         if loader.batch_sampler.global_batch > len(loader.dataset):
             ranks.say("The global batch is larger than the data. Lower --batch-size.")
         elif state.total_steps < 20:
-            ranks.say("Few steps train little. Lower --batch-size, or raise --epochs.")
+            ranks.say("Few steps train little. Lower --batch-size, or train longer.")
 
     def log(self, event: str, **values: Any) -> None:
         """Append an event to metrics.jsonl and print its numbers. Tensors become numbers."""

@@ -488,7 +488,7 @@ def check_embedded(samples: Any, count: int, tokenizer: Tokenizer) -> None:
                 text = shorten(tokenizer.decode([x for x in ids if x >= 0]))
                 token = f"{tokenizer.convert_ids_to_tokens(max(ids))} ({max(ids):,})"
                 raise ValueError(f"The data have the token {token}, but the model has {count:,} "
-                                 f"rows. It is in: {text}")  # fmt: skip
+                                 f"rows. Use its own tokenizer. It is in: {text}")  # fmt: skip
 
 
 def content_sum(rows: Dataset, crc: int = 0) -> int:

@@ -56,6 +56,9 @@ class Output:
         args = self.args
         try:
             self._stack.enter_context(self.lock)
+            if not all(ranks.on_every_rank((self.directory / "lock").exists)):
+                text = "is not on a file system that all nodes share. Pass a shared directory."
+                raise ValueError(f"--output-dir {self.directory} {text}")
             checkpoints.compare_ranks(checkpoints.flags_identity(vars(args)))
             if not args.evaluate_only:
                 self._is_finished = ranks.on_rank_zero(prepare_directory, self.directory)
@@ -165,9 +168,11 @@ class Output:
             yield batch
 
     def _stop_if_asked(self) -> None:
+        """Raise Stopped on all ranks if one was asked to stop during a validation or export."""
         screen.touch()
-        if self.run is not None:
-            self.run.stop_if_asked()
+        if self.run is not None and ranks.true_on_any(self.run.stop.is_asked):
+            self.run.state.validation_due = True
+            raise Stopped
 
     def export(self, model: nn.Module, facts: Facts, name: str = "final") -> None:
         """Write the model, or its adapters, to OUTPUT_DIR/final."""
@@ -180,16 +185,20 @@ class Output:
         """Write final/ from the newest checkpoint, which any world size may have saved."""
         if self.checkpoint is None:
             raise ValueError(f"--export-only needs a checkpoint in --output-dir {self.directory}.")
+        self._load_weights(model, facts)
+        self.export(model, facts)
+
+    def _load_weights(self, model: nn.Module, facts: Facts) -> None:
+        """Load the checkpoint's weights. Raise ValueError if they belong to another model."""
         saved = json.loads((self.checkpoint / checkpoints.STATE).read_text())
         here = self._identity(model, facts)
         checkpoints.compare_starts(self.checkpoint, saved["identity"], here)
         checkpoints.load_weights(self.checkpoint, model)
-        self.export(model, facts)
 
     def load_evaluated(self, model: nn.Module, facts: Facts) -> None:
         """If there are adapters, load the newest ones; raise ValueError if none were saved."""
         if self.checkpoint:
-            checkpoints.load_weights(self.checkpoint, model)
+            self._load_weights(model, facts)
         elif facts.adapters:
             raise ValueError(f"--evaluate-only needs adapters in --output-dir {self.directory}.")
         ranks.say(f"Evaluating {self.checkpoint or self.args.model_name}")
@@ -223,12 +232,6 @@ class Run:
     def steps(self, loader: DataLoader) -> Iterator[Step]:
         """Yield a Step per optimizer step left. All raise Stopped if a rank was asked to stop."""
         return iter(Steps(self.args, self.state, loader, self.metrics, self.stop))
-
-    def stop_if_asked(self) -> None:
-        """Raise Stopped on all ranks if one was asked to stop during a validation or export."""
-        if ranks.true_on_any(self.stop.is_asked):
-            self.state.validation_due = True
-            raise Stopped
 
     def log_step(self, **values: Any) -> None:
         """Log the `values` of the last step; the speed and mean loss since the last call."""

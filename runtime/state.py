@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from transformers import PreTrainedTokenizerBase
 
 from .ranks import local_device
@@ -85,6 +88,9 @@ class State:
     ended_of: int = 0  # the `total_steps` of which the script has ended the run early
 
     def __post_init__(self) -> None:
+        is_sharded = isinstance(self.model, FSDP | FSDPModule) and dist.get_world_size() > 1
+        if is_sharded and type(self.optimizer).__name__ == "Adafactor":
+            raise ValueError("Adafactor would factor shards, not tensors. Pass --strategy ddp.")
         self.initial_values = self.outer_values()
         try:
             inspect.signature(type(self.optimizer).step).bind(self.optimizer, closure=None)

@@ -223,9 +223,9 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     llama_fsdp.fsdp_main(parse_flags(llama_fsdp, command))
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
-    command[command.index("--output-dir") + 1] = str(tmp_path / "nothing")
     for extra, message in (
-        ([], "--evaluate-only needs adapters in"),
+        (["--lora-alpha", "9"], "adapters is rank 4, alpha 9"),
+        (["--output-dir", str(tmp_path / "nothing")], "--evaluate-only needs adapters in"),
         (["--model-name", str(run / "final")], "final has no config.json"),
     ):
         with pytest.raises(SystemExit):

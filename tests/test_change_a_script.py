@@ -157,6 +157,10 @@ def test_recipes_do_what_they_say(gpt2_directory, tmp_path, monkeypatch, capfd):
     best = min(values[1:], key=lambda line: line["own"])
     assert metrics(outputs["own metric"], "done")[0]["best_step"] == best["step"]
 
+    # Other groups of parameters resume: the moments are saved by name.
+    run_recipe("head", [*flags, f"--output-dir={outputs['plain']}", "--max-steps=8"], monkeypatch)
+    assert list(losses(outputs["plain"])) == list(range(1, 9))
+
     # A rate that is too high ends the run early; the same command says so.
     flags += ["--lr=0.5", f"--output-dir={outputs['early stopping']}"]
     monkeypatch.setitem(RECIPES, "early stopping", RECIPES["early stopping"].replace("500", "2"))

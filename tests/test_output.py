@@ -8,6 +8,7 @@ from conftest import losses, status
 
 import gpt2_fsdp
 from benchmarks.driven import parse_flags
+from runtime import run
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,12 @@ def test_unusable_output_directory_is_named(flags, tmp_path, capfd):
     (tmp_path / "file").touch()
     assert start(tmp_path / "file/run", flags) == 1
     assert f"error: --output-dir {tmp_path}/file/run cannot be used (" in capfd.readouterr().err
+
+
+def test_directory_that_a_node_does_not_see_is_refused(flags, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(run.Lock, "__enter__", lambda _: None)  # rank 0 has made it elsewhere
+    assert start(tmp_path, flags) == 1
+    assert "is not on a file system that all nodes share" in capfd.readouterr().err
 
 
 def modification_times(path: Path) -> dict[str, float]:

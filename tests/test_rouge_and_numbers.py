@@ -7,6 +7,7 @@ import torch
 from conftest import ROOT, losses
 from copied import edited_script
 from schedulefree import AdamWScheduleFree
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.driven import parse_flags
 from runtime import rouge
@@ -96,3 +97,13 @@ def test_values_that_checkpoints_do_not_contain_may_not_change(first, second):
     values["mine"] = second
     with pytest.raises(ValueError, match="changes tensors or lists in its param_groups. Keep"):
         state.changed_numbers()
+
+
+def test_optimizer_that_factors_tensors_is_refused_for_shards(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    State(model, None, optimizer, None, None, total_steps=1)  # as in DDP
+    model.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})
+    with pytest.raises(ValueError, match="Pass --strategy ddp"):
+        State(model, None, optimizer, None, None, total_steps=1)

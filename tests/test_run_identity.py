@@ -44,7 +44,7 @@ def test_resume_rejects_changed_chat_template(llama_directory, chats, tmp_path, 
     capfd.readouterr()
     for more in [], ["--chat-template", file]:
         assert start(llama_fsdp, *flags, *more, "--max-steps", 4) == 1
-        assert "chat template is " in capfd.readouterr().err
+        assert "--chat-template is " in capfd.readouterr().err
     prepare = [*flags[:-1], tmp_path / "made"]
     assert start(llama_fsdp, *prepare, "--chat-template", file, "--prepare-only") == 0
     train = [*flags[:4], "--dataset", tmp_path / "made/prepared", "--output-dir", tmp_path / "next"]

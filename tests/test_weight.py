@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (4981, 36892),
-    "gpt2_fsdp.py": (4761, 35193),
-    "llama_fsdp.py": (5970, 45159),
-    "runtime/": (4880, 36254),
+    "T5_training.py": (5005, 37146),
+    "gpt2_fsdp.py": (4785, 35447),
+    "llama_fsdp.py": (5995, 45413),
+    "runtime/": (4905, 36508),
 }
 
 
