@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,7 +108,8 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> readers.
     documents = {}
     for part, rows in readers.pick(name, parts, split).items():
         convert = row_encoder(name, rows, tokenizer, args)
-        rows = readers.select(rows, [*chats.COLUMNS, *columns, "input_ids", "labels"])
+        tokenized = ("input_ids", "labels", *readers.MASKS)
+        rows = readers.select(rows, [*chats.COLUMNS, *columns, *tokenized])
         documents[part] = readers.map_rows(name, rows, convert, FEATURES, args.bad_rows, *key)
     return documents
 
@@ -165,7 +167,7 @@ def row_encoder(
     advice = "Write each chat as a row of messages"
     if columns.get("text", 0) > 0 or (first and not others and -1 not in columns.values()):
         advice = f"Pass --text-column {'text' if 'text' in columns else first}"
-    elif len(others) == 1 or (others and others[0].lower().rstrip("s") in readers.ANSWERS):
+    elif len(others) == 1 or (others and others[0].lower().rstrip("s") in readers.ANSWERS.split()):
         advice = f"Pass --prompt-column {first} --completion-column {others[0]}"
     names = ", ".join(columns)
     raise ValueError(f"--dataset {name} has no chats in its columns {names}. {advice}.")
@@ -222,9 +224,9 @@ def render(
     template = fix_date(tokenizer.get_chat_template(tools=tools))
     options = {"tools": tools, "chat_template": template, "tokenize": False}
 
-    def text_of(turns: list[dict], **more: bool) -> str:
+    def text_of(turns: list[dict], **more: Any) -> str:
         try:
-            return tokenizer.apply_chat_template(turns, **options, **more)
+            return tokenizer.apply_chat_template(turns, **(options | more))
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"the chat template rejects the chat: {error}") from error
 
@@ -234,6 +236,9 @@ def render(
     for turn in chat:
         if turn["role"] != "assistant":
             chats.check_rendered(turn, tools, whole)
+    if tools and text_of(chat, tools=None).rstrip() == whole:  # their names may be in a turn
+        raise ValueError("the chat template drops the tools. Pass a --chat-template FILE that "
+                         "renders them, such as Qwen 2.5's")  # fmt: skip
     if train_on_prompt:
         return [(whole, [], is_target[-1])]
     documents: list[tuple[str, Spans]] = []
@@ -361,6 +366,7 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
 
 def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, list]:
     """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
+    readers.check_masks(row)
     ids = readers.token_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
     is_wrong = len(labels) != len(ids) or any(map(lambda x, i: x not in (-100, i), labels, ids))

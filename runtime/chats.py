@@ -21,7 +21,7 @@ FORMATS = (  # the columns that each format requires; the first match is used
 INPUTS = ("input", "context")  # columns that continue those of INSTRUCTIONS
 INSTRUCTIONS = ("instruction", "query")
 PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
-TREES = ("parent_id", "message_tree_id")
+TURNS = ("parent_id", "message_tree_id", "role")  # columns of rows that are single turns
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
 TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
@@ -78,10 +78,10 @@ def find_columns(
         raise ValueError(readers.lacks(name, missing, columns))
     if any(pair):
         return pair
-    if not columns.keys().isdisjoint(TREES):
-        raise ValueError(f"--dataset {name} has trees of messages. Write each path from a prompt "
-                         "to an answer as one row of messages.")  # fmt: skip
     result = next((needed for needed in FORMATS if columns.keys() >= {*needed}), None)
+    if result is None and not columns.keys().isdisjoint(TURNS):
+        raise ValueError(f"--dataset {name} has single turns. Write each path from a prompt to an "
+                         "answer as one row of messages.")  # fmt: skip
     preferences = [x for x in PREFERENCES if x in columns]
     if not preferences:
         return result
@@ -146,7 +146,9 @@ def main_turns(row: dict, columns: Sequence[str], train_on_prompt: bool) -> list
 
 def is_trained(item: dict, what: str) -> bool:
     """Return whether a turn or a row is a target by its TRAIN_KEYS: true, 1 or none."""
-    values = {x: item[x] for x in TRAIN_KEYS if item.get(x) is not None}
+    words = {"0": 0, "false": 0, "1": 1, "true": 1}  # of CSV
+    values = {x: item[x] for x in TRAIN_KEYS if item.get(x) not in (None, "")}
+    values = {key: words.get(str(value).lower(), value) for key, value in values.items()}
     for key, value in values.items():
         if value not in (0, 1):
             raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
@@ -181,6 +183,8 @@ def earlier_turns(history: Any) -> list[dict]:
     for item in from_json(history) or ():
         if isinstance(item, dict):
             turns.append(item)
+        elif not isinstance(item, list) or len(item) != 2:
+            raise ValueError("history is not a list of pairs or turns")
         else:
             question, answer = item
             turns += [*as_turns("user", question), *as_turns("assistant", answer)]
@@ -273,7 +277,8 @@ def set_chat_template(tokenizer: Tokenizer, choice: str | None) -> None:
 
 def check_rendered(turn: dict, tools: list[dict] | None, text: str) -> None:
     """Raise ValueError unless `text` contains the turn's content and calls, and the tool names."""
-    expected = [("content", turn["content"].rpartition("</think>")[2])]
+    thought, _, content = turn["content"].rpartition("</think>")
+    expected = [("content", content), ("content", thought.rpartition("<think>")[2])]
     expected += [(key, turn[key]) for key in ("reasoning_content", "thinking") if key in turn]
     expected += [("tools", tool.get("function", tool).get("name", "")) for tool in tools or ()]
     for call in turn.get("tool_calls", ()):

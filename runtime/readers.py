@@ -17,12 +17,14 @@ import json
 import os
 import random
 import re
+import shlex
 import sys
 import sysconfig
 import warnings
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from decimal import Decimal
 from glob import escape, glob
 from pathlib import Path
 from typing import IO, Any
@@ -51,7 +53,8 @@ CUTS = [re.compile(r"[^\W\d_](?= )"), re.compile(r"[^\W\d_](?=\s)|(?<=\S)\n(?=\S
 SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt"}
 LARGE = 50_000  # rows above which several processes map them
 # Names of columns in the singular, the likeliest first.
-PROMPTS = "prompt question instruction query problem input user human document article content text"
+PROMPTS = ("prompt question instruction query problem input user human document article dialogue "
+           "abstract source content text")  # fmt: skip
 ANSWERS = "completion response solution answer output assistant summary highlight headline target"
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -61,6 +64,7 @@ ADVICE = (  # by the type of an error while a file is read; the first match is u
     ((gzip.BadGzipFile, EOFError), "Compress it again."),
     (Exception, "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."),
 )
+MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")  # of tokens
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 ORIGIN = "prepared.json"  # a file in it with the origin of the tokens
 TOKEN_FLAGS = "source_length target_length source_prefix block_size max_seq_length train_on_prompt"
@@ -73,8 +77,8 @@ def find_paths(spec: str) -> list[Path]:
     """Return the paths of one --dataset argument: a file, a directory written by `save_to_disk`, or
     the files of a glob or, if it has text files, of a directory."""
     path = Path(spec).expanduser()
-    if path.is_dir():
-        return sorted(x for x in path.iterdir() if suffix_of(x) == ".txt") or [path]
+    if path.is_dir() and not [*path.glob("dataset_*.json")]:  # which save_to_disk writes
+        return sorted(x for x in path.glob("[!.]*") if suffix_of(x) == ".txt") or [path]
     names = [path] if path.exists() else sorted(glob(str(path), recursive=True))
     return list(map(Path, names))
 
@@ -95,7 +99,7 @@ def read(name: str, config: str | None) -> Parts:
     try:
         if not files:
             return read_hub(name, config)
-        if files[0].is_dir():
+        if len(files) == 1 and files[0].is_dir():
             parts = datasets.load_from_disk(str(files[0]))
             return parts if isinstance(parts, dict) else {"train": parts}
         parts = [read_file(path) for path in files]
@@ -146,7 +150,9 @@ def read_file(path: Path) -> Dataset:
     if path.name.lower().endswith(".parquet.gz"):
         return Dataset(pyarrow.parquet.read_table(gzip.open(path)))
     if suffix == ".parquet":
-        return datasets.load_dataset("parquet", data_files=escape(str(path)), split="train")
+        # A batch size, because the first part of a file may have no rows.
+        options = {"data_files": escape(str(path)), "split": "train", "batch_size": 1000}
+        return datasets.load_dataset("parquet", **options)
     if suffix in (".csv", ".tsv"):
         _, header = next(csv_lines(path))
         if len({*header}) < len(header):
@@ -166,18 +172,22 @@ def from_generator(generate: Callable, columns: Iterable[str], path: Path) -> Da
 
 
 def as_lines(rows: Dataset) -> Dataset:
-    """Return rows as lines of JSON, in which rows with other fields fit too. Values that JSON does
-    not have become null."""
+    """Return rows as lines of JSON, in which rows with other fields fit too."""
     if LINE in rows.column_names:
         return rows
 
     def to_lines(columns: dict[str, list]) -> dict[str, list[str]]:
         batch = map(without_none, by_row(columns))
-        return {LINE: [json.dumps(row, default=lambda _: None) for row in batch]}
+        return {LINE: [json.dumps(row, default=as_number) for row in batch]}
 
     rows = select(rows, rows.column_names)
     features = Features({LINE: Value("string")})
     return rows.map(to_lines, batched=True, remove_columns=rows.column_names, features=features)
+
+
+def as_number(value: Any) -> float | None:
+    """Return a decimal, such as a weight, as a float; other values that JSON lacks as None."""
+    return float(value) if isinstance(value, Decimal) else None
 
 
 def by_row(columns: dict[str, list]) -> list[dict[str, Any]]:
@@ -231,6 +241,8 @@ def text_pieces(path: Path) -> Iterator[dict[str, str]]:
     pending, before = "", ""
     with open_text(path) as file:
         while block := file.read(PIECE):
+            if "\0" in block:
+                raise ValueError(f"{path} is not text: it contains a zero byte")
             pending += block
             start = max(0, len(pending) - PIECE)
             places = CUTS[len(pending) > 16 * PIECE].finditer(pending, start)
@@ -308,21 +320,25 @@ def columns_of(name: str, rows: Dataset) -> dict[str, int]:
 
 
 def guess_columns(columns: dict[str, int]) -> list[str]:
-    """Return the columns with text: first those that most likely have the prompts and the answers,
-    or the texts and their summaries, by their names in PROMPTS and ANSWERS; then the longest."""
+    """Return the columns with text, quoted for a shell: first those that most likely have the
+    prompts and the answers, or the texts and their summaries, by PROMPTS and ANSWERS; then the
+    longest."""
     texts = [x for x, length in columns.items() if length > 0 and not x.lower().endswith("id")]
+    texts = [x for x in texts if x and not x.startswith("Unnamed")]  # pandas' index
     longest = sorted(texts, key=columns.get, reverse=True) if len(texts) > 2 else texts
-    result: list[str] = []
-    for likely in (PROMPTS, ANSWERS):
-        names = [x for word in likely.split() for x in longest if word == x.lower().rstrip("s")]
-        result += [x for x in names + longest if x not in result][:1]
-    return [*dict.fromkeys(result + longest)]
+
+    def named(likely: str) -> list[str]:
+        return [x for word in likely.split() for x in longest if word == x.lower().rstrip("s")]
+
+    answers = named(ANSWERS)[:1]
+    prompts = [x for x in named(PROMPTS) + longest if x not in answers][:1]
+    return [shlex.quote(x) for x in dict.fromkeys(prompts + answers + longest)]
 
 
 def lacks(name: str, missing: Iterable[str], columns: Iterable[str]) -> str:
     """Return the first part of an error message about missing columns."""
     return (f"--dataset {name} has no column {' or '.join(missing)}. Its columns are: "
-            f"{', '.join(columns)}.")  # fmt: skip
+            f"{shorten(', '.join(columns))}.")  # fmt: skip
 
 
 def select(rows: Dataset, names: Iterable[str | None]) -> Dataset:
@@ -331,7 +347,7 @@ def select(rows: Dataset, names: Iterable[str | None]) -> Dataset:
     rows = rows.select_columns([x for x in rows.column_names if x in {LINE, *EXTRA, *names}])
     for name, kind in rows.features.items():
         inner = kind.feature if isinstance(kind, List) else kind
-        if hasattr(inner, "decode"):
+        if hasattr(inner, "decode") and not isinstance(inner, datasets.Json):
             inner = dataclasses.replace(inner, decode=False)
             rows = rows.cast_column(name, List(inner) if isinstance(kind, List) else inner)
     return rows
@@ -340,14 +356,15 @@ def select(rows: Dataset, names: Iterable[str | None]) -> Dataset:
 def parse(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row as in its file; raise ValueError if its line is not a JSON object."""
     if LINE not in row:
-        if row.get(PROBLEM):
-            raise ValueError(row[PROBLEM])
-        return without_none(row)
-    value = json.loads(row[LINE])
-    if "\\u" in row[LINE]:
-        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
-    if not isinstance(value, dict):
-        raise ValueError("the line is not a JSON object")
+        value = without_none(row)
+    else:
+        value = json.loads(row[LINE])
+        if "\\u" in row[LINE]:
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair
+        if not isinstance(value, dict):
+            raise ValueError("the line is not a JSON object")
+    if value.get(PROBLEM):
+        raise ValueError(value[PROBLEM])
     return value
 
 
@@ -555,6 +572,14 @@ def token_ids(ids: Any, flag: str, limit: int, tokenizer: Tokenizer) -> Sequence
         if not 0 <= token < len(tokenizer):
             raise ValueError(f"token {token} is not one of the tokenizer's {len(tokenizer):,}")
     return ids
+
+
+def check_masks(row: dict[str, Any]) -> None:
+    """Raise ValueError if a tokenized row excludes tokens otherwise than by its labels."""
+    masks = ["attention_mask"] if "labels" in row else MASKS
+    for key in masks:
+        if 0 in (row.get(key) or ()):
+            raise ValueError(f"{key} excludes tokens. Leave padding out, and write labels of -100")
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

@@ -372,6 +372,11 @@ def test_thoughts_are_targets_once():
         (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], "drops content of the system's turn"),
         (CHATML, [USER, CALL_TURN], "drops tool_calls of the assistant's turn"),
         (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], "drops thinking of the assistant's turn"),
+        (
+            CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
+            [USER, ASSISTANT | {"content": "<think>hm</think>b"}],
+            "drops content of the assistant's turn",
+        ),
         ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     ],
 )
@@ -381,6 +386,8 @@ def test_template_that_drops_content_is_refused(template, chat, message):
         encode(chat, tokenizer)
     with pytest.raises(ValueError, match="drops tools"):
         encode([USER, ASSISTANT], known_tokenizer("chatml"), [TOOL])
+    with pytest.raises(ValueError, match="drops the tools"):
+        encode([USER | {"content": "the f"}, ASSISTANT], known_tokenizer("chatml"), [TOOL])
 
 
 @pytest.mark.parametrize("chat", [CHAT, [USER, ASSISTANT | {"thinking": "Hm."}]])
@@ -515,6 +522,7 @@ def test_formats_give_the_same_chat(tmp_path):
         ),
         ({"messages": [USER, ASSISTANT | {"reasoning": "hm"}]}, "has reasoning, an unknown key"),
         ({"messages": [USER, ASSISTANT | {"content": "\ud800"}]}, "surrogates not allowed"),
+        ({"messages": [USER, ASSISTANT], "history": ["ab"]}, "history is not a list of pairs"),
         ({"messages": [USER, ASSISTANT], "images": ["x.png"]}, "the row has images, and"),
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, "a system column and a system"),
         ({"prompt": "a", "completion": [USER, ASSISTANT]}, "completion does not start with an"),

@@ -147,6 +147,10 @@ REFUSED = {
         {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"},
         "Write each path from a prompt to an answer as one row of messages",
     ),
+    "a turn on each line": (
+        {"role": "user", "content": "q"},
+        "Write each path from a prompt to an answer as one row of messages",
+    ),
     "OASST trees": (
         {"message_tree_id": "1", "prompt": {"text": "q", "replies": []}},
         "Write each path from a prompt to an answer as one row of messages",

@@ -8,13 +8,14 @@ import random
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
-from datasets import Audio, Dataset, Features, Value
+from datasets import Audio, Dataset, Features, Value, load_dataset
 from huggingface_hub import snapshot_download
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -413,3 +414,48 @@ def test_bad_row_stops_a_run_with_one_error(tmp_path, capfd):
     stderr = capfd.readouterr().err
     assert "Traceback" not in stderr and stderr.count("error: ") == 1
     assert f"{path}, row 31: the assistant's turn is None, not text. Correct it, or" in stderr
+
+
+def test_guessed_columns_are_in_the_right_order():
+    """A row's texts and their summaries are named in any order, and an index is not text."""
+    for columns, pair in (
+        ({"id": 2, "summary": 9, "dialogue": 99}, ["dialogue", "summary"]),
+        ({"title": 9, "abstract": 99}, ["abstract", "title"]),
+        ({"": 2, "Frage": 9, "Kurze Antwort": 9}, ["Frage", "'Kurze Antwort'"]),
+        ({"Unnamed: 0": 2, "answer": 5, "question": 5}, ["question", "answer"]),
+    ):
+        assert readers.guess_columns(columns) == pair
+
+
+def test_only_text_files_of_a_directory_are_text(tmp_path):
+    Dataset.from_list(PAIRS).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved/README.txt").write_text("not a row")
+    assert readers.find_paths(str(tmp_path / "saved")) == [tmp_path / "saved"]
+    for name in ("a.txt", "._a.txt"):
+        (tmp_path / name).write_text("x")
+    assert readers.find_paths(str(tmp_path)) == [tmp_path / "a.txt"]
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16-le"))
+    with pytest.raises(ValueError, match="is not text: it contains a zero byte"):
+        readers.read(str(tmp_path / "a.txt"), None)
+
+
+def test_other_columns_in_a_glob_hide_no_problem_or_weight(tmp_path):
+    (tmp_path / "a.csv").write_text("text,headline\ngood,x\nOne, two,summary of three\n")
+    (tmp_path / "b.csv").write_text("text,headline,id\nother,sum,1\n")
+    rows = readers.read(str(tmp_path / "*.csv"), None)["train"]
+    with pytest.raises(ValueError, match="line 3: 3 fields, not 2"):
+        list(map(readers.parse, rows))
+    for number, row in enumerate([{"loss": Decimal(0)}, {"loss": Decimal(1), "x": 1}]):
+        Dataset.from_list([row]).to_parquet(tmp_path / f"{number}.parquet")
+    rows = readers.read(str(tmp_path / "*.parquet"), None)["train"]
+    assert [readers.parse(row)["loss"] for row in rows] == [0, 1]
+
+
+def test_columns_of_mixed_types_are_read_as_values(tmp_path):
+    """`datasets` 5 stores them as JSON."""
+    values = ['Two.\nSure "2"', 42]
+    (tmp_path / "x.jsonl").write_text(jsonl([{"text": x} for x in values]))
+    rows = load_dataset("json", data_files=str(tmp_path / "x.jsonl"), split="train")
+    rows.save_to_disk(tmp_path / "saved")
+    rows = readers.select(readers.read(str(tmp_path / "saved"), None)["train"], ["text"])
+    assert [row["text"] for row in rows] == values

@@ -90,6 +90,7 @@ def test_foreign_tokens_are_read(name, suffix, tmp_path):
         ({"labels": [-100] * 3}, "labels must be one per token"),
         ({"labels": [6, 7, -100]}, "labels must be one per token"),
         ({"input_ids": [5, 6, 0]}, "the tokens end in padding"),
+        ({"attention_mask": [0, 1, 1]}, "attention_mask excludes tokens"),
     ],
 )
 def test_invalid_tokens_are_refused(row, message, tmp_path):
@@ -115,3 +116,13 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path, monkeypatch):
         summarization_dataset.load(args, ByT5Tokenizer(extra_ids=3))
     with pytest.raises(ValueError, match="prepared exists. Delete it"):
         readers.write_prepared(tmp_path, rows, {"": rows}, origin)
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask"])
+@pytest.mark.parametrize("script", [gpt2_fsdp, llama_fsdp])
+def test_masks_without_labels_are_refused(script, name, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"input_ids": [5, 6, 7], name: [0, 1, 1]}) + "\n")
+    args = parse_flags(script, ["--dataset", str(path), "--model-name", "tiny"])
+    with pytest.raises(ValueError, match=f"{name} excludes tokens"):
+        script.data.load(args, ByT5Tokenizer())

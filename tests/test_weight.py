@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5005, 37146),
-    "gpt2_fsdp.py": (4785, 35447),
-    "llama_fsdp.py": (5995, 45413),
-    "runtime/": (4905, 36508),
+    "T5_training.py": (5031, 37357),
+    "gpt2_fsdp.py": (4812, 35663),
+    "llama_fsdp.py": (6031, 45764),
+    "runtime/": (4935, 36806),
 }
 
 
