@@ -683,3 +683,12 @@ def test_empty_batch_has_no_targets():
     assert batch["input_ids"].tolist() == batch["position_ids"].tolist() == [[0] * 8]
     assert batch["labels"].tolist() == [[-100] * 8]
     assert batch["tokens"] == batch["targets"] == 0
+
+
+def test_weights_in_csv_are_read(tmp_path):
+    path = tmp_path / "chats.csv"
+    path.write_text("prompt,completion,weight\nq,a,1\nq,b,true\nq,c,\n")
+    assert len(load_documents(path)) == 3
+    path.write_text("prompt,completion,weight\nq,a,1\nq,b,0\n")
+    with pytest.raises(ValueError, match="row 2: the row excludes all assistant turns"):
+        load_documents(path)

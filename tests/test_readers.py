@@ -431,6 +431,9 @@ def test_only_text_files_of_a_directory_are_text(tmp_path):
     Dataset.from_list(PAIRS).save_to_disk(tmp_path / "saved")
     (tmp_path / "saved/README.txt").write_text("not a row")
     assert readers.find_paths(str(tmp_path / "saved")) == [tmp_path / "saved"]
+    Dataset.from_list(PAIRS).save_to_disk(tmp_path / "saved too")
+    with pytest.raises(ValueError, match="cannot be read"):
+        readers.read(str(tmp_path / "saved*"), None)
     for name in ("a.txt", "._a.txt"):
         (tmp_path / name).write_text("x")
     assert readers.find_paths(str(tmp_path)) == [tmp_path / "a.txt"]
