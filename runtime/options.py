@@ -215,6 +215,7 @@ class Run:
         """Return a message for each missing tracker, and for flags that contradict."""
         missing = [name for name in self.track if importlib.util.find_spec(name) is None]
         problems = [f"--track {name} is not installed. {INSTALL}" for name in missing]
+        problems += [] if self.output_dir else ["--output-dir is empty. Pass a directory."]
         if self.evaluate_only + self.export_only + self.prepare_only > 1:
             problems.append("Pass only one of --evaluate-only, --export-only and --prepare-only.")
         return problems

@@ -116,6 +116,16 @@ def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["final"]
 
 
+def test_new_run_may_have_links_for_its_exports(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "best").symlink_to(tmp_path / "disk")
+    (tmp_path / "final").symlink_to(tmp_path / "disk/not yet")
+    assert not prepare_directory(tmp_path)
+    (tmp_path / "disk/config.json").touch()
+    with pytest.raises(ValueError, match="but no run"):
+        prepare_directory(tmp_path)
+
+
 def test_link_to_other_files_is_refused(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk/photo.png").touch()

@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5031, 37357),
-    "gpt2_fsdp.py": (4812, 35663),
-    "llama_fsdp.py": (6031, 45764),
-    "runtime/": (4935, 36806),
+    "T5_training.py": (5034, 37402),
+    "gpt2_fsdp.py": (4815, 35708),
+    "llama_fsdp.py": (6034, 45809),
+    "runtime/": (4938, 36851),
 }
 
 

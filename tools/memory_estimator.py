@@ -887,7 +887,7 @@ def command(model: Model, args: Options, row: dict[str, Any]) -> str:
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29500", "--rdzv-id", 1]
     words += [model.script, "--model-name", hub_id(args.model_name), "--strategy", "full_shard"]
     names = ["fsdp", *LENGTH_FLAGS, "batch_size", "gradient_accumulation_steps", "target_length"]
-    names += ["precision", "lora_rank", "load_in_4bit"]
+    names += ["precision", "lora_rank", "lora_targets", "load_in_4bit"]
     names += ["activation_checkpointing", "cpu_offload", "optimizer"]
     values = vars(args) | row | dict.fromkeys(LENGTH_FLAGS, args.seq_length)
     for name in names:
@@ -899,7 +899,7 @@ def command(model: Model, args: Options, row: dict[str, Any]) -> str:
         elif value is True:
             words.append(f"--{flag}")
         else:
-            words += [f"--{flag}", value]
+            words += [f"--{flag}", *(value if isinstance(value, list) else [value])]
     return shlex.join(map(str, words))
 
 
