@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -316,8 +317,9 @@ def micro_batches(model: nn.Module, step: Step, no_sync: bool) -> Iterator[Batch
 
 @contextlib.contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Run a with block in evaluation mode, then reshard FSDP2's units. Without a backward pass they
-    stay gathered, and state dicts would not match the optimizer's parameters. Use on all ranks."""
+    """Run a with block in evaluation mode, then reshard FSDP's units. Without a backward pass some
+    stay gathered: state dicts would not match the optimizer's parameters, and changes of weights,
+    such as EMA's, would be overlooked. Use on all ranks."""
     training = model.training
     model.eval()
     try:
@@ -327,3 +329,7 @@ def evaluation(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+            elif isinstance(module, FSDP) and module._handle:  # private, like `_reshard`:
+                flat = module._handle.flat_param  # FSDP1 has no public way
+                if hasattr(flat, "_full_param_padded"):  # it is sharded, and it ran
+                    _reshard(module, module._handle, free_unsharded_flat_param=True)

@@ -1,5 +1,6 @@
 """The gradients of the chunked loss, and DDP gradients as views of DDP's buckets."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,3 +141,13 @@ def test_ddp_gradients_are_views_of_its_buckets(name, ranks):
         assert plain_storages == len(parameters)
         assert storages <= 2
         assert size == plain_size == 4 * sum(p.numel() for p in parameters)
+
+
+def test_weights_changed_after_an_evaluation_are_used(tmp_path):
+    """FSDP1's root, or all units, would stay gathered, with the weights of before."""
+    launch(2, "tests/workers/evaluation_worker.py", tmp_path / "losses.json")
+    results = json.loads((tmp_path / "losses.json").read_text())
+    before, after = results.pop("ddp")
+    assert abs(after - before) > 1
+    for losses in results.values():
+        assert losses == pytest.approx([before, after], rel=1e-6)

@@ -9,9 +9,9 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5034, 37402),
-    "gpt2_fsdp.py": (4815, 35708),
-    "llama_fsdp.py": (6034, 45809),
+    "T5_training.py": (5040, 37446),
+    "gpt2_fsdp.py": (4821, 35752),
+    "llama_fsdp.py": (6040, 45853),
     "runtime/": (4938, 36851),
 }
 

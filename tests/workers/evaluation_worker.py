@@ -1,0 +1,50 @@
+"""Evaluate a model, change its weights in place, and evaluate it again, under each strategy."""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+import torch
+import torch.distributed as dist
+
+import gpt2_fsdp
+import policies
+from benchmarks.driven import parse_flags
+from runtime import ranks
+
+STRATEGIES = {"ddp": 1, "full_shard": 1, "shard_grad_op": 1, "no_shard": 1, "full_shard 2": 2}
+
+
+def evaluate_twice(args: gpt2_fsdp.Options, device: torch.device) -> list[float]:
+    """Return the loss before and after all weights are halved."""
+    ranks.set_seed(0)
+    model, _, init = gpt2_fsdp.load_model(args, device)
+    model = gpt2_fsdp.wrap_model(args, device, model, init)
+    losses = []
+    with torch.no_grad():
+        for _ in range(2):
+            batch = gpt2_fsdp.data.collate(gpt2_fsdp.data.probe_batch())
+            with policies.evaluation(model):
+                losses.append(gpt2_fsdp.summed_loss(model, batch).item())
+            for parameter in model.parameters():
+                parameter *= 0.5
+    return losses
+
+
+def main() -> None:
+    """Write the losses by strategy."""
+    results = {}
+    device = gpt2_fsdp.setup(parse_flags(gpt2_fsdp, ["--model-name", "tiny"]))
+    for name, fsdp in STRATEGIES.items():
+        flags = ["--strategy", name.split()[0], "--fsdp", str(fsdp), "--model-name", "tiny"]
+        results[name] = evaluate_twice(parse_flags(gpt2_fsdp, flags), device)
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    gpt2_fsdp.cleanup()
+
+
+if __name__ == "__main__":
+    main()
