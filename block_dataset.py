@@ -89,7 +89,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
     size = args.block_size
     columns = readers.columns_of(name, rows)
     column = "text" if [*columns] == ["text"] else args.text_column
-    rows = readers.select(rows, [column, "input_ids", *readers.MASKS])
+    rows = readers.select(rows, [column, "input_ids"])
     joins_rows = "wikitext" in name.lower()  # its rows are lines of articles
 
     def from_texts(batch: list[dict]) -> list[list[dict]]:
@@ -103,9 +103,7 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> D
 
     def from_tokens(batch: list[dict]) -> list[list[dict]]:
         limit = "--block-size", size + 1
-        for row in batch:
-            readers.check_masks(row)
-        ids = [readers.token_ids(row.get("input_ids"), *limit, tokenizer) for row in batch]
+        ids = [readers.token_ids(row, "input_ids", *limit, tokenizer) for row in batch]
         return [[{"input_ids": x}] for x in ids]
 
     def map_rows(function: Callable) -> Dataset:

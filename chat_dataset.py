@@ -108,8 +108,7 @@ def load_documents(spec: str, tokenizer: Tokenizer, args: Namespace) -> readers.
     documents = {}
     for part, rows in readers.pick(name, parts, split).items():
         convert = row_encoder(name, rows, tokenizer, args)
-        tokenized = ("input_ids", "labels", *readers.MASKS)
-        rows = readers.select(rows, [*chats.COLUMNS, *columns, *tokenized])
+        rows = readers.select(rows, [*chats.COLUMNS, *columns, "input_ids", "labels"])
         documents[part] = readers.map_rows(name, rows, convert, FEATURES, args.bad_rows, *key)
     return documents
 
@@ -366,8 +365,7 @@ def encode_texts(texts: list[str], tokenizer: Tokenizer) -> list[tuple[list, lis
 
 def read_tokens(row: dict, length: int, tokenizer: Tokenizer) -> tuple[list, list]:
     """Return ids and labels of a tokenized row; raise ValueError if they cannot be trained on."""
-    readers.check_masks(row)
-    ids = readers.token_ids(row.get("input_ids"), "--max-seq-length", length, tokenizer)
+    ids = readers.token_ids(row, "input_ids", "--max-seq-length", length, tokenizer)
     labels = [-100, *row.get("labels", ids)[1:]]
     is_wrong = len(labels) != len(ids) or any(map(lambda x, i: x not in (-100, i), labels, ids))
     if is_wrong or {*labels} == {-100}:

@@ -329,7 +329,8 @@ def evaluation(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-            elif isinstance(module, FSDP) and module._handle:  # private, like `_reshard`:
-                flat = module._handle.flat_param  # FSDP1 has no public way
-                if hasattr(flat, "_full_param_padded"):  # it is sharded, and it ran
-                    _reshard(module, module._handle, free_unsharded_flat_param=True)
+            # Private, because FSDP1 has no public method for it. A unit's parameter lacks the
+            # attribute before the first forward pass, and without sharding.
+            handle = getattr(module, "_handle", None)
+            if handle and hasattr(handle.flat_param, "_full_param_padded"):
+                _reshard(module, handle, free_unsharded_flat_param=True)

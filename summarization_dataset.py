@@ -143,7 +143,7 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
     columns = readers.columns_of(name, rows)
     needed = COLUMNS.get(name, [args.source_column, args.target_column])
     missing = [column for column in needed if column not in columns]
-    rows = readers.select(rows, [*needed, "input_ids", "labels", *readers.MASKS])
+    rows = readers.select(rows, [*needed, "input_ids", "labels"])
     if missing and "input_ids" in columns:
         return read_tokens(name, rows, args, tokenizer)
     if missing:
@@ -201,8 +201,7 @@ def read_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer)
     limits["labels"] = ("--target-length", args.target_length)
 
     def read(row: dict[str, Any]) -> list[dict[str, Any]]:
-        readers.check_masks(row)
-        pair = {x: readers.token_ids(row.get(x), *limits[x], tokenizer) for x in limits}
+        pair = {x: readers.token_ids(row, x, *limits[x], tokenizer) for x in limits}
         ids = pair["input_ids"]
         return [pair | {"length": len(ids), "key": stable_hash(repr(ids)), "split": ""}]
 

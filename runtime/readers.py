@@ -64,7 +64,7 @@ ADVICE = (  # by the type of an error while a file is read; the first match is u
     ((gzip.BadGzipFile, EOFError), "Compress it again."),
     (Exception, "Pass text, CSV, JSONL or Parquet, or a directory written by save_to_disk."),
 )
-MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")  # of tokens
+MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")  # of tokenized rows
 PREPARED = "prepared"  # the directory in OUTPUT_DIR that --prepare-only writes
 ORIGIN = "prepared.json"  # a file in it with the origin of the tokens
 TOKEN_FLAGS = "source_length target_length source_prefix block_size max_seq_length train_on_prompt"
@@ -77,7 +77,7 @@ def find_paths(spec: str) -> list[Path]:
     """Return the paths of one --dataset argument: a file, a directory written by `save_to_disk`, or
     the files of a glob or, if it has text files, of a directory."""
     path = Path(spec).expanduser()
-    if path.is_dir() and not [*path.glob("dataset_*.json")]:  # which save_to_disk writes
+    if path.is_dir() and not any(path.glob("dataset_*.json")):  # which save_to_disk writes
         return sorted(x for x in path.glob("[!.]*") if suffix_of(x) == ".txt") or [path]
     names = [path] if path.exists() else sorted(glob(str(path), recursive=True))
     return list(map(Path, names))
@@ -172,22 +172,18 @@ def from_generator(generate: Callable, columns: Iterable[str], path: Path) -> Da
 
 
 def as_lines(rows: Dataset) -> Dataset:
-    """Return rows as lines of JSON, in which rows with other fields fit too."""
+    """Return rows as lines of JSON, in which rows with other fields fit too. Values that JSON does
+    not have become null."""
     if LINE in rows.column_names:
         return rows
 
     def to_lines(columns: dict[str, list]) -> dict[str, list[str]]:
         batch = map(without_none, by_row(columns))
-        return {LINE: [json.dumps(row, default=as_number) for row in batch]}
+        return {LINE: [json.dumps(row, default=lambda _: None) for row in batch]}
 
     rows = select(rows, rows.column_names)
     features = Features({LINE: Value("string")})
     return rows.map(to_lines, batched=True, remove_columns=rows.column_names, features=features)
-
-
-def as_number(value: Any) -> float | None:
-    """Return a decimal, such as a weight, as a float; other values that JSON lacks as None."""
-    return float(value) if isinstance(value, Decimal) else None
 
 
 def by_row(columns: dict[str, list]) -> list[dict[str, Any]]:
@@ -344,7 +340,9 @@ def lacks(name: str, missing: Iterable[str], columns: Iterable[str]) -> str:
 def select(rows: Dataset, names: Iterable[str | None]) -> Dataset:
     """Return the rows with only the columns `names`, as far as they exist, and JSON lines. Images
     and audio in them are not decoded."""
-    rows = rows.select_columns([x for x in rows.column_names if x in {LINE, *EXTRA, *names}])
+    rows = rows.select_columns(
+        [x for x in rows.column_names if x in {LINE, *EXTRA, *MASKS, *names}]
+    )
     for name, kind in rows.features.items():
         inner = kind.feature if isinstance(kind, List) else kind
         if hasattr(inner, "decode") and not isinstance(inner, datasets.Json):
@@ -369,10 +367,13 @@ def parse(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_none(value: Any) -> Any:
-    """Return `value` without members that are None: Arrow adds missing members to objects."""
+    """Return `value` without members that are None, which Arrow adds to objects, and with decimals,
+    such as weights, as floats."""
     if isinstance(value, dict):
         return {key: without_none(part) for key, part in value.items() if part is not None}
-    return [without_none(part) for part in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_none(part) for part in value]
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def map_rows(
@@ -560,8 +561,16 @@ def compare_origin(name: str, origin: dict[str, Any]) -> None:
                              f"{value}. Pass the same, or prepare it again.")  # fmt: skip
 
 
-def token_ids(ids: Any, flag: str, limit: int, tokenizer: Tokenizer) -> Sequence[int]:
-    """Return `ids`; raise ValueError unless they are 1 to `limit` token ids of the tokenizer."""
+def token_ids(
+    row: dict[str, Any], column: str, flag: str, limit: int, tokenizer: Tokenizer
+) -> Sequence[int]:
+    """Return the tokens in a column of a row. Raise ValueError unless they are 1 to `limit` ids of
+    the tokenizer, and no mask excludes some; with labels only attention_mask counts."""
+    for key in MASKS[:1] if "labels" in row else MASKS:
+        if 0 in (row.get(key) or ()):
+            raise ValueError(f"{key} excludes tokens. Remove these, or, for llama_fsdp.py, write "
+                             "labels of -100")  # fmt: skip
+    ids = row.get(column)
     if not ids or not isinstance(ids, list) or not all(isinstance(x, int) for x in ids):
         raise ValueError("tokens are empty or not a list of integers")
     if len(ids) > limit:
@@ -572,14 +581,6 @@ def token_ids(ids: Any, flag: str, limit: int, tokenizer: Tokenizer) -> Sequence
         if not 0 <= token < len(tokenizer):
             raise ValueError(f"token {token} is not one of the tokenizer's {len(tokenizer):,}")
     return ids
-
-
-def check_masks(row: dict[str, Any]) -> None:
-    """Raise ValueError if a tokenized row excludes tokens otherwise than by its labels."""
-    masks = ["attention_mask"] if "labels" in row else MASKS
-    for key in masks:
-        if 0 in (row.get(key) or ()):
-            raise ValueError(f"{key} excludes tokens. Leave padding out, and write labels of -100")
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

@@ -312,7 +312,7 @@ class Lock:
             raise ValueError(f"--output-dir {self.directory} is a file. Pass a directory.")
         self.directory.mkdir(parents=True, exist_ok=True)
         seconds, owner = 1.0, self.lease.owner
-        who = f"another run (if there is none, delete {self.directory / 'lock'})"
+        who = f"another run (none? Delete {self.lease.lock_file})"
         if owner:
             who = f"process {owner.pid} on {owner.hostname}"
         # In a container, filelock appends the process namespace to the host name.
@@ -344,6 +344,7 @@ def prepare_directory(directory: Path) -> bool:
     """Delete unfinished exports; return whether the directory's run is finished; rank 0 only. Raise
     ValueError if there are exports but no run, or best/ or final/ links to other files."""
     status = directory / "status"
+    # Links to no files yet are there before the run.
     names = {x.name for x in directory.glob("*") if not x.is_symlink() or any(x.glob("*"))}
     if names & {"final", "best"} and not names & {"status", "checkpoints"}:
         raise ValueError(f"{directory} has final/ or best/ but no run. Pass another --output-dir.")

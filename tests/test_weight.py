@@ -9,10 +9,10 @@ from conftest import ROOT
 from tools.copy_script import needed_files
 
 LIMITS = {  # lines, syntax nodes
-    "T5_training.py": (5040, 37446),
-    "gpt2_fsdp.py": (4821, 35752),
-    "llama_fsdp.py": (6040, 45853),
-    "runtime/": (4938, 36851),
+    "T5_training.py": (5042, 37418),
+    "gpt2_fsdp.py": (4822, 35719),
+    "llama_fsdp.py": (6041, 45816),
+    "runtime/": (4940, 36849),
 }
 
 
