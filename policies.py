@@ -29,7 +29,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -333,4 +332,6 @@ def evaluation(model: nn.Module) -> Iterator[None]:
             # attribute before the first forward pass, and without sharding.
             handle = getattr(module, "_handle", None)
             if handle and hasattr(handle.flat_param, "_full_param_padded"):
-                _reshard(module, handle, free_unsharded_flat_param=True)
+                # `_reshard` would also queue an event per unit: each lifts FSDP's limit of
+                # all-gathers ahead, which is two, by one.
+                handle.reshard(free_unsharded_flat_param=True)

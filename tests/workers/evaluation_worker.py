@@ -9,6 +9,7 @@ sys.path[:0] = [str(ROOT)]
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 import policies
@@ -31,6 +32,8 @@ def evaluate_twice(args: gpt2_fsdp.Options, device: torch.device) -> list[float]
                 losses.append(gpt2_fsdp.summed_loss(model, batch).item())
             for parameter in model.parameters():
                 parameter *= 0.5
+    if isinstance(model, FSDP):  # each queued event lets the host gather one more unit ahead
+        assert len(model._free_event_queue._queue) <= 4
     return losses
 
 
