@@ -101,7 +101,9 @@ class OffRecord(Output):
         """Wrap the model. Call this in the training thread, which torch.compile is set for."""
         self.model = self.module.wrap_model(self.args, self.device, self.model, self._init)
         collate = collate_of(self.module, self.model)
-        self.val_loaders = batches.val_loaders(self.val_sets, self.args.batch_size, collate)
+        self.val_loaders: dict[str, DataLoader] = {}
+        if self.val_sets:  # a benchmark may have none
+            self.val_loaders = batches.val_loaders(self.val_sets, self.args.batch_size, collate)
 
     def train(self) -> None:
         """Run the script's `train` with this directory."""

@@ -322,12 +322,7 @@ class Loader:
         device = self.shard_device if isinstance(meta, DTensor) else self.device
         if name not in self.stored:
             return torch.empty_like(meta, device=device)
-        if dist.get_rank() == 0:
-            tensor = self.source[name].to(self.device).contiguous()
-        else:
-            shape, dtype = self.stored[name]
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        dist.broadcast(tensor, src=0)
+        tensor = self.broadcast(name)
         if hasattr(module, "quantize") and meta is module.weight:
             tensor = module.quantize(tensor.float())
         if isinstance(meta, DTensor):
@@ -338,3 +333,13 @@ class Loader:
         received = torch.empty_like(meta, device=device)
         (received.to_local() if isinstance(meta, DTensor) else received).copy_(tensor)  # casts
         return received
+
+    def broadcast(self, name: str) -> Tensor:
+        """Return rank 0's tensor `name`, whole and on the device."""
+        if dist.get_rank() == 0:
+            tensor = self.source[name].to(self.device).contiguous()
+        else:
+            shape, dtype = self.stored[name]
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(tensor, src=0)
+        return tensor

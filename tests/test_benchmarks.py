@@ -44,6 +44,19 @@ def test_presets_use_existing_flags_and_models(preset, processes, large, run_all
             assert set(models) <= memory_estimator.BUILT_IN.keys(), command
 
 
+@pytest.mark.parametrize(
+    "command, row",
+    [
+        ("one_gpu.py --model tiny --length 64 --turns 1 --steps 2 --loops ours", "ours"),
+        ("estimate.py --models tiny-gpt2 --strategies full_shard --processes 1", "tiny-gpt2"),
+        ("compare_strategies.py --steps 1 --processes 1", "full_shard"),
+        ("saving.py --model tiny --saves 1 --turns 1 --stages save --ways ours-fsdp2", "ours-.*"),
+    ],
+)
+def test_gpu_benchmarks_start_on_a_cpu(command, row):
+    assert re.search(rf"^\| {row} \|", run(command), re.M)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("peer, factor", [("trl", 1.0), ("seq2seq", 2.0), ("trainer", 255 / 256)])
 def test_peer_trainers_report_the_same_loss(peer, factor):

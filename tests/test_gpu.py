@@ -118,9 +118,10 @@ def test_resume_on_gpu_equals_an_uninterrupted_run(
     """Bitwise with deterministic algorithms, otherwise up to rounding."""
     worker = tmp_path / "worker.py"
     worker.write_text(
-        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport torch, llama_fsdp\n"
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "import torch, llama_fsdp\nfrom benchmarks.driven import parse_flags\n"
         f"torch.use_deterministic_algorithms({deterministic})\n"
-        "llama_fsdp.launch(llama_fsdp.fsdp_main, parse_flags(llama_fsdp, ))\n"
+        "llama_fsdp.launch(llama_fsdp.fsdp_main, parse_flags(llama_fsdp))\n"
     )
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     data = ["--dataset", chats, "--max-seq-length", "128", "--batch-size", "2"]
