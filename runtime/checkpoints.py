@@ -32,7 +32,7 @@ import torch.utils._pytree as pytree  # private: torch has no public functions f
 import transformers
 from datasets import Dataset
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -110,11 +110,14 @@ class Saver:
         is_full = self.args.checkpoint_type == "full"
         writer = _Writer(self._path, state, self.identity, is_full, self._stager)
         tensors = _all_tensors(state)
+        # Later saves reuse the plan of the first, which takes rank 0 seconds. Before 2.13 a failed
+        # save may leave a plan that other ranks lack.
+        planner = DefaultSavePlanner(enable_plan_caching=torch.__version__ >= (2, 13))
+        options = {"storage_writer": writer, "planner": planner}
         if self.group is None:
-            save = partial(dcp.save, storage_writer=writer, process_group=ranks.cpu_group())
-            self._attempt(save, tensors)
+            self._attempt(partial(dcp.save, process_group=ranks.cpu_group(), **options), tensors)
             return self.failures == 0
-        self.under_way = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
+        self.under_way = dcp.async_save(tensors, process_group=self.group, **options)
         return True
 
     def wait(self) -> None:
@@ -177,14 +180,19 @@ class _Writer(dcp.FileSystemWriter):
         # The copies are on the CPU. Otherwise DCP would synchronize the training stream for each.
         self.per_thread_copy_ahead = 0
         leaves, structure = pytree.tree_flatten(state_dict)
-        leaves = [x if isinstance(x, self.copied) else self.stager.stage([x])[0] for x in leaves]
+        # In one call, after which the device is synchronized.
+        staged = iter(self.stager.stage([x for x in leaves if not isinstance(x, self.copied)]))
+        leaves = [x if isinstance(x, self.copied) else next(staged) for x in leaves]
         return pytree.tree_unflatten(leaves, structure)
 
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Empty the directory, which may contain shards of a larger world size; rank 0 only."""
-        for file in self.path.iterdir():
-            file.unlink()
-        return super().prepare_global_plan(plans)
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Create the directory; on rank 0 empty it, as it may have shards of a larger world size.
+        No rank writes yet. A failure here leaves no plan that only some ranks have cached."""
+        plan = super().prepare_local_plan(plan)
+        if dist.get_rank() == 0:
+            for file in self.path.iterdir():
+                file.unlink()
+        return plan
 
     def write_data(self, plan: Any, planner: Any) -> Future:
         """Write this rank's shards; add their checksums to the results that rank 0 receives."""
