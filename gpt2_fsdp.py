@@ -36,8 +36,9 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import ByT5Tokenizer
+from transformers import AttentionInterface, ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import block_dataset as data
@@ -178,6 +179,10 @@ def load_model(
     else:
         directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
     fit_config(args, LossModel, config, "block_size")
+    if config.model_type == "gpt2" and config._attn_implementation is None:
+        # sdpa without a mask function, which would wait for the device in each forward pass.
+        AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
+        config._attn_implementation = "sdpa_causal"
     if args.from_scratch:
         directory = None
     model, source = weights.new_model(LossModel, config, directory, checkpoint is None)

@@ -161,10 +161,12 @@ class Output:
         return self.run
 
     def progress(self, loader: DataLoader, text: str) -> Iterator[Batch]:
-        """Yield the batches of a validation loader, with a progress bar. Raise Stopped on all ranks
-        if one was asked to stop; a resume repeats the validation."""
-        for batch in screen.progress(loader, text):
-            self._stop_if_asked()
+        """Yield the batches of a validation loader, with a progress bar. Before every eighth, raise
+        Stopped on all ranks if one was asked to stop; a resume repeats the validation."""
+        for number, batch in enumerate(screen.progress(loader, text)):
+            if number % 8 == 0:
+                self._stop_if_asked()
+            screen.touch()
             yield batch
 
     def _stop_if_asked(self) -> None:

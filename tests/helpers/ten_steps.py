@@ -139,11 +139,11 @@ def check_recomputation(results: dict, **pairs: str) -> None:
         assert results[name]["losses"] == results[plain]["losses"], name
 
 
-def check_no_host_sync(results: dict, variants: Iterable[str]) -> None:
-    """Check that a step and the fetch of its micro-batches read no tensor's value on the host.
-    Transformers' check of its masks is exempt."""
+def check_no_host_sync(results: dict, variants: Iterable[str], exempt: str = "") -> None:
+    """Check that a step and the fetch of its micro-batches read no tensor's value on the host,
+    except in the file `exempt`."""
     for name in variants:
-        assert results[name]["waits"].keys() <= {"masking_utils.py"}, (name, results[name]["waits"])
+        assert results[name]["waits"].keys() <= {exempt}, (name, results[name]["waits"])
 
 
 def resume(
