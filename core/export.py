@@ -1,0 +1,241 @@
+"""Write a Hugging Face directory: all ranks gather one tensor at a time, rank 0 writes it.
+
+All ranks call each function together unless its docstring differs.
+"""
+
+import contextlib
+import copy
+import itertools
+import json
+import re
+import shutil
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.core_model_loading import revert_weight_conversion
+
+from . import weights
+from .ranks import on_rank_zero, print0
+from .weights import plain_name, unwrapped
+
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
+TOKENIZER_FILES = ("*token*.json", "*.model", "*.spm", "vocab.*", "merges.txt")
+
+
+def export_model(
+    model: nn.Module, tokenizer: Tokenizer, path: Path, dtype: torch.dtype,
+    check_stop: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Write a wrapped model as a directory that `from_pretrained` loads, floats in `stored_dtype`;
+    when complete, it replaces `path`. `check_stop`, called before each tensor, may raise to stop.
+    """
+    tensors = whole_tensors(model, dtype, check_stop)
+    with new_directory(path) as temporary:
+        write_model(unwrapped(model), tensors, tokenizer, temporary, dtype)
+
+
+def whole_tensors(
+    model: nn.Module, dtype: torch.dtype, check_stop: Callable[[], None]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and value of each parameter and persistent buffer of a model, tied ones once.
+
+    FSDP1 gathers one unit at a time, on rank 0 only; FSDP2 casts each tensor before gathering it.
+    """
+    inner = unwrapped(model)
+    units = defaultdict(list, {"": []})  # the root first, or FSDP would make another unit the root
+    for name, first in weights.first_names(inner).items():
+        module, _, key = name.rpartition(".")
+        if name == first and key not in inner.get_submodule(module)._non_persistent_buffers_set:
+            units[name.rpartition("._fsdp_wrapped_module.")[0]].append(name)
+    for unit, names in units.items():
+        options = {"recurse": False, "writeback": False, "rank0_only": True}
+        with FSDP.summon_full_params(model.get_submodule(unit), **options):  # no-op without FSDP1
+            for name in names:
+                check_stop()
+                plain = plain_name(name)
+                kept = stored_dtype(inner, plain, dtype)
+                yield plain, gather(attrgetter(name)(inner).detach(), kept)
+
+
+def stored_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a float tensor in an export: `dtype`, or fp32 if Transformers loads it so
+    in any case, such as biases that route tokens to experts. Any rank."""
+    patterns = model._get_dtype_plan(dtype)  # private, but nothing public tells it
+    keeps = any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+    return torch.float32 if keeps else dtype
+
+
+def gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the whole tensor, floats cast to `dtype`; a DTensor is gathered on the device."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    if tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def write_model(
+    model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], tokenizer: Tokenizer,
+    directory: Path, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """Write `tensors`, pairs of name and value that rank 0 receives, with settings and tokenizer.
+
+    A thread writes each file while the tensors of the next one arrive.
+    """
+    with torch.device("meta"):  # Transformers finds its conversions by its own classes
+        hf_model = weights.library_class(type(model))(copy.deepcopy(model.config))
+    hf_model._weight_conversions = getattr(model, "_weight_conversions", None)
+    files: list[Future] = []
+    with ThreadPoolExecutor(1) as thread:
+        for content in _files_of(tensors):
+            wait(files)
+            files.append(thread.submit(_save, hf_model, content, directory / f"part-{len(files)}"))
+
+    def finish() -> None:
+        keys = _name_files([file.result() for file in files], directory)
+        base = Path(model.config.name_or_path or "no base")
+        settings = _read_json(base / "config.json")
+        if settings.get("model_type") != model.config.model_type and settings:  # a multimodal model
+            settings = settings.get("text_config", settings)
+            settings["model_type"] = model.config.model_type
+        settings = _updated(settings, model.config) | {"architectures": [type(hf_model).__name__]}
+        settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
+        if not hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
+            settings["tie_word_embeddings"] = False  # T5's config always says true
+        _write_json(settings, directory / "config.json")
+        path = directory / "generation_config.json"
+        _write_json(_updated(_read_json(base / path.name), model.generation_config), path)
+        write_tokenizer(tokenizer, directory)
+
+    on_rank_zero(finish)
+
+
+def _updated(
+    settings: dict[str, Any], config: PretrainedConfig | GenerationConfig
+) -> dict[str, Any]:
+    """Return a base's settings with those that the script changed; without a base, `config`'s."""
+    version = {"transformers_version": transformers.__version__}
+    if not settings:
+        return json.loads(config.to_json_string()) | version
+    base = type(config).from_dict(copy.deepcopy(settings))
+    before, now = (json.loads(x.to_json_string(use_diff=False)) for x in (base, config))
+    ours = (*weights.FOR_TRAINING, *weights.SWITCHED_OFF, "pad_token_id", "name_or_path")
+    changed = [name for name in now if now[name] != before.get(name) and not name.endswith(ours)]
+    return settings | {name: now[name] for name in changed} | version
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write a tokenizer; copy the files of its base unless it has changed. Rank 0 only."""
+    if tokenizer.is_fast:  # it would save the padding and truncation of its last call
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+    tokenizer.save_pretrained(directory)
+    base = Path(tokenizer.name_or_path or "no base")
+    if not base.is_dir():
+        return
+    original = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+    is_template_new = tokenizer.chat_template != original.chat_template
+    if repr(tokenizer) == repr(original):  # it contains all settings but the chat template
+        for file in itertools.chain(*map(base.glob, TOKENIZER_FILES)):
+            if file.name != "tokenizer_config.json" or not is_template_new:
+                shutil.copyfile(file, directory / file.name)
+
+
+def _files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each file, in host memory; only rank 0 yields any.
+
+    A layer is not split across files, because a conversion may need all of it.
+    """
+    pending: dict[str, Tensor] = {}
+    for _, layer in itertools.groupby(tensors, lambda item: weights.IN_LAYER.sub(r"\1", item[0])):
+        for name, tensor in layer:  # gathered by all ranks
+            if dist.get_rank() == 0:
+                pending[name] = tensor.to("cpu", copy=True)
+        if sum(tensor.nbytes for tensor in pending.values()) > FILE_BYTES:
+            yield pending
+            pending = {}
+    if pending:
+        yield pending
+
+
+def _save(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> dict[str, int]:
+    """Write tensors by name with `save_pretrained`'s keys; return the bytes by key. Rank 0 only."""
+    stored = revert_weight_conversion(model, tensors)
+    try:
+        save_file({key: x.contiguous() for key, x in stored.items()}, path, {"format": "pt"})
+    except SafetensorError as error:  # for example on a full disk
+        raise OSError(str(error)) from None
+    return {key: x.nbytes for key, x in stored.items()}
+
+
+def _name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
+    """Name the parts as `save_pretrained` does, with an index if there are several; return the keys
+    of their tensors. `sizes` has each part's bytes by key. Rank 0 only."""
+    weight_map: dict[str, str] = {}
+    count = len(sizes)
+    for i, keys in enumerate(sizes):
+        name = f"model-{i + 1:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
+        (directory / f"part-{i}").rename(directory / name)
+        weight_map |= dict.fromkeys(keys, name)
+    if count > 1:
+        total = sum(sum(keys.values()) for keys in sizes)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(index, directory / "model.safetensors.index.json")
+    return set(weight_map)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _write_json(value: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary directory that replaces `path`, or the target of this link, at the end;
+    delete it after an error."""
+    target = path.resolve()
+    # Never reuse a name: on NFS, a node may see the old directory for up to a minute.
+    temporary = target.with_name(f"tmp-{target.name}-{time.time_ns()}")
+
+    def create() -> None:
+        for unfinished in target.parent.glob(f"tmp-{target.name}-{19 * '[0-9]'}*"):
+            shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+        temporary.mkdir(parents=True)
+
+    def replace() -> None:
+        for file in temporary.glob("*.safetensors"):  # safetensors makes them private to the user
+            shutil.copymode(temporary / "tokenizer_config.json", file)
+        old = temporary.with_name(f"{temporary.name}-old")
+        if target.exists():
+            target.rename(old)  # on NFS, a directory whose files are in use cannot be deleted
+        temporary.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+
+    on_rank_zero(create)
+    try:
+        yield temporary
+        on_rank_zero(replace)  # the other ranks wait
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    print0(f"The model is in {path}")

@@ -1,0 +1,175 @@
+"""OUTPUT_DIR and the numbers of a run: status, metrics.jsonl, lines and the progress bar. Any rank
+may call these functions unless their docstrings differ. Only rank 0 writes."""
+
+import contextlib
+import json
+import resource
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from tqdm import tqdm
+
+from .ranks import Problem, on_every_rank, on_rank_zero, print0
+from .steps import StepSampler
+from .weights import unwrapped
+
+T = TypeVar("T")
+ONLY_IN_FILE = {"step", "time", "tokens", "peak_memory_mb", "best_step", "seconds"}  # not in lines
+START = ("{world_size} x {device}, attention {attention}\n{samples:,} samples, global batch "
+         "{global_batch:,}: {epoch_steps:,} steps an epoch, from {step} to {total}")  # fmt: skip
+SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s"}  # names in lines
+
+
+def open_directory(directory: Path) -> bool:
+    """Create the directory of a run, and return whether its run is finished. All ranks call this.
+
+    Raise Problem if the nodes do not share it: then no checkpoint would be complete.
+    """
+    status = directory / "status"
+
+    def prepare() -> str:
+        directory.mkdir(parents=True, exist_ok=True)
+        status.touch()
+        return status.read_text(errors="replace").partition("\n")[0]
+
+    word = on_rank_zero(prepare)
+    if not all(on_every_rank(status.exists)):
+        raise Problem(f"--output-dir {directory} is not on a file system that all nodes share.")
+    return word == "finished"
+
+
+def write_status(directory: Path, word: str) -> None:
+    """Write to the file status of a run: running, stopped, finished or failed; and on the second
+    line the step of the newest checkpoint."""
+    if dist.get_rank() == 0:
+        saved = sorted(directory.glob("checkpoints/step-*/train_state.json"))
+        step = int(saved[-1].parent.name.removeprefix("step-")) if saved else 0
+        with contextlib.suppress(OSError):  # do not hide the reason for the end
+            (directory / "status").write_text(f"{word}\nsaved step {step}\n")
+
+
+@contextlib.contextmanager
+def running(directory: Path) -> Iterator[None]:
+    """A context in which the status is running; if it raises, failed."""
+    write_status(directory, "running")
+    try:
+        yield
+    except BaseException:
+        write_status(directory, "failed")
+        raise
+
+
+class Log:
+    """metrics.jsonl: an object {"event", "step", "time", ...} per line, up to step `start` kept.
+
+    Numbers may be tensors, for which rank 0 waits.
+    """
+
+    def __init__(self, directory: Path, start: int, tokens: int, total: int) -> None:
+        self.total = total
+        self._tokens, self._since = tokens, time.perf_counter()  # of the last train event
+        if dist.get_rank() == 0:
+            self.path = directory / "metrics.jsonl"
+            _truncate(self.path, start)
+
+    def write(self, event: str, step: int, tokens: int = 0, **values: Any) -> dict[str, Any]:
+        """Append an event to metrics.jsonl, print its numbers, and return it; {} on other ranks.
+
+        `tokens` of the run so far give those per second since the last call with `tokens`.
+        """
+        if dist.get_rank() != 0:
+            return {}
+        values = {key: x.item() if hasattr(x, "item") else x for key, x in values.items()}
+        if tokens:
+            seconds = time.perf_counter() - self._since
+            values |= {"tokens_per_second": (tokens - self._tokens) / seconds, "tokens": tokens}
+            values["peak_memory_mb"] = peak_memory()
+            self._tokens, self._since = tokens, time.perf_counter()
+        values = {"event": event, "step": step, "time": time.time()} | values
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(values, default=str) + "\n")
+        except OSError as error:  # a full disk; the next save tells whether work is lost
+            print0(f"{self.path} lacks a line ({error}).")
+        if event == "start":
+            print0(START.format(**values, total=self.total))
+        else:
+            words = [f"{event:5} {step:{len(str(self.total))}}/{self.total}"]
+            words += [
+                f"{SHORT.get(key, key)} {short(value)}"
+                for key, value in values.items()
+                if isinstance(value, int | float) and key not in ONLY_IN_FILE
+            ]
+            print0("  ".join(words))
+        return values
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """A context for other work than training, which does not count in tokens per second."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - start
+
+
+def short(value: float) -> str:
+    """Return a number in at most eight characters."""
+    return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:.4g}"
+
+
+def progress(items: Iterable[T], text: str, total: int, done: int = 0) -> Iterator[T]:
+    """Yield items, with a bar on rank 0 if it has a terminal."""
+    hidden = None if dist.get_rank() == 0 else True  # None: unless there is a terminal
+    options = {"desc": text, "total": total, "initial": done, "leave": False}
+    return iter(tqdm(items, disable=hidden, dynamic_ncols=True, **options))
+
+
+def describe(device: torch.device, model: nn.Module, sampler: StepSampler) -> dict[str, Any]:
+    """Return what a `start` event says of processes, model, data and software."""
+    is_cpu = device.type == "cpu"
+    return {
+        "world_size": dist.get_world_size(),
+        "device": "cpu" if is_cpu else torch.get_device_module(device).get_device_name(),
+        "attention": unwrapped(model).config._attn_implementation,
+        "samples": sampler.num_samples,
+        "global_batch": sampler.global_batch,
+        "epoch_steps": sampler.steps_per_epoch,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "git": subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"),
+    }
+
+
+def write_results(path: Path, results: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Print results, and write them to a file with the run's arguments. All ranks call this."""
+    text = json.dumps(results | {"arguments": arguments}, indent=1, default=str)
+    on_rank_zero(path.write_text, text)
+    print0(f"{json.dumps(results, indent=1)}\nThe results are in {path}")
+
+
+def peak_memory() -> float:
+    """Return this process's peak memory in 10^6 bytes: allocated on a GPU, otherwise RSS."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.max_memory_allocated() / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1.024e-3
+
+
+def _truncate(path: Path, step: int) -> None:
+    """Delete events after `step`, for step 0 all, and invalid lines: they will be repeated."""
+    kept = []
+    path.touch()
+    for line in path.read_text(errors="replace").splitlines() if step else []:
+        with contextlib.suppress(ValueError):  # cut off by a power failure
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    temporary = path.with_name("tmp-metrics.jsonl")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
