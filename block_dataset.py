@@ -1,141 +1,153 @@
 """Text for a causal language model, from rows to blocks of tokens.
 
 `load` tokenizes the rows, joins them and cuts them into blocks; `collate` pads a batch.
-Copy this file along with gpt2_fsdp.py and the folder runtime/.
 """
 
 import functools
+import re
 import zlib
-from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import IO, Annotated, Any, Literal
 
 import numpy as np
 import torch
+import tyro
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import readers
-from runtime.batches import pad
-from runtime.options import BadRows, flag
-from runtime.ranks import say
+from core import reading
+from core.args import Names, Range, Size
+from core.ranks import Batch, Problem, print0
 
-FEATURES = {"input_ids": List(Value("int32"))}
-BUILT_IN = ("docstrings",)
+FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
+USUAL_COLUMNS = [("content",), ("document",), ("article",)]  # if there is no text
+CONTINUES = "text continues"  # a key of pieces of text files, if the next row continues the text
+PIECE = 1 << 14  # characters of a text file that make a row
+# Where a text file is cut: before a space, or else at a line break.
+CUTS = [re.compile(r"[^\W\d_](?= )"), re.compile(r"[^\W\d_](?=\s)|(?<=\S)\n(?=\S)")]
 
 
 @dataclass
-class Options:
-    """data"""
+class Data:
+    """NAME is docstrings (built in), a text, CSV, JSON, JSONL or Parquet file, a directory of
+    *.txt or of save_to_disk, or a hub id; NAME:train[:1000] takes a split or a part."""
 
-    dataset: list[str] = flag([], "docstrings (built in), text, JSONL or Parquet files, "
-        "directories of *.txt or hub ids; NAME:train[:1000] takes a split or a part (default: "
-        f"{WIKITEXT})", metavar="DATA")  # fmt: skip
-    val_dataset: list[str] = flag([], "validate on these (default: each --dataset's split "
-        "validation, or the last 5% of its blocks)", metavar="DATA")  # fmt: skip
-    dataset_config: str | None = flag(
-        None, f"configuration of a hub data set (default: wikitext-2-raw-v1 of {WIKITEXT})"
-    )
-    text_column: str = flag("text", "column of a hub data set, JSONL or Parquet file")
-    block_size: int = flag(1024, "tokens in a sample", low=2)
-    bad_rows: BadRows = flag("fail", "skip: drop unusable rows")
-    num_train_samples: int = flag(0, "blocks per training set (0: all)", low=0)
-    num_val_samples: int = flag(0, "blocks per validation set (0: all)", low=0)
+    dataset: Names = (WIKITEXT,)
+    """data to train on, joined"""
+    val_dataset: Names = ()
+    """data to validate on; none: validation splits, or the last 5% of each --dataset's blocks"""
+    dataset_config: str | None = None
+    """configuration of hub data sets; none: for WikiText, wikitext-2-raw-v1"""
+    text_column: str = "text"
+    """column with the text"""
+    block_size: Annotated[int, Range(2), tyro.conf.arg(metavar="N")] = 1024
+    """tokens in a sample"""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """skip: drop unusable rows"""
+    num_train_samples: Size = 0
+    """blocks per training set; 0: all"""
+    num_val_samples: Size = 0
+    """blocks per validation set; 0: all"""
 
 
-def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, readers.Parts]:
-    """Return the training set (None with --evaluate-only) and the validation sets by name.
-
-    Raise ValueError if data or flags cannot be used.
-    """
-
+def load(
+    args: Data, tokenizer: Tokenizer, evaluate_only: bool = False
+) -> tuple[Dataset | None, reading.Parts]:
+    """Return the training set, None with `evaluate_only`, and the validation sets by name. Raise
+    Problem if data or flags cannot be used."""
     load_parts = functools.partial(load_blocks, tokenizer=tokenizer, args=args)
-    return readers.load_sets(args, WIKITEXT, load_parts, hold_out, draw)
+    return reading.load_sets(args, load_parts, hold_out, draw, evaluate_only)
 
 
-def draw(spec: str, split: str, rows: Dataset, limit: int) -> Dataset:
+def draw(name: str, split: str, rows: Dataset, limit: int) -> Dataset:
     """Return `limit` random blocks (0: all)."""
-    blocks = readers.sample(rows, limit)
-    say(f"{spec}, {split}: {len(blocks):,} of {len(rows):,} blocks used")
+    blocks = reading.sample(rows, limit)
+    print0(f"{name}, {split}: {len(blocks):,} of {len(rows):,} blocks used")
     return blocks
 
 
-def load_blocks(spec: str, tokenizer: Tokenizer, args: Namespace) -> readers.Parts:
+def load_blocks(spec: str, tokenizer: Tokenizer, args: Data) -> reading.Parts:
     """Return the blocks of one --dataset argument by split: train, and maybe validation."""
-    name, split = readers.split_spec(spec, BUILT_IN)
-    if name in BUILT_IN:
-        rows = readers.docstring_rows()
+    name, _, split = spec.partition(":")
+    if name == "docstrings":
+        rows = reading.docstring_rows()
         is_held_out = [zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]]
-        parts = readers.split_by(np.array(is_held_out), rows)
+        parts = reading.pick(name, reading.split_by(np.array(is_held_out), rows), split)
     else:
         default = "wikitext-2-raw-v1" if name == WIKITEXT else None
-        parts = readers.read(name, args.dataset_config or default)
-    parts = readers.pick(name, parts, split)
-    return {key: encode(name, rows, tokenizer, args) for key, rows in parts.items()}
+        parts = reading.read(spec, args.dataset_config or default, text_pieces)
+    return {key: encode(spec, rows, tokenizer, args) for key, rows in parts.items()}
 
 
-def hold_out(spec: str, rows: Dataset) -> readers.Parts:
-    """Split blocks into `train` and `validation`, the last 5%. Raise ValueError if too few."""
+def hold_out(name: str, rows: Dataset) -> reading.Parts:
+    """Split blocks into `train` and `validation`, the last 5%. Raise Problem if too few."""
     if len(rows) < 2:
-        raise ValueError(f"--dataset {spec} gives {len(rows)} blocks, so none can be held out for "
-                         "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
+        raise Problem(f"Data set {name} gives {len(rows)} blocks, so none can be held out for "
+                      "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
     first = len(rows) - max(1, len(rows) // 20)
-    return readers.split_by(np.arange(len(rows)) >= first, rows)
+    return reading.split_by(np.arange(len(rows)) >= first, rows)
 
 
-def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Namespace) -> Dataset:
+def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
     """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
-    size = args.block_size
-    columns = readers.columns_of(name, rows)
-    column = "text" if [*columns] == ["text"] else args.text_column
-    rows = readers.select(rows, [column, "input_ids"])
-    joins_rows = "wikitext" in name.lower()  # its rows are lines of articles
+    size, column = args.block_size, args.text_column
+    columns = [x for x in reading.first_row(name, rows) if x != CONTINUES]
+    if columns == ["text"]:
+        column = "text"
+    elif column == Data.text_column and {column, "input_ids"}.isdisjoint(columns):
+        (column,) = reading.usual_columns(name, columns, USUAL_COLUMNS) or [column]
 
     def from_texts(batch: list[dict]) -> list[list[dict]]:
+        texts = [row.get(column) for row in batch]
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"{column} is {text!r}, not text")
+        options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
+        encoded = tokenizer(texts, return_attention_mask=False, verbose=False, **options)
         samples = []
-        for row, ids in zip(batch, encode_texts(batch, column, tokenizer), strict=True):
-            text = row[column]
-            is_open = row.get(readers.CONTINUES) or (joins_rows and text.endswith("\n"))
-            ids = ids if is_open else [*ids, tokenizer.eos_token_id]
+        for row, text, ids in zip(batch, texts, encoded["input_ids"], strict=True):
+            is_line = "wikitext" in name.lower() and text.endswith("\n")  # of an article
+            ids = ids if is_line or row.get(CONTINUES) else [*ids, tokenizer.eos_token_id]
             samples.append([{"input_ids": ids}] if text else [])
         return samples
 
     def from_tokens(batch: list[dict]) -> list[list[dict]]:
-        limit = "--block-size", size + 1
-        ids = [readers.token_ids(row, "input_ids", *limit, tokenizer) for row in batch]
+        limit = "--block-size", size + 1, tokenizer
+        ids = [reading.token_ids(row, "input_ids", *limit) for row in batch]
         return [[{"input_ids": x}] for x in ids]
 
-    def map_rows(function: Callable) -> Dataset:
-        key = size, column, readers.tokenizer_digest(tokenizer)
-        return readers.map_rows(name, rows, function, FEATURES, args.bad_rows, *key)
-
-    if column in columns:
-        documents = map_rows(from_texts)
-        key = readers.cache_key(blocks, documents._fingerprint, size)
-        generate = functools.partial(blocks, documents, size)
-        return Dataset.from_generator(generate, Features(FEATURES), fingerprint=key)
-    if "input_ids" in columns:
-        readers.compare_origin(name, readers.token_origin(args, tokenizer))
-        return map_rows(from_tokens)
-    likely = readers.guess_columns(columns)
-    advice = f"Pass --text-column {likely[0]}." if likely else "Pass a file with text."
-    raise ValueError(f"{readers.lacks(name, [column], columns)} {advice}")
+    if column not in columns and "input_ids" not in columns:
+        raise reading.no_columns(name, [column], columns, "Pass --text-column.")
+    key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
+    rows = reading.select(rows, [column, "input_ids"])
+    if column not in columns:
+        return reading.map_rows(name, rows, from_tokens, FEATURES, *key)
+    documents = reading.map_rows(name, rows, from_texts, FEATURES, *key)
+    fingerprint = reading.cache_key(blocks, documents._fingerprint, size)
+    generate = functools.partial(blocks, documents, size)
+    return Dataset.from_generator(generate, FEATURES, fingerprint=fingerprint)
 
 
-def encode_texts(rows: list[dict], column: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the tokens of the texts in a `column`, without special tokens. Rows of a text file
-    have the end of the previous piece too, whose tokens are left out."""
-    texts = [row.get(column) for row in rows]
-    starts = [row.get(readers.BEFORE) or "" for row in rows]
-    for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(f"{column} is {text!r}, not text")
-    options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
-    options |= {"return_attention_mask": False, "verbose": False}
-    whole = [start + text for start, text in zip(starts, texts, strict=True)]
-    ids = tokenizer([*whole, *starts], **options)["input_ids"]
-    return [x[len(start) :] for x, start in zip(ids[: len(rows)], ids[len(rows) :], strict=True)]
+def text_pieces(file: IO[str]) -> Iterator[dict[str, Any]]:
+    """Yield a text file in pieces that have the same tokens as in the whole text: those of
+    byte-level BPE span neither a letter and the space after it, nor a single line break and the
+    next word. The line breaks at the end are left out."""
+    pending = ""
+    while block := file.read(PIECE):
+        if "\0" in block:
+            raise ValueError("it is not text, because it contains a zero byte")
+        pending += block
+        start = max(0, len(pending) - PIECE)
+        places = CUTS[len(pending) > 16 * PIECE].finditer(pending, start)
+        cut = max((place.end() for place in places), default=0)
+        if not cut and len(pending) > 64 * PIECE:
+            cut = len(pending) - 1
+        if cut and pending[cut:].strip():
+            yield {"text": pending[:cut], CONTINUES: True}
+            pending = pending[cut:]
+    yield {"text": pending.rstrip("\r\n")}
 
 
 def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
@@ -152,25 +164,23 @@ def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
         yield {"input_ids": pending}
 
 
-def probe_batch() -> list[dict[str, list[int]]]:
-    """Return two blocks that start alike, for checks.check_model. The second one is shorter."""
-    return [
-        {"input_ids": [*range(10, 43)]},
-        {"input_ids": [*range(10, 26), *range(50, 55)]},
-    ]
-
-
-def collate(examples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor | int]:
+def collate(examples: list[dict[str, np.ndarray]]) -> Batch:
     """Return int64 `input_ids` and `labels` (the next tokens) [batch, length]. Padding is 0, in
     labels -100. The ints `targets` and `tokens` both count the labels that are not -100.
 
     If there are no examples, as on a rank that has none left, the batch is one row without targets.
     """
-    rows = [example["input_ids"] for example in examples] or [[0]]
+    rows = [example["input_ids"] for example in examples] or [np.zeros(1, dtype=np.int64)]
+    width = max(8, *(len(row) - 1 for row in rows))
+    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    labels = torch.full((len(rows), width), -100)
+    for i, row in enumerate(rows):
+        input_ids[i, : len(row) - 1] = torch.as_tensor(row[:-1])
+        labels[i, : len(row) - 1] = torch.as_tensor(row[1:])
     count = sum(len(row) - 1 for row in rows)
     return {
-        "input_ids": pad([row[:-1] for row in rows], 0, least=8),
-        "labels": pad([row[1:] for row in rows], -100, least=8),
+        "input_ids": input_ids,
+        "labels": labels,
         "targets": count,
         "tokens": count,
     }
