@@ -2,337 +2,425 @@
 
     python T5_training.py --model-name tiny --dataset docstrings  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 T5_training.py  # t5-base on WikiHow
-    torchrun --nnodes 4 --nproc_per_node 8 --rdzv-backend c10d \\
-        --rdzv-endpoint HOST:29500 --rdzv-id 1 T5_training.py  # each node
+    sbatch --nodes 4 launch.slurm T5_training.py
 
-One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes samples.
-Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. To make your own
-script, copy this one with `tools/copy_script.py`. For another encoder-decoder, such as BART,
-replace the import of T5Block, and MODEL, BLOCKS and TINY. Next, change `load_data`, `token_loss`,
-and in `train` the optimizer, the schedule and the step.
+Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that
+learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. For
+another encoder-decoder, such as BART, replace MODEL, BLOCKS, NORMS and TINY_CONFIG. Lines that end
+in `# optional: NAME` and the file optional/NAME.py can be deleted.
 """
 
-import sys
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
+from dataclasses import asdict, dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from runtime.options import flag  # isort: skip (checks the versions first)
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.models.t5.modeling_t5 import T5Block
+from transformers.models.t5.modeling_t5 import T5Block, T5LayerNorm
 
+import optional.async_save as async_save  # optional: async_save
+import optional.checksums as checksums  # optional: checksums
+import optional.lock as lock  # optional: lock
+import optional.rouge as rouge  # optional: rouge
+import optional.safe_checkpoint as safe_checkpoint  # optional: safe_checkpoint
+import optional.startup_checks as checks  # optional: startup_checks
+import optional.trackers as trackers  # optional: trackers
+import optional.watchdog as watchdog  # optional: watchdog
 import policies
-import summarization_dataset as data
-from runtime import batches, options, ranks, readers, rouge, screen, weights
-from runtime.batches import Batch
-from runtime.checks import check_model, fit_config
-from runtime.run import Loaders, Output, launch
-from runtime.state import Facts, State
+import summarization_dataset
+from core import checkpoint, ranks, weights
+from core.args import Optim, Run, checked, parse
+from core.export import EXPORT_DTYPES, export_model
+from core.log import Log, describe, open_directory, progress, running, write_results, write_status
+from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
+from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
-# Change these to train another model. tools/memory_estimator.py reads them too.
 MODEL = transformers.T5ForConditionalGeneration
 BLOCKS = (T5Block,)  # FSDP units, each compiled and recomputed separately
-TINY = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4}  # config fields
-TINY_TOKEN_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-SCRIPT = Path(__file__).stem
+NORMS = (T5LayerNorm,)  # RMS norms, each computed by one kernel
+TINY_CONFIG = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4,
+               "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # fmt: skip
 
 
 @dataclass
-class Options(data.Options, rouge.Options, options.Run, options.Optimization, policies.Options):
-    """model"""
+class Model:
+    """What is trained."""
 
-    model_name: str = flag("google-t5/t5-base", options.MODEL_NAME)
-    output_dir: str = f"output/{SCRIPT}"
+    model_name: str = "google-t5/t5-base"
+    """hub id, directory, or tiny (random, no download)"""
 
 
 @dataclass
-class TinyOptions(Options):
-    """Defaults of --model-name tiny."""
+class Args:
+    model: Model = field(default_factory=Model)
+    data: summarization_dataset.Data = field(default_factory=summarization_dataset.Data)
+    optim: Optim = field(default_factory=Optim)
+    sharding: policies.Sharding = field(default_factory=policies.Sharding)
+    run: Run = field(default_factory=lambda: Run(output_dir=Path("output/T5_training")))
+    saves: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
+    summaries: rouge.Rouge = field(default_factory=rouge.Rouge)  # optional: rouge
+    track: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
-    source_length: int = 256
-    target_length: int = 64
-    num_train_samples: int = 600
-    epochs: int = 1
+
+TINY = Args(  # the defaults of --model-name tiny
+    data=summarization_dataset.Data(source_length=256, target_length=64, num_train_samples=600),
+    optim=Optim(epochs=1),
+)
+
+
+def parse_args() -> Args:
+    """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
+    args, problems = parse(Args, __doc__, TINY)
+    args.sharding.precision = policies.compute_precision(args.sharding.precision)
+    problems += policies.problems(args.sharding, args.optim, args.run)
+    return checked(args, problems)
 
 
 @record
-def fsdp_main(args: Options) -> int:
-    """Train from pretrained weights or a checkpoint, then export; return the exit code."""
-    device = setup(args)
-    try:
-        with Output(args, device, SCRIPT) as output:  # locks OUTPUT_DIR, finds its checkpoint
-            model, facts, init = load_model(args, device, output.checkpoint)
-            output.describe(model, facts)
-            if args.prepare_only or args.export_only or args.evaluate_only:
-                run_without_training(args, model, facts, init, output)
-            else:
-                train_set, val_sets = load_data(args, facts.tokenizer)
-                model = wrap_model(args, device, model, init)
-                val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collator(model))
-                if train(args, model, facts, train_set, val_loaders, output):
-                    output.export(model, facts)
-                    triples = summarize(args, device, model, facts.tokenizer, val_loaders)
-                    ranks.say(rouge.format_triples(triples[:3]))
-                    output.results = rouge.score(triples)
-        return output.exit_code
-    finally:
-        cleanup()
+def fsdp_main(args: Args) -> None:
+    """Train from pretrained weights or a checkpoint, then export, and end this process."""
+    run, output, dtype = args.run, args.run.output_dir, EXPORT_DTYPES[args.run.export_dtype]
+    device = ranks.setup(run.timeout_minutes)
+    ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
+    lock.hold(output)  # optional: lock
+    was_finished = open_directory(output)
+    ranks.set_seed(args.optim.seed)
+    newest = None
+    if not run.evaluate_only:
+        newest = checkpoint.find_newest(output / "checkpoints", was_finished)
+        newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
+    model, tokenizer, source = load_model(args, needs_weights=newest is None)
+    shapes = weights.whole_shapes(model)
+    print0(f"{args.model.model_name}: {sum(x.numel() for x in shapes.values()):,} parameters")
+    if run.export_only or run.evaluate_only:
+        model = wrap_model(args, device, model, source)
+        run_without_training(args, device, model, tokenizer, shapes, newest)
+        ranks.leave(0)
+    data = ranks.local_main_process_first(summarization_dataset.load, args.data, tokenizer)
+    checks.check_blocks(model, BLOCKS)  # optional: startup_checks
+    model = wrap_model(args, device, model, source)
+    with running(output):
+        is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
+        if is_finished and not (was_finished and newest == checkpoint.find_newest(newest.parent)):
+            export_model(model, tokenizer, output / "final", dtype)
+    write_status(output, "finished" if is_finished else "stopped")
+    trackers.finish()  # optional: trackers
+    ranks.leave(0 if is_finished else STOPPED)
 
 
-def setup(args: Options) -> torch.device:
-    """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
-    device = ranks.local_device()
-    timeout = timedelta(minutes=args.timeout_minutes)
-    with ranks.rendezvous(timeout) as group_args:  # store, rank, world_size; adds a gloo group
-        dist.init_process_group(
-            dist.get_default_backend_for_device(device),
-            timeout=timeout,
-            device_id=None if device.type == "cpu" else device,
-            **group_args,
-        )
-    ranks.set_seed(args.seed)
-    if args.cpu_offload:
-        ranks.use_all_cores()  # because the optimizer runs on the CPU
-    return device
+def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy in nats, summed over the targets, int64 [positions], that are not
+    -100. `logits` are fp32 [positions, vocabulary]."""
+    return F.cross_entropy(logits, targets, reduction="sum")
 
 
-def cleanup() -> None:
-    """Leave the process group, except after an error: nccl would wait for the missing ranks."""
-    if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
-        dist.destroy_process_group()
-
-
-def load_model(
-    args: Options, device: torch.device, checkpoint: Path | None = None
-) -> tuple[nn.Module, Facts, weights.Init]:
-    """Return the model on meta, what is known of it, and `init`, which gives a module its storage
-    and, unless a checkpoint will be loaded, its weights. Raise ValueError if it does not fit."""
-    if args.model_name == "tiny":
-        tokenizer = ByT5Tokenizer()
-        config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
-        directory = None
+def load_model(args: Args, needs_weights: bool) -> tuple[nn.Module, Tokenizer, weights.Source]:
+    """Return the model on meta, the tokenizer, and rank 0's weights for `weights.Loader`."""
+    if args.model.model_name == "tiny":
+        directory, tokenizer = None, ByT5Tokenizer()
+        config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_CONFIG)
     else:
-        directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
-    fit_config(args, MODEL, config, "source_length", "target_length")
-    model, source = weights.new_model(MODEL, config, directory, checkpoint is None)
-    init = weights.Loader(model, source, device, args.cpu_offload).fill
-    return model, Facts.of(model, tokenizer), init
-
-
-def unit_classes(model: nn.Module) -> policies.Classes:
-    """Return the module classes that become FSDP units. Tied weights must stay in the root unit."""
-    return BLOCKS
+        directory, config, tokenizer = weights.open_model(args.model.model_name, MODEL)
+    weights.check_length("--source-length", args.data.source_length, config)
+    weights.check_length("--target-length", args.data.target_length, config)
+    if args.sharding.precision == "fp32" and not torch.accelerator.is_available():
+        config._attn_implementation = "eager"  # on a CPU, sdpa with a position bias is slower
+    model, source = weights.new_model(MODEL, config, directory, needs_weights)
+    policies.fuse_norms(model, NORMS)
+    return model, tokenizer, source
 
 
 def wrap_model(
-    args: Options, device: torch.device, model: nn.Module, init: weights.Init
+    args: Args, device: torch.device, model: nn.Module, source: weights.Source
 ) -> nn.Module:
-    """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
-    policies.check_blocks(model, BLOCKS)
-    policies.fuse(model)
-    shards, minutes = args.shard_group_size, args.timeout_minutes
-    mesh = policies.device_mesh(device, args.strategy, shards, minutes)
-    policy = policies.wrap_policy(unit_classes(model))
-    if args.compile:
+    """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
+    sharding = args.sharding
+    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
+    policy = policies.wrap_policy(BLOCKS)
+    if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, BLOCKS)
-    if args.strategy == "ddp":
+    if sharding.strategy == "ddp":
         model.apply(init)
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
-    elif args.fsdp == 2:
-        options = policies.fsdp2_options(args.strategy, args.precision, args.cpu_offload)
+    elif sharding.fsdp == 2:
+        options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
             fully_shard(module, mesh=mesh, **options)
-        policies.plan_gathers(model)
+        policies.set_prefetch(model)
         model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model,
             auto_wrap_policy=policy,
-            mixed_precision=policies.PRECISIONS[args.precision],
-            sharding_strategy=policies.STRATEGIES[args.strategy],
-            cpu_offload=CPUOffload(offload_params=args.cpu_offload),
+            mixed_precision=policies.PRECISIONS[sharding.precision],
+            sharding_strategy=policies.STRATEGIES[sharding.strategy],
+            cpu_offload=CPUOffload(offload_params=sharding.cpu_offload),
             device_mesh=mesh,
             device_id=device,
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             use_orig_params=True,
             param_init_fn=init,
         )
-    if args.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
-        policies.checkpoint_activations(model, BLOCKS)
+    if sharding.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
+        checkpoint_wrapper.apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, BLOCKS)
+        )
     return model
 
 
-def load_data(args: Options, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
-    """Return the training set (None with --evaluate-only) and the validation sets by name.
-
-    Your own data set needs len() and [i], which returns a sample that `data.collate` accepts.
-    """
-    return ranks.first_on_node(data.load, args, tokenizer)
-
-
-def model_inputs(batch: Batch) -> Batch:
-    """Return the part of a batch that the model's forward takes, without the targets."""
-    return {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
-
-
-def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError if the loss is a mean, decoder inputs are wrong, or generation for ROUGE
-    fails. Call on all ranks."""
-    rows = data.probe_batch()
-    collate = data.collator(model)
-    probe = [batches.to_device(collate(x), device) for x in (rows, *([row] for row in rows))]
-    dtype = policies.PRECISIONS[args.precision].param_dtype
-    with policies.evaluation(model), policies.autocast(model, args.precision):
-        check_model(model, summed_loss, model_inputs, probe, dtype)
-        if args.rouge_samples != 0:
-            rouge.check_generation(model, device, dtype, args.num_beams, probe[0])
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy in nats, summed over the targets; a target of -100 does not count.
-
-    `logits` are fp32 [positions, vocabulary], `targets` int64 [positions]. To train on more terms,
-    or log more sums, return `torch.stack([cross_entropy, other])`, and index it where it is used.
-    """
-    return F.cross_entropy(logits, targets, reduction="sum")
-
-
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Run the model on a batch and return the sum of `token_loss` over its targets."""
-    logits = model(**model_inputs(batch), use_cache=False).logits
+    """Run the model on a batch; return the sum of `token_loss` over its targets, fp32 []."""
+    inputs = {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
+    logits = model(**inputs, use_cache=False).logits
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
 def train(
-    args: Options, model: nn.Module, facts: Facts, train_set: Any, val_loaders: Loaders,
-    output: Output,
+    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
+    shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
 ) -> bool:  # fmt: skip
-    """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
-    device = output.device
-    lengths = data.source_lengths(train_set) if args.group_by_length else None
-    sampler = batches.GlobalBatchSampler(  # same order on any number of ranks
-        len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, lengths
-    )
-    collate = data.collator(model)
-    loader = DataLoader(
-        train_set, batch_sampler=sampler, collate_fn=collate, pin_memory=device.type != "cpu",
-        num_workers=args.num_workers, worker_init_fn=batches.block_stops,
+    """Train from the checkpoint `newest`, or from step 0, to the last step. Return False if a
+    signal asked to stop before: a checkpoint is saved. Call on all ranks."""
+    # 1. Data, optimizer and schedule.
+    run, optim, output = args.run, args.optim, args.run.output_dir
+    rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
+    micro = optim.batch_size, optim.gradient_accumulation_steps
+    collate = summarization_dataset.collator(model)
+    sampler = StepSampler(len(train_set), *micro, optim.seed)  # the same order on any ranks
+    if args.data.group_by_length:
+        sampler = summarization_dataset.LengthSampler(train_set, *micro, optim.seed)
+    loader = DataLoader(  # of steps: each item is a list of micro-batches
+        train_set, batch_sampler=sampler, collate_fn=MicroBatches(collate, *micro),
+        num_workers=optim.num_workers, worker_init_fn=ranks.block_stops,
+        pin_memory=device.type != "cpu",
+        generator=torch.Generator(),  # or it would draw from dropout's
     )  # fmt: skip
-    groups = batches.parameter_groups(model, facts.shapes, args.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
-    total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
-    factor = batches.learning_rate(args, total_steps, sampler.steps_per_epoch)
-    scheduler = LambdaLR(optimizer, factor)
-    scaler = policies.gradient_scaler(model, args.precision, optimizer)  # only fp16 needs it
-    state = State(model, facts, optimizer, scheduler, scaler, total_steps)
-    check = partial(check_loss, args, device, model)
-    run = output.restore(state, loader, val_loaders, check)  # from the checkpoint, if there is one
-    if run is None:  # no steps are left
-        return False
-    if run.needs_validation:
-        run.log_validation(validation(args, model, val_loaders, output))
+    epoch_steps = sampler.steps_per_epoch
+    total_steps = optim.max_steps or optim.epochs * epoch_steps
+    warmup_steps = optim.warmup_steps or ceil(optim.warmup_ratio * total_steps)
+    factor = schedule(optim.lr_schedule, total_steps, warmup_steps, epoch_steps, optim.gamma)
+    groups = parameter_groups(model, shapes, optim.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, fused=True)
+    scaler = policies.gradient_scaler(model, device, precision, optimizer)  # only fp16 needs it
+    autocast = policies.autocast(model, device, precision)  # only DDP needs it
 
-    for step in run.steps(loader):  # to stop, `with step` raises Stopped: a checkpoint is saved
-        lr = scheduler.get_last_lr()[0]
-        with step:
-            loss = 0.0
-            for batch in policies.micro_batches(model, step, args.accumulate_no_sync):
-                with policies.autocast(model, args.precision):
-                    # The mean over the target tokens of all ranks and micro-batches.
-                    share = summed_loss(model, batch) / step.targets
+    # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
+    sets = train_set, *val_sets.values()
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
+    state["identity"] |= ranks.compare_ranks({"--group-by-length": args.data.group_by_length})
+    ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
+    save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
+    save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
+    seal = checksums.write  # optional: checksums
+    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    if newest:
+        state |= checkpoint.load(newest, model, optimizer, state, reader=reader)
+        scaler.load_state_dict(state["scaler"] or scaler.state_dict())
+    start = state["step"]
+    if start >= total_steps and not state["eval_due"]:
+        print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
+        return True
+    probe = checks.pairs(), collate  # optional: startup_checks
+    checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
+    rouge.check_generation(args, device, model, collate)  # optional: rouge
+    checks.check_optimizer(model, optimizer)  # optional: startup_checks
+    log = Log(output, start, state["tokens"], total_steps)
+    log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
+    log.write("start", start, **describe(device, model, sampler), arguments=asdict(args))
+    stop = StopRequest()
+    if state["eval_due"]:  # at step 0, or because a stop interrupted it
+        evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
+
+    sampler.start, sampler.stop = start, total_steps
+    intervals = [
+        epoch_steps if x is None else x for x in (run.log_every, run.eval_every, run.save_every)
+    ]
+    sums = state["loss_sums"]  # of the ranks that saved them
+    own_sum = sums[rank] if len(sums) == world_size else sum(sums) / world_size
+    loss_sum = torch.tensor(own_sum, device=device)
+    bad_step = torch.zeros((), dtype=torch.int64, device=device)  # 0: none
+    # Fused optimizers skip a step by themselves, and so does the scaler. For others the host waits.
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    skips, failed_saves = scaler.is_enabled() or is_fused, 0
+    for step, batches in enumerate(progress(loader, "step", total_steps, start), start + 1):
+        watchdog.restart(output, run.timeout_minutes)  # optional: watchdog
+        # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
+        counts = sum(x["targets"] for x in batches), sum(x["tokens"] for x in batches), stop.is_set
+        targets, tokens, stop_requests = ranks.host_sums(counts)
+        if targets == 0:
+            samples = sampler.samples(step - 1).tolist()
+            raise Problem(f"Step {step} has no target tokens, in samples {samples}. Check them.")
+
+        # 4. Forward and backward: the loss is the mean over all target tokens of the step.
+        for i, batch in enumerate(batches, start=1):
+            syncs = i == len(batches) or world_size == 1 or not optim.accumulate_no_sync
+            with policies.gradient_sync(model, syncs):
+                with autocast:
+                    loss = summed_loss(model, to_device(batch, device)) / targets
                 # FSDP and DDP average gradients over ranks, hence the factor.
-                scaler.scale(share * dist.get_world_size()).backward()
-                loss += share.detach()
-            scaler.unscale_(optimizer)
-            grad_norm = policies.clip_gradients(model, args.max_grad_norm)
-            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing and ends the run
+                scaler.scale(loss * world_size).backward()
+            loss_sum += loss.detach()
+
+        # 5. Update. `bad_step` is the first step whose norm is not finite. From then on the fused
+        # AdamW changes nothing. In fp16 the scaler skips such a step.
+        scaler.unscale_(optimizer)
+        grad_norm = policies.clip_gradients(model, optim.max_grad_norm)
+        if not scaler.is_enabled():
+            bad_step += (~grad_norm.isfinite() & (bad_step == 0)) * step
+            if is_fused:
+                optimizer.found_inf = (bad_step > 0).float().to(groups[0]["params"][0].device)
+        lr = optim.lr * factor(step - 1)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if skips or bad_step == 0:
             scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()  # in fp16, even if the scaler skipped the step
-            optimizer.zero_grad()
-        if step.due(args.log_every):
-            dist.all_reduce(loss)
-            run.log_step(loss=loss, lr=lr, grad_norm=grad_norm)
-        if step.due(args.eval_every):
-            run.log_validation(validation(args, model, val_loaders, output))
-        if step.due(args.save_every):
-            run.save()
-    return True  # then fsdp_main exports final/
+        scaler.update()
+        optimizer.zero_grad()
+        state |= {"step": step, "tokens": state["tokens"] + tokens}
+        if step == start + 1:  # from now on there is something to lose
+            dist.barrier(group=ranks.cpu_group())
+            stop.listen()
+
+        # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.
+        is_last, ends_epoch = step == total_steps, step % epoch_steps == 0
+        log_due, eval_due, save_due = (
+            is_last or (every > 0 and (ends_epoch or step % every == 0)) for every in intervals
+        )
+        is_stopping = stop_requests > 0
+        if not (log_due or eval_due or save_due or is_stopping or not skips):
+            continue
+        if bad_step > 0 or scaler.get_scale() < 1:
+            bad = bad_step.item() or step
+            save.wait()  # optional: async_save
+            raise Problem(f"The gradient norm of step {bad} is not finite, in samples "
+                f"{sampler.samples(bad - 1).tolist()}. Check them, or lower --lr.")  # fmt: skip
+        if log_due:
+            dist.all_reduce(loss_sum)
+            loss = loss_sum / (step - state["logged_step"])  # the mean since the last line
+            log.write("train", step, state["tokens"], loss=loss, lr=lr, grad_norm=grad_norm)
+            loss_sum = torch.zeros_like(loss_sum)
+            state["logged_step"] = step
+        state["eval_due"] = eval_due
+        if eval_due and not is_stopping:
+            is_stopping = evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
+        if save_due or is_stopping:
+            state["loss_sums"] = ranks.on_every_rank(loss_sum.item)
+            state["scaler"] = scaler.state_dict()
+            path = output / "checkpoints" / f"step-{step:08d}"
+            try:
+                with log.pause():
+                    save(path, model, optimizer, state, run.checkpoint_type == "full", seal)
+                    if is_last or is_stopping:  # optional: async_save
+                        save.wait()  # optional: async_save
+                    checkpoint.prune(path.parent, run.keep_checkpoints, path)
+                write_status(output, "running")
+                log.write("save", step)
+                failed_saves = 0
+            except OSError as error:
+                failed_saves += 1
+                if failed_saves == 2 or is_last or is_stopping:
+                    raise
+                print0(f"{error} The next save tries again.")
+        if is_stopping and (not is_last or state["eval_due"]):
+            print0(f"Saved at step {step}. Run the same command to resume.")
+            return False
+    stop.forget()
+    watchdog.stop()  # optional: watchdog
+    results = {"best_loss": state["best_loss"], "best_step": state["best_step"]}
+    triples = rouge.summarize(args, device, model, tokenizer, collate, val_sets)  # optional: rouge
+    print0(rouge.format_triples(triples[:3]))  # optional: rouge
+    results |= rouge.score(triples)  # optional: rouge
+    log.write("done", total_steps, **results)
+    return True
+
+
+def evaluate(
+    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
+    val_sets: dict[str, Any], state: dict[str, Any], log: Log, stop: StopRequest,
+) -> bool:  # fmt: skip
+    """Validate, log the results, and export best/ if the loss is the lowest so far. Return True if
+    a rank was asked to stop, which a resume repeats. Call on all ranks."""
+    try:
+        with log.pause():
+            results = validation(args, device, model, val_sets, stop)
+            is_best = state["step"] > 0 and results["loss"] < state["best_loss"]
+            if is_best and args.run.save_best:
+                path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
+                try:
+                    export_model(model, tokenizer, path, dtype, stop.check)
+                except OSError as error:
+                    print0(f"best/ could not be written ({error}).")
+                    is_best = False
+    except Stopped:
+        return True
+    if is_best:
+        state |= {"best_loss": results["loss"], "best_step": state["step"]}
+    state["eval_due"] = False
+    log.write("val", state["step"], **results)
+    return False
 
 
 @torch.no_grad()
-def validation(args: Options, model: nn.Module, loaders: Loaders, output: Output) -> dict[str, Any]:
-    """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
-
-    Every example counts once: a rank that has no examples left gets batches without targets.
-    """
-    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=output.device)
-    with policies.evaluation(model), policies.autocast(model, args.precision):
-        for total, (name, loader) in zip(totals, loaders.items(), strict=True):
-            for batch in output.progress(loader, f"validation on {name}"):
-                total[0] += summed_loss(model, batches.to_device(batch, output.device))
+def validation(
+    args: Args, device: torch.device, model: nn.Module, val_sets: dict[str, Any], stop: StopRequest
+) -> dict[str, Any]:
+    """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Every example
+    counts once. Call on all ranks; all raise Stopped if one was asked to stop."""
+    collate = summarization_dataset.collator(model)
+    totals = torch.zeros(len(val_sets), 2, dtype=torch.float64, device=device)
+    precision = args.sharding.precision
+    with policies.evaluation(model), policies.autocast(model, device, precision):
+        for total, (name, samples) in zip(totals, val_sets.items(), strict=True):
+            loader = ordered_loader(samples, args.optim.batch_size, collate, device)
+            for batch in progress(loader, f"validation on {name}", len(loader)):
+                stop.check()
+                total[0] += summed_loss(model, to_device(batch, device))
                 total[1] += batch["targets"]
     dist.all_reduce(totals)
     loss = totals[:, 0].sum() / totals[:, 1].sum()
-    losses = dict(zip(loaders, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
+    losses = dict(zip(val_sets, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
     return {"loss": loss.item(), "perplexity": loss.exp().item(), "losses": losses}
 
 
 def run_without_training(
-    args: Options, model: nn.Module, facts: Facts, init: weights.Init, output: Output
-) -> None:
-    """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
-    device = output.device
-    if args.export_only:
-        output.export_checkpoint(wrap_model(args, device, model, init), facts)
+    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
+    shapes: dict[str, torch.Size], newest: Path | None,
+) -> None:  # fmt: skip
+    """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
+    output = args.run.output_dir
+    if args.run.export_only:
+        if newest is None:
+            raise Problem(f"--export-only needs a checkpoint in --output-dir {output}.")
+        reader = dcp.FileSystemReader
+        reader = safe_checkpoint.reader  # optional: safe_checkpoint
+        checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
+        checkpoint.load_weights(newest, model, reader=reader)
+        export_model(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return
-    train_set, val_sets = load_data(args, facts.tokenizer)
-    if args.prepare_only:
-        origin = readers.token_origin(args, facts.tokenizer)
-        readers.write_prepared(args.output_dir, train_set, val_sets, origin)
-        return
-    model = wrap_model(args, device, model, init)
-    val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collator(model))
-    output.load_evaluated(model, facts)
-    check_loss(args, device, model)
-    results = validation(args, model, val_loaders, output)
-    triples = summarize(args, device, model, facts.tokenizer, val_loaders)
-    output.write_evaluation(results | rouge.score(triples))
-    ranks.on_rank_zero(rouge.write, output.directory / "predictions.jsonl", triples)
-
-
-@torch.no_grad()
-def summarize(
-    args: Options, device: torch.device, model: nn.Module, tokenizer: Tokenizer, loaders: Loaders
-) -> list[tuple[str, str, str]]:
-    """Return (source, reference, summary) of --rouge-samples examples. Call on all ranks."""
-    loader = batches.first_samples(next(iter(loaders.values())), args.rouge_samples)
-    dtype = policies.PRECISIONS[args.precision].param_dtype
-    triples = []
-    with (
-        policies.evaluation(model),
-        rouge.generation(model, device, dtype, args.num_beams) as generate,
-    ):
-        for batch in screen.progress(loader, "summaries"):
-            output = generate(batch, args.target_length)
-            triples += rouge.generated_texts(batch, output, tokenizer)
-    parts = ranks.on_every_rank(lambda: triples)  # take one from each rank; rank 0 has the most
-    return [x[i] for i in range(len(parts[0])) for x in parts if i < len(x)][: args.rouge_samples]
+    data = summarization_dataset.load, args.data, tokenizer, True
+    _, val_sets = ranks.local_main_process_first(*data)
+    collate = summarization_dataset.collator(model)  # optional: rouge
+    rouge.check_generation(args, device, model, collate)  # optional: rouge
+    results = validation(args, device, model, val_sets, StopRequest())
+    triples = rouge.summarize(args, device, model, tokenizer, collate, val_sets)  # optional: rouge
+    ranks.on_rank_zero(rouge.write, output / "predictions.jsonl", triples)  # optional: rouge
+    results |= rouge.score(triples)  # optional: rouge
+    write_results(output / "evaluation.json", results, asdict(args))
 
 
 if __name__ == "__main__":
-    launch(fsdp_main, options.parse(Options, tiny=TinyOptions))
+    ranks.run(fsdp_main, parse_args())

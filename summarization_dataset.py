@@ -3,34 +3,32 @@
 `--dataset` takes `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
 Python, no download), CSV, TSV, JSONL, JSON or Parquet files, or hub ids. `load` cleans and splits
 the rows (`clean_rows`, `split_rows`), draws the requested number and tokenizes them (`encode`);
-`collate` pads a batch. `datasets` caches the results: let one process per node load first.
-
-Copy this file along with the script that imports it and the folder runtime/. For your own data,
-return its rows from `load_rows` under another built-in name.
+`collate` pads a batch. For your own data, return its rows from `load_rows` under another built-in
+name.
 """
 
 import contextlib
 import hashlib
 import random
 import re
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+import tyro
 from datasets import Dataset, List, Value
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from runtime import ranks, readers
-from runtime.batches import pad
-from runtime.options import BadRows, flag
-from runtime.ranks import say
-from runtime.weights import unwrapped
+from core import reading
+from core.args import Interval, Names, Range
+from core.ranks import Batch, Problem, print0
+from core.steps import StepSampler, pad
+from core.weights import unwrapped
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
 BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # default numbers of examples
@@ -49,68 +47,87 @@ COLUMNS = {  # text, summary, and the key of rows that stay together
     "wikihow": ["text", "headline", "title"],
     "docstrings": ["text", "headline", "module"],
 }
+USUAL_COLUMNS = (  # texts and summaries, if the data lack those of the flags' defaults
+    ("article", "highlights"), ("article", "summary"), ("article", "abstract"),
+    ("document", "summary"), ("dialogue", "summary"), ("text", "summary"), ("text", "target"),
+    ("source", "target"), ("input", "output"), ("prompt", "response"), ("prompt", "completion"),
+    ("question", "answer"),
+)  # fmt: skip
+Length = Annotated[int, Range(2), tyro.conf.arg(metavar="N")]
 
 
 @dataclass
-class Options:
-    """data"""
+class Data:
+    """NAME is wikihow or docstrings (built in), a CSV, JSON, JSONL or Parquet file, a save_to_disk
+    directory or a hub id; NAME:train[:1000] takes a split or a part."""
 
-    dataset: list[str] = flag([], "wikihow, docstrings (built in), CSV, JSON, JSONL or Parquet "
-        "files, save_to_disk directories or hub ids; NAME:train[:1000] takes a split or a part "
-        "(default: wikihow)", metavar="DATA")  # fmt: skip
-    val_dataset: list[str] = flag([], "validate on these instead of a part of each --dataset; for "
-        "example wikihow:test", metavar="DATA")  # fmt: skip
-    data_dir: str = flag("data", "directory of WikiHow's CSV files and title lists", metavar="DIR")
-    wikihow_part: Literal[*WIKIHOW] = flag("all", "whole articles or paragraphs")
-    dataset_config: str | None = flag(None, "configuration of a hub data set")
-    source_column: str = flag("text", "column with the texts")
-    target_column: str = flag("headline", "column with the summaries")
-    source_prefix: str = flag("summarize: ", "prepended to each text")
-    source_length: int = flag(512, "tokens per text; the rest is cut", low=2)
-    target_length: int = flag(150, "tokens per summary; the rest is cut", low=2)
-    num_train_samples: int | None = flag(None, "rows per data set (0: all; default: all, but 1500 "
-        "for wikihow and docstrings)", low=0)  # fmt: skip
-    num_val_samples: int | None = flag(None, "rows per data set (0: all; default: all, but 300 "
-        "for wikihow and docstrings)", low=0)  # fmt: skip
-    bad_rows: BadRows = flag("fail", "skip: drop unusable rows")
-    group_by_length: bool = flag(True, "batch texts of similar length, to pad less")
+    dataset: Names = ("wikihow",)
+    """data to train on, joined"""
+    val_dataset: Names = ()
+    """data to validate on instead of a part of each --dataset, for example wikihow:test"""
+    data_dir: Path = Path("data")
+    """directory of WikiHow's CSV files and title lists"""
+    wikihow_part: Literal[*WIKIHOW] = "all"
+    """whole articles or paragraphs"""
+    dataset_config: str | None = None
+    """configuration of hub data sets"""
+    source_column: str = "text"
+    """column with the texts"""
+    target_column: str = "headline"
+    """column with the summaries"""
+    source_prefix: str = "summarize: "
+    """prepended to each text"""
+    source_length: Length = 512
+    """tokens per text; the rest is cut"""
+    target_length: Length = 150
+    """tokens per summary; the rest is cut"""
+    num_train_samples: Interval = None
+    """rows per data set; 0: all; None: 1500 of wikihow or docstrings, all of others"""
+    num_val_samples: Interval = None
+    """rows per data set; 0: all; None: 300 of wikihow or docstrings, all of others"""
+    bad_rows: Literal["fail", "skip"] = "fail"
+    """skip: drop unusable rows"""
+    group_by_length: bool = True
+    """batch texts of similar length, to pad less"""
 
 
-def load(args: Namespace, tokenizer: Tokenizer) -> tuple[Dataset | None, readers.Parts]:
-    """Return the training set (None with --evaluate-only) and the validation sets by name.
+def load(
+    args: Data, tokenizer: Tokenizer, evaluate_only: bool = False
+) -> tuple[Dataset | None, reading.Parts]:
+    """Return the training set, None with `evaluate_only`, and the validation sets by name.
 
     Their columns are TOKENS: `length` is that of `input_ids`, and EOS is last. The choice of rows
-    depends only on the data. Raise ValueError if data or flags cannot be used.
+    depends only on the data. Raise Problem if data or flags cannot be used.
     """
     load_parts = partial(load_rows, args=args, tokenizer=tokenizer)
     hold_out = partial(split_rows, percent=PERCENT["other"])
     make = partial(draw, args=args, tokenizer=tokenizer)
-    train_set, val_sets = readers.load_sets(args, "wikihow", load_parts, hold_out, make)
+    train_set, val_sets = reading.load_sets(args, load_parts, hold_out, make, evaluate_only)
     if train_set:
         text, summary = (tokenizer.decode(train_set[0][x]) for x in ("input_ids", "labels"))
-        say(readers.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
+        print0(reading.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
     return train_set, val_sets
 
 
-def load_rows(spec: str, args: Namespace, tokenizer: Tokenizer) -> readers.Parts:
+def load_rows(spec: str, args: Data, tokenizer: Tokenizer) -> reading.Parts:
     """Return the clean rows of one --dataset argument by split."""
-    name, split = readers.split_spec(spec, BUILT_IN)
+    name, _, split = spec.partition(":")
     if name not in BUILT_IN:
-        raw = readers.pick(name, readers.read(name, args.dataset_config), split)
-        return {key: clean_rows(name, rows, args, tokenizer) for key, rows in raw.items()}
+        raw = reading.read(spec, args.dataset_config)
+        return {key: clean_rows(spec, rows, args, tokenizer) for key, rows in raw.items()}
     if name == "wikihow":
-        rows = open_wikihow(Path(args.data_dir).expanduser() / WIKIHOW[args.wikihow_part])
+        rows = open_wikihow(args.data_dir.expanduser() / WIKIHOW[args.wikihow_part])
     else:
-        rows = readers.docstring_rows()
+        rows = reading.docstring_rows()
     parts = split_rows(spec, clean_rows(name, rows, args, tokenizer), PERCENT[name])
-    return readers.pick(name, parts, split) if split else parts
+    return reading.pick(name, parts, split) if split else parts
 
 
 def open_wikihow(path: Path) -> Dataset:
-    """Return the rows of WikiHow's CSV file; raise ValueError with its URL if it is missing."""
+    """Return the rows of WikiHow's CSV file; raise Problem with its URL if it is missing."""
     if path.is_file():
-        return readers.read(str(path), None)["train"]
-    raise ValueError(
+        return reading.read(str(path))["train"]
+    raise Problem(
         f"--dataset wikihow needs {path}. Get {path.name} (Koupaee & Wang 2018) from "
         "https://github.com/mahnazkoupaee/WikiHow-Dataset, or pass --dataset docstrings, which "
         "needs no download."
@@ -138,21 +155,20 @@ def stable_hash(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=6).digest(), "big")
 
 
-def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Dataset:
     """Return the usable rows of data set `name` with KEY and cleaned texts (PAIR) or TOKENS."""
-    columns = readers.columns_of(name, rows)
+    columns = [*reading.first_row(name, rows)]
     needed = COLUMNS.get(name, [args.source_column, args.target_column])
     missing = [column for column in needed if column not in columns]
-    rows = readers.select(rows, [*needed, "input_ids", "labels"])
     if missing and "input_ids" in columns:
-        return read_tokens(name, rows, args, tokenizer)
+        return read_tokens(name, reading.select(rows, TOKENS), args, tokenizer)
+    if missing and needed == [Data.source_column, Data.target_column]:
+        needed = reading.usual_columns(name, columns, USUAL_COLUMNS) or needed
+        missing = [column for column in needed if column not in columns]
     if missing:
-        likely = readers.guess_columns(columns)
-        advice = "Pass a data set with two columns of text."
-        if len(likely) > 1 and name not in COLUMNS:
-            advice = f"Pass --source-column {likely[0]} --target-column {likely[1]}."
-        raise ValueError(f"{readers.lacks(name, missing, columns)} {advice}")
-    titles = read_title_lists(Path(args.data_dir).expanduser()) if name == "wikihow" else {}
+        advice = "Pass --source-column and --target-column." if name not in COLUMNS else ""
+        raise reading.no_columns(name, missing, columns, advice)
+    titles = read_title_lists(args.data_dir.expanduser()) if name == "wikihow" else {}
 
     def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
         for column in needed:
@@ -168,10 +184,11 @@ def clean_rows(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) 
         number = stable_hash(*key or [text])
         return [{"text": text, "summary": summary, "key": number, "split": ""}]
 
-    cleaned = readers.map_rows(
-        name, rows, lambda x: [*map(clean, x)], PAIR | KEY, args.bad_rows, needed, titles
+    rows = reading.select(rows, needed)
+    cleaned = reading.map_rows(
+        name, rows, lambda batch: [*map(clean, batch)], PAIR | KEY, args.bad_rows, needed, titles
     )
-    say(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
+    print0(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
     return cleaned
 
 
@@ -194,27 +211,26 @@ def on_one_line(text: str) -> str:
     return re.sub(r"\s*[\r\n]\s*", " ", text)
 
 
-def read_tokens(name: str, rows: Dataset, args: Namespace, tokenizer: Tokenizer) -> Dataset:
+def read_tokens(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Dataset:
     """Return rows that are already tokenized with the columns of TOKENS and KEY."""
-    readers.compare_origin(name, readers.token_origin(args, tokenizer))
     limits = {"input_ids": ("--source-length", args.source_length)}
     limits["labels"] = ("--target-length", args.target_length)
 
     def read(row: dict[str, Any]) -> list[dict[str, Any]]:
-        pair = {x: readers.token_ids(row, x, *limits[x], tokenizer) for x in limits}
+        pair = {x: reading.token_ids(row, x, *limits[x], tokenizer) for x in limits}
         ids = pair["input_ids"]
         return [pair | {"length": len(ids), "key": stable_hash(repr(ids)), "split": ""}]
 
     key = limits, len(tokenizer)
-    return readers.map_rows(
-        name, rows, lambda x: [*map(read, x)], TOKENS | KEY, args.bad_rows, *key
+    return reading.map_rows(
+        name, rows, lambda batch: [*map(read, batch)], TOKENS | KEY, args.bad_rows, *key
     )
 
 
-def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> readers.Parts:
+def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> reading.Parts:
     """Return rows by split: from their column `split` or, if it is empty, `percent` of their keys.
 
-    Rows with equal keys stay together. Raise ValueError if `train` or `validation` is empty.
+    Rows with equal keys stay together. Raise Problem if `train` or `validation` is empty.
     """
     splits = list(percent)
     keys = rows.with_format("numpy")["key"][:]
@@ -222,7 +238,7 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> readers.Par
     if not row_splits[0]:
         places = np.cumsum(list(percent.values())).searchsorted(keys % 100, side="right")
         if percent is PERCENT["other"]:
-            places = readers.held_out(name, keys, places > 0).astype(int)
+            places = reading.held_out(name, keys, places > 0).astype(int)
         elif len({*places}) < len(splits):
             places[:] = 0
             for number, key in enumerate(np.unique(keys)[:-1][: len(splits) - 1], 1):
@@ -231,14 +247,14 @@ def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> readers.Par
     parts = {split: rows.select(np.flatnonzero(row_splits == split)) for split in splits}
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
     if not len(parts["train"]) or not len(parts["validation"]):
-        raise ValueError(f"--dataset {name} has too few different rows: {sizes}. Pass more data, "
-                         "--val-dataset, or other title lists.")  # fmt: skip
-    say(f"{name}: {sizes} rows")
+        raise Problem(f"--dataset {name} has too few different rows: {sizes}. Pass more data, "
+                      "--val-dataset, or other title lists.")  # fmt: skip
+    print0(f"{name}: {sizes} rows")
     return parts
 
 
 def draw(
-    spec: str, split: str, rows: Dataset, limit: int | None, args: Namespace, tokenizer: Tokenizer
+    spec: str, split: str, rows: Dataset, limit: int | None, args: Data, tokenizer: Tokenizer
 ) -> Dataset:
     """Return `limit` random rows (0: all, None: the default) as TOKENS, the same in every run."""
     default = BUILT_IN.get(spec.partition(":")[0], (0, 0))[split != "train"]
@@ -253,11 +269,12 @@ def draw(
         lengths = args.source_length, args.target_length
         rows = encode(spec, rows, tokenizer, args.source_prefix, lengths, args.bad_rows)
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    say(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
-    targets = np.concatenate([x.flatten().to_numpy() for x in readers.arrays(rows, "labels")])
+    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
+    labels = rows.select_columns("labels").with_format("arrow")[:]["labels"]
+    targets = labels.combine_chunks().flatten().to_numpy()
     unknown = int((targets == tokenizer.unk_token_id).sum())
     if 100 * unknown > len(targets):
-        say(f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. "
+        print0(f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. "
             "The tokenizer lacks some characters, so the model cannot learn to write them."
             )  # fmt: skip
     return rows
@@ -286,14 +303,14 @@ def encode(
             samples.append([{"input_ids": ids, "labels": labels, "length": len(ids)}])
         return samples
 
-    key = prefix, lengths, readers.tokenizer_digest(tokenizer)
-    return readers.map_rows(spec, rows, encode_batch, TOKENS, bad_rows, *key)
+    key = prefix, lengths, reading.tokenizer_digest(tokenizer)
+    return reading.map_rows(spec, rows, encode_batch, TOKENS, bad_rows, *key)
 
 
 def collator(model: nn.Module) -> Callable:
     """Return `collate` with the arguments for a model's decoder start token and padding token set.
 
-    Raise ValueError if the model lacks one of them, or a row for it.
+    Raise Problem if the model lacks one of them, or a row for it.
     """
     model = unwrapped(model)
     start = getattr(model.config, "decoder_start_token_id", None)
@@ -305,31 +322,45 @@ def collator(model: nn.Module) -> Callable:
             start, _, padding = shifted[0].tolist()
     rows = range(model.config.get_text_config().vocab_size)
     if start not in rows or padding not in rows:
-        raise ValueError(
+        raise Problem(
             f"The model's decoder start token is {start}, and its padding token is {padding}. Set "
             "decoder_start_token_id and pad_token_id in its config.json."
         )
     return partial(collate, pad_token_id=padding, decoder_start_token_id=start)
 
 
-def source_lengths(samples: Sequence[dict]) -> list[int]:
-    """Return the number of source tokens of each sample."""
-    if isinstance(samples, Dataset):
-        return samples["length"][:].tolist()
-    return [len(sample["input_ids"]) for sample in samples]
+class LengthSampler(StepSampler):
+    """A StepSampler whose steps have samples of similar length, so that there is little padding and
+    no rank waits for another.
+
+    The steps come in random order, except that the longest comes first: if it does not fit in
+    memory, the run fails at once. If the last step of an epoch is short, it stays last.
+    """
+
+    def __init__(self, samples: Any, batch_size: int, accumulation: int, seed: int) -> None:
+        super().__init__(len(samples), batch_size, accumulation, seed)
+        if isinstance(samples, Dataset):
+            self.lengths = torch.tensor(samples["length"][:])
+        else:
+            self.lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+
+    def order(self, generator: torch.Generator) -> Tensor:
+        """Return an epoch's permutation, with each half sorted by length, then the steps shuffled.
+
+        Each epoch has other halves, hence other steps.
+        """
+        order, count = super().order(generator), self.num_samples // self.global_batch
+        order, remainder = order.tensor_split([count * self.global_batch])
+        halves = order.tensor_split([count // 2 * self.global_batch])
+        order = torch.cat([half[self.lengths[half].argsort(stable=True)] for half in halves])
+        steps = order.view(count, self.global_batch)[torch.randperm(count, generator=generator)]
+        if count:
+            longest = self.lengths[steps].sum(dim=1).argmax().item()
+            steps[[0, longest]] = steps[[longest, 0]]
+        return torch.cat((steps.flatten(), remainder))
 
 
-def probe_batch() -> list[dict[str, range]]:
-    """Return three samples for the checks of the model. The first two have the same source, and the
-    second target is the start of the first. The third has a shorter source and target."""
-    source, target = range(10, 27), range(30, 46)
-    pairs = (source, target), (source, target[:8]), (source[:9], target[:5])
-    return [{"input_ids": ids, "labels": labels} for ids, labels in pairs]
-
-
-def collate(
-    examples: list[dict], pad_token_id: int, decoder_start_token_id: int
-) -> dict[str, torch.Tensor | int]:
+def collate(examples: list[dict], pad_token_id: int, decoder_start_token_id: int) -> Batch:
     """Return a batch padded to the longest example, or on a GPU to a multiple of 8 for its kernels.
 
     It has int64 tensors: `input_ids` and `attention_mask` [batch, source], `labels`,
@@ -342,7 +373,7 @@ def collate(
     examples = examples or [{"input_ids": [pad_token_id], "labels": []}]
     sources = [example["input_ids"] for example in examples]
     targets = [example["labels"] for example in examples]
-    multiple = 1 if ranks.accelerator() is None else 8
+    multiple = 8 if torch.accelerator.is_available() else 1
     labels = pad(targets, -100, multiple=multiple)
     decoder_input_ids = torch.full_like(labels, decoder_start_token_id)
     decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)

@@ -1,0 +1,159 @@
+"""Generated summaries and their ROUGE scores.
+
+Without this room, training and evaluation report losses only: no text is generated.
+"""
+
+import contextlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import regex
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.utils.data import Subset
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+import policies
+from core import ranks
+from core.args import Interval, Range
+from core.log import progress
+from core.ranks import Batch, Problem
+from core.steps import ordered_loader
+from core.weights import unwrapped
+
+# Other values return other objects than one text per example, need a tokenizer or depend on time.
+ONE_TEXT = {"do_sample": False, "num_return_sequences": 1, "return_dict_in_generate": False}
+ONE_TEXT |= {"stop_strings": None, "prompt_lookup_num_tokens": None, "max_time": None}
+ONE_TEXT |= {"use_cache": True}  # training's config says False, and generation without it is slow
+Collate = Callable[[list], Batch]
+Triples = list[Sequence[str]]  # source, reference and generated text
+
+
+@dataclass
+class Rouge:
+    """Summaries that the model writes after training and in evaluation."""
+
+    rouge_samples: Interval = None
+    """texts to summarize; 0: none; None: 32, or in an evaluation all"""
+    num_beams: Annotated[int | None, Range(1), tyro.conf.arg(metavar="N")] = None
+    """1: greedy; None: as in generation_config.json"""
+
+    def problems(self, _: Any) -> list[str]:
+        """Return a message if rouge-score is missing."""
+        if self.rouge_samples != 0 and not importlib.util.find_spec("rouge_score"):
+            return ["ROUGE needs `pip install rouge-score`. Or pass --rouge-samples 0."]
+        return []
+
+
+@contextlib.contextmanager
+def generation(args: Any, device: torch.device, model: nn.Module) -> Iterator[Callable]:
+    """Yield `generate(batch, length)`, which does not sample and returns int64 [batch, tokens].
+    The model's generation config applies, except for ONE_TEXT and --num-beams. Generation runs
+    outside the root's forward, so FSDP1's root is gathered around it. The blocks gather themselves,
+    and `synced_gpus` gives all ranks the same number of forward passes.
+    """
+    root = contextlib.nullcontext()
+    if isinstance(model, FSDP):
+        root = FSDP.summon_full_params(model, recurse=False, writeback=False)
+    options = ONE_TEXT | {"synced_gpus": dist.get_world_size() > 1}
+    options["pad_token_id"] = unwrapped(model).config.pad_token_id  # the file's may have no row
+    if args.summaries.num_beams is not None:
+        options["num_beams"] = args.summaries.num_beams
+    dtype = policies.PRECISIONS[args.sharding.precision].param_dtype
+
+    def generate(batch: Batch, length: int) -> Tensor:
+        inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+        return unwrapped(model).generate(**inputs, max_new_tokens=length, **options)
+
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+    with policies.evaluation(model), root, autocast:
+        yield generate
+
+
+@torch.no_grad()
+def check_generation(args: Any, device: torch.device, model: nn.Module, collate: Collate) -> None:
+    """Generate three tokens; raise Problem if the model's settings cannot work. Call on all ranks,
+    before training."""
+    if args.summaries.rouge_samples == 0:
+        return
+    batch = collate([{"input_ids": [*range(10, 27)], "labels": [*range(30, 46)]}])
+    try:
+        with generation(args, device, model) as generate, torch.compiler.set_stance("force_eager"):
+            generate(batch, 3)
+    except Exception as error:  # of any type, as Transformers raises many
+        raise Problem(f"The model cannot generate texts for ROUGE: {error!r}. Fix its "
+                      "generation_config.json, or pass --rouge-samples 0.") from error  # fmt: skip
+
+
+@torch.no_grad()
+def summarize(
+    args: Any, device: torch.device, model: nn.Module, tokenizer: Tokenizer, collate: Collate,
+    val_sets: dict[str, Any],
+) -> Triples:  # fmt: skip
+    """Return source, reference and generated text of --rouge-samples samples of the first set, on
+    all ranks, each of which generates its share. `args` are those of the script."""
+    samples = next(iter(val_sets.values()))
+    default = len(samples) if args.run.evaluate_only else 32
+    limit = default if args.summaries.rouge_samples is None else args.summaries.rouge_samples
+    some = Subset(samples, range(min(limit, len(samples))))
+    loader = ordered_loader(some, args.optim.batch_size, collate, device)
+    decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
+    share: Triples = []
+    with generation(args, device, model) as generate:
+        for batch in progress(loader, "summaries", len(loader)):
+            output = generate(batch, args.data.target_length)
+            labels = [row[row != -100] for row in batch["labels"]]
+            texts = map(decode, (batch["input_ids"], labels, output))
+            share += [triple for *triple, ids in zip(*texts, labels, strict=True) if len(ids)]
+    shares = ranks.on_every_rank(lambda: share)  # take one from each rank; rank 0 has the most
+    return [x[i] for i in range(len(shares[0])) for x in shares if i < len(x)]
+
+
+def format_triples(triples: Triples) -> str:
+    """Return three lines for each example: source, reference and generated text."""
+    template = "   source: {:.300}\nreference: {}\ngenerated: {}"
+    return "\n".join(template.format(*triple) for triple in triples)
+
+
+def write(path: Path, triples: Triples) -> None:
+    """Write source, reference and generated text of each example as a line of JSON."""
+    keys = "source", "reference", "generated"
+    path.write_text("".join(json.dumps(dict(zip(keys, x))) + "\n" for x in triples))  # noqa: B905
+
+
+class Words:
+    """A tokenizer for ROUGE in any script. It splits where a character is no letter, mark or digit,
+    and around each character of Chinese, Japanese and Thai; English words are stemmed."""
+
+    _single = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}"
+    PATTERN = regex.compile(rf"(?V1)[{_single}]|[[\p{{L}}\p{{M}}\p{{N}}]--[{_single}]]+")
+
+    def __init__(self) -> None:
+        from nltk.stem.porter import PorterStemmer  # comes with rouge-score
+
+        self.stem = PorterStemmer().stem
+
+    def tokenize(self, text: str) -> list[str]:
+        """Return the words of a text in lower case. Those of up to 3 letters are not stemmed."""
+        words = self.PATTERN.findall(text.lower())
+        return [self.stem(word) if len(word) > 3 and word.isascii() else word for word in words]
+
+
+def score(triples: Triples) -> dict[str, float]:
+    """Return mean F-measures of ROUGE-1, -2 and -L in percent; {} if there are no triples."""
+    if not triples:
+        return {}
+    from rouge_score.rouge_scorer import RougeScorer  # needed only for ROUGE
+
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], tokenizer=Words())
+    scores = [scorer.score(reference, generated) for _, reference, generated in triples]
+    return {kind: 100 * mean(row[kind].fmeasure for row in scores) for kind in scores[0]}
