@@ -4,158 +4,128 @@
     torchrun --nnodes 1 --nproc_per_node 8 llama_fsdp.py --dataset chats.jsonl
     sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 
-One optimizer step trains on --batch-size x --gradient-accumulation-steps x processes sequences of
---max-seq-length tokens, each packed with documents that do not attend to each other.
-Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. To make your own
-script, copy this one with `tools/copy_script.py`. For another causal model, such as Qwen 3,
-replace the import of LlamaDecoderLayer, and MODEL, BLOCKS and TINY. Next, change `load_data`,
-`token_loss`, and in `train` the optimizer, the schedule and the step.
+The --max-seq-length tokens of a sequence are documents that do not attend to each other. Run the
+same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that learns is in
+`train`. To make your own script, copy this one with `tools/copy_script.py`. For another causal
+model, such as Qwen 3, replace MODEL, BLOCKS, NORMS and TINY_CONFIG. Lines that end in
+`# optional: NAME` and the file optional/NAME.py can be deleted.
 """
 
-import sys
-from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
-from runtime.options import flag  # isort: skip (checks the versions first)
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama import modeling_llama
 
-import chat_dataset as data
+import chat_dataset
+import optional.async_save as async_save  # optional: async_save
+import optional.checksums as checksums  # optional: checksums
+import optional.lock as lock  # optional: lock
+import optional.lora as lora  # optional: lora
+import optional.packed_attention as attention  # optional: packed_attention
+import optional.paged as paged  # optional: paged
+import optional.safe_checkpoint as safe_checkpoint  # optional: safe_checkpoint
+import optional.startup_checks as checks  # optional: startup_checks
+import optional.trackers as trackers  # optional: trackers
+import optional.watchdog as watchdog  # optional: watchdog
 import policies
-from runtime import (
-    adapters,
-    attention,
-    batches,
-    chats,
-    options,
-    paged,
-    ranks,
-    readers,
-    weights,
-)
-from runtime.batches import Batch
-from runtime.checks import check_model, fit_config
-from runtime.chunked_loss import LossHead
-from runtime.run import Loaders, Output, launch
-from runtime.state import Facts, State
+from core import checkpoint, ranks, weights
+from core.args import Model, Optim, Run, checked, parse
+from core.chunked_loss import LossHead
+from core.export import EXPORT_DTYPES, export_model
+from core.log import Log, describe, open_directory, progress, running, write_results, write_status
+from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
+from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
-# Change these to train another model. tools/memory_estimator.py reads them too.
 MODEL = transformers.LlamaForCausalLM
-BLOCKS = (LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
-TINY = {  # config fields
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-TINY_TOKEN_IDS = {"bos_token_id": None, "eos_token_id": 1}
-SCRIPT = Path(__file__).stem
+BLOCKS = (modeling_llama.LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
+NORMS = (modeling_llama.LlamaRMSNorm,)
+TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+               "num_attention_heads": 4, "num_key_value_heads": 2,
+               "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
+# The recipe of Llama 2 70B. An export takes minutes, so there is no best/ by default.
+OPTIM = Optim(lr=5e-5, lr_schedule="cosine", batch_size=1, epochs=1, seed=100)
+RUN = Run(output_dir=Path("output/llama_fsdp"), log_every=25, eval_every=100, save_every=250,
+          save_best=False, export_dtype="bf16", timeout_minutes=90.0)  # fmt: skip
+RECOMPUTING = policies.Sharding(activation_checkpointing=True)
+export = export_model
+export = lora.export_model  # optional: lora
 
 
 @dataclass
-class Options(
-    attention.Options,
-    adapters.Options,
-    paged.Options,
-    data.Options,
-    options.Run,
-    options.Optimization,
-    policies.Options,
-):
-    """model"""
-
-    model_name: str = flag("meta-llama/Llama-2-7b-hf", options.MODEL_NAME)
-    output_dir: str = f"output/{SCRIPT}"
-    # Other defaults than the other scripts have: the Llama-2-70B recipe.
-    lr: float = 5e-5
-    lr_schedule: str = "cosine"
-    batch_size: int = 1
-    epochs: int = 1
-    seed: int = 100
-    log_every: int = 25
-    eval_every: int = 100
-    save_every: int = 250
-    save_best: bool = False  # an export of 70B takes minutes
-    timeout_minutes: float = 90.0
-    activation_checkpointing: bool = True
-    export_dtype: str = "bf16"
+class Args:
+    model: Model = field(default_factory=lambda: Model("meta-llama/Llama-2-7b-hf"))
+    kernel: attention.Kernel = field(default_factory=attention.Kernel)  # optional: packed_attention
+    adapters: lora.Lora = field(default_factory=lora.Lora)  # optional: lora
+    data: chat_dataset.Data = field(default_factory=chat_dataset.Data)
+    optim: Optim = field(default_factory=lambda: replace(OPTIM))
+    paging: paged.Paged = field(default_factory=paged.Paged)  # optional: paged
+    sharding: policies.Sharding = field(default_factory=lambda: replace(RECOMPUTING))
+    run: Run = field(default_factory=lambda: replace(RUN))
+    saves: async_save.Saves = field(default_factory=async_save.Saves)  # optional: async_save
+    track: trackers.Track = field(default_factory=trackers.Track)  # optional: trackers
 
 
-@dataclass
-class TinyOptions(Options):
-    """Defaults of --model-name tiny."""
+TINY = Args(data=chat_dataset.Data(max_seq_length=512, num_train_samples=600, num_val_samples=60))
 
-    max_seq_length: int = 512
-    num_train_samples: int = 600
-    num_val_samples: int = 60
+
+def parse_args() -> Args:
+    """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
+    args, problems = parse(Args, __doc__, TINY)
+    lora.choose_fsdp(args)  # optional: lora
+    args.sharding.precision = policies.compute_precision(args.sharding.precision)
+    problems += policies.problems(args.sharding, args.optim, args.run)
+    return checked(args, problems)
 
 
 @record
-def fsdp_main(args: Options) -> int:
-    """Train from pretrained weights or a checkpoint, then export; return the exit code."""
-    device = setup(args)
-    try:
-        with Output(args, device, SCRIPT) as output:  # locks OUTPUT_DIR, finds its checkpoint
-            model, facts, init = load_model(args, device, output.checkpoint)
-            output.describe(model, facts)
-            if args.prepare_only or args.export_only or args.evaluate_only:
-                run_without_training(args, model, facts, init, output)
-            else:
-                train_set, val_sets = load_data(args, facts.tokenizer)
-                model = wrap_model(args, device, model, init)
-                val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collate)
-                if train(args, model, facts, train_set, val_loaders, output):
-                    output.export(model, facts)
-        return output.exit_code
-    finally:
-        cleanup()
-
-
-def setup(args: Options) -> torch.device:
-    """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device."""
-    device = ranks.local_device()
-    timeout = timedelta(minutes=args.timeout_minutes)
-    with ranks.rendezvous(timeout) as group_args:  # store, rank, world_size; adds a gloo group
-        dist.init_process_group(
-            dist.get_default_backend_for_device(device),
-            timeout=timeout,
-            device_id=None if device.type == "cpu" else device,
-            **group_args,
-        )
-    ranks.set_seed(args.seed)
-    if args.cpu_offload:
-        ranks.use_all_cores()  # because the optimizer runs on the CPU
-    return device
-
-
-def cleanup() -> None:
-    """Leave the process group, except after an error: nccl would wait for the missing ranks."""
-    if sys.exc_info()[0] is None or dist.get_backend() == "gloo":
-        dist.destroy_process_group()
+def fsdp_main(args: Args) -> None:
+    """Train from pretrained weights or a checkpoint, then export, and end this process."""
+    run, output, dtype = args.run, args.run.output_dir, EXPORT_DTYPES[args.run.export_dtype]
+    device = ranks.setup(run.timeout_minutes)
+    ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
+    lock.hold(output)  # optional: lock
+    was_finished = open_directory(output)
+    ranks.set_seed(args.optim.seed)
+    newest = checkpoint.find_newest(output / "checkpoints", was_finished)
+    newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
+    model, tokenizer, source = load_model(args, newest is None or run.evaluate_only)
+    shapes = weights.whole_shapes(model)
+    print0(f"{args.model.model_name}: {sum(x.numel() for x in shapes.values()):,} parameters")
+    if run.export_only or run.evaluate_only:
+        model = wrap_model(args, device, model, source)
+        run_without_training(args, device, model, tokenizer, shapes, newest)
+        ranks.leave(0)
+    data = ranks.local_main_process_first(chat_dataset.load, args.data, tokenizer, args.optim.seed)
+    checks.check_blocks(model, BLOCKS)  # optional: startup_checks
+    model = wrap_model(args, device, model, source)
+    with running(output):
+        is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
+        if is_finished and not (was_finished and newest == checkpoint.find_newest(newest.parent)):
+            export(model, tokenizer, output / "final", dtype)
+    write_status(output, "finished" if is_finished else "stopped")
+    trackers.finish()  # optional: trackers
+    ranks.leave(0 if is_finished else STOPPED)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy in nats, summed over the targets; a target of -100 does not count.
-
-    `logits` are fp32 [positions, vocabulary], `targets` int64 [positions]. To train on more terms,
-    or log more sums, return `torch.stack([cross_entropy, other])`, and index it where it is used.
-    """
+    """Return the cross-entropy in nats, summed over the targets, int64 [positions], that are not
+    -100. `logits` are fp32 [positions, vocabulary]."""
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
@@ -164,27 +134,21 @@ class LossModel(MODEL):
 
     def __init__(self, config: transformers.PretrainedConfig) -> None:
         super().__init__(config)
-        head = LossHead(self.get_output_embeddings(), config, token_loss)
-        self.set_output_embeddings(head)
+        self.set_output_embeddings(LossHead(self.get_output_embeddings(), config, token_loss))
         self.post_init()  # ties or initializes the weights of the new head
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        targets: Tensor | None = None,
-        target_positions: Tensor | None = None,
-        **options: Any,
-    ) -> Any:
-        """Return the sum of `token_loss` or, without `targets`, Hugging Face's own output.
-
-        `input_ids` and `targets` are int64 [batch, length]. A target is the token after its input,
-        or -100 where there is no loss. Int64 `target_positions` index the flattened batch.
-        """
+        self, input_ids: Tensor | None = None, targets: Tensor | None = None,
+        target_positions: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        """Return the sum of `token_loss` or, without `targets`, Hugging Face's own output. The
+        arguments are those of `chat_dataset.collate`, where `targets` are called labels."""
+        if self.config._attn_implementation not in ("eager", "sdpa"):  # they use position_ids
+            options |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu_seqlens)
+            options |= dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen)
         if targets is None:
             return super().forward(input_ids, **options)
-        if self.config._attn_implementation == "packed":
-            # Without a mask, Transformers would look for document boundaries and wait for the GPU.
-            options["attention_mask"] = torch.ones_like(input_ids)
         hidden = self.model(input_ids, use_cache=False, **options).last_hidden_state
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         if target_positions is not None:  # because most of a chat is the prompt
@@ -192,201 +156,285 @@ class LossModel(MODEL):
         return self.get_output_embeddings()(hidden, targets)
 
 
-LossModel.__name__ = MODEL.__name__  # the name in config.json
-
-
-def load_model(
-    args: Options, device: torch.device, checkpoint: Path | None = None
-) -> tuple[nn.Module, Facts, weights.Init]:
-    """Return the model on meta, what is known of it, and `init`, which gives a module its storage
-    and, unless a checkpoint will be loaded, its weights. Raise ValueError if it does not fit."""
-    if args.model_name == "tiny":
-        tokenizer = ByT5Tokenizer()
-        config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_TOKEN_IDS, **TINY)
-        directory = None
+def load_model(args: Args, needs_weights: bool) -> tuple[nn.Module, Tokenizer, weights.Source]:
+    """Return the model on meta, the tokenizer, and rank 0's weights for `weights.Loader`."""
+    if args.model.model_name == "tiny":
+        directory, tokenizer = None, ByT5Tokenizer()
+        config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_CONFIG)
     else:
-        directory, config, tokenizer = weights.open_model(args.model_name, MODEL)
-    fit_config(args, LossModel, config, "max_seq_length")
-    chats.set_chat_template(tokenizer, args.chat_template)  # final/ contains it too
-    kernel = attention.set_attention(args, config, MODEL)
-    needs_weights = checkpoint is None or args.lora_rank > 0  # a checkpoint has only adapters
+        directory, config, tokenizer = weights.open_model(args.model.model_name, MODEL)
+    needs_weights |= args.adapters.lora_rank > 0  # optional: lora
+    chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # final/ contains it too
+    weights.check_length("--max-seq-length", args.data.max_seq_length, config)
+    attention.set_kernel(args, config, MODEL)  # optional: packed_attention
     model, source = weights.new_model(LossModel, config, directory, needs_weights)
-    lora = None
-    if args.lora_rank:
-        dtype = policies.PRECISIONS[args.precision].param_dtype
-        lora = adapters.add(args, model, source, BLOCKS, dtype)
-    facts = Facts.of(model, tokenizer, kernel, lora)
-    return model, facts, weights.Loader(model, source, device, args.cpu_offload).fill
-
-
-def unit_classes(model: nn.Module) -> policies.Classes:
-    """Return the module classes that become FSDP units. Tied weights must stay in the root unit."""
-    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-        return BLOCKS
-    return (*BLOCKS, nn.Embedding, LossHead)
+    policies.fuse_norms(model, NORMS)
+    lora.add(args, model, source, BLOCKS)  # optional: lora
+    return model, tokenizer, source
 
 
 def wrap_model(
-    args: Options, device: torch.device, model: nn.Module, init: weights.Init
+    args: Args, device: torch.device, model: nn.Module, source: weights.Source
 ) -> nn.Module:
-    """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `init`. Call on all ranks."""
-    policies.check_blocks(model, BLOCKS)
-    policies.fuse(model)
-    shards, minutes = args.shard_group_size, args.timeout_minutes
-    mesh = policies.device_mesh(device, args.strategy, shards, minutes)
-    policy = policies.wrap_policy(unit_classes(model))
-    if args.compile:
+    """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
+    sharding = args.sharding
+    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    units = BLOCKS if is_tied else (*BLOCKS, nn.Embedding, LossHead)
+    policy = policies.wrap_policy(units)  # tied weights must stay in the root unit
+    if sharding.compile:  # each block separately, before FSDP wraps it
         policies.compile_blocks(model, BLOCKS)
-    if args.strategy == "ddp":
+    if sharding.strategy == "ddp":
         model.apply(init)
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
-    elif args.fsdp == 2:
-        options = policies.fsdp2_options(args.strategy, args.precision, args.cpu_offload)
+    elif sharding.fsdp == 2:
+        options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
             fully_shard(module, mesh=mesh, **options)
-        policies.plan_gathers(model)
+        policies.set_prefetch(model)
         model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
-            model,
-            auto_wrap_policy=policy,
-            mixed_precision=policies.PRECISIONS[args.precision],
-            sharding_strategy=policies.STRATEGIES[args.strategy],
-            cpu_offload=CPUOffload(offload_params=args.cpu_offload),
-            device_mesh=mesh,
-            device_id=device,
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            use_orig_params=True,
-            param_init_fn=init,
+            model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,
+            mixed_precision=policies.PRECISIONS[sharding.precision],
+            sharding_strategy=policies.STRATEGIES[sharding.strategy],
+            cpu_offload=CPUOffload(offload_params=sharding.cpu_offload),
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE, use_orig_params=True,
+        )  # fmt: skip
+    if sharding.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
+        checkpoint_wrapper.apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, BLOCKS)
         )
-    if args.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
-        policies.checkpoint_activations(model, BLOCKS)
     return model
 
 
-def load_data(args: Options, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
-    """Return the training set (None with --evaluate-only) and the validation sets by name.
-
-    Your own data set needs len() and [i], which returns a sample that `data.collate` accepts.
-    """
-    return ranks.first_on_node(data.load, args, tokenizer)
-
-
-def model_inputs(batch: Batch) -> Batch:
-    """Return the part of a batch that the model's forward takes, without the targets."""
-    names = ("input_ids", "position_ids", "cu_seq_lens", "longest_document", "target_positions")
-    return {name: batch[name] for name in names}
-
-
-def check_loss(args: Options, device: torch.device, model: nn.Module) -> None:
-    """Raise ValueError unless the loss is a sum and uses the model's causal logits. All ranks."""
-    rows = data.probe_batch(args.max_seq_length, args.packing)
-    probe = [batches.to_device(data.collate(x), device) for x in (rows, *([row] for row in rows))]
-    dtype = policies.PRECISIONS[args.precision].param_dtype
-    with policies.evaluation(model), policies.autocast(model, args.precision):
-        check_model(model, summed_loss, model_inputs, probe, dtype, args.packing)
-
-
 def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Run the model on a batch and return the sum of `token_loss` over its targets."""
-    return model(**model_inputs(batch), targets=batch["labels"])
+    """Run the model on a batch; return the sum of `token_loss` over its targets, fp32 []."""
+    inputs = {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
+    return model(**inputs, targets=batch["labels"])
 
 
 def train(
-    args: Options, model: nn.Module, facts: Facts, train_set: Any, val_loaders: Loaders,
-    output: Output,
+    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
+    shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
 ) -> bool:  # fmt: skip
-    """Train from the checkpoint, if any; return False if no steps are left. Call on all ranks."""
-    device = output.device
-    sampler = batches.GlobalBatchSampler(  # same order on any number of ranks
-        len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed
-    )
-    loader = DataLoader(
-        train_set, batch_sampler=sampler, collate_fn=data.collate, pin_memory=device.type != "cpu",
-        num_workers=args.num_workers, worker_init_fn=batches.block_stops,
+    """Train from the checkpoint `newest`, or from step 0, to the last step, or return False if a
+    signal asked to stop before: a checkpoint is saved. Call on all ranks."""
+    # 1. Data, optimizer and schedule.
+    run, optim, output = args.run, args.optim, args.run.output_dir
+    rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
+    micro = optim.batch_size, optim.gradient_accumulation_steps
+    sampler = StepSampler(len(train_set), *micro, optim.seed, hasattr(train_set, "set_epoch"))
+    loader = DataLoader(  # of steps: each item is a list of micro-batches
+        train_set, batch_sampler=sampler, collate_fn=MicroBatches(chat_dataset.collate, *micro),
+        num_workers=optim.num_workers, worker_init_fn=ranks.block_stops,
+        pin_memory=device.type != "cpu",
+        generator=torch.Generator(),  # or it would draw from dropout's
     )  # fmt: skip
-    groups = batches.parameter_groups(model, facts.shapes, args.weight_decay)
-    if args.optimizer == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=args.lr, fused=True)
-    else:
-        optimizer = paged.make_optimizer(groups, args.lr)
-    total_steps = args.max_steps or args.epochs * sampler.steps_per_epoch
-    factor = batches.learning_rate(args, total_steps, sampler.steps_per_epoch)
-    scheduler = LambdaLR(optimizer, factor)
-    scaler = policies.gradient_scaler(model, args.precision, optimizer)  # only fp16 needs it
-    state = State(model, facts, optimizer, scheduler, scaler, total_steps)
-    check = partial(check_loss, args, device, model)
-    run = output.restore(state, loader, val_loaders, check)  # from the checkpoint, if there is one
-    if run is None:  # no steps are left
-        return False
-    if run.needs_validation:
-        run.log_validation(validation(args, model, val_loaders, output))
+    epoch_steps = sampler.steps_per_epoch
+    total_steps = optim.max_steps or optim.epochs * epoch_steps
+    warmup_steps = optim.warmup_steps or ceil(optim.warmup_ratio * total_steps)
+    factor = schedule(optim.lr_schedule, total_steps, warmup_steps, epoch_steps, optim.gamma)
+    groups = parameter_groups(model, shapes, optim.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=optim.lr, fused=True)
+    optimizer = paged.replace(args.paging, optimizer)  # optional: paged
+    scaler = policies.gradient_scaler(model, device, precision, optimizer)  # only fp16 needs it
+    autocast = policies.autocast(model, device, precision)  # only DDP needs it
 
-    for step in run.steps(loader):  # to stop, `with step` raises Stopped: a checkpoint is saved
-        lr = scheduler.get_last_lr()[0]
-        with step:
-            loss = 0.0
-            for batch in policies.micro_batches(model, step, args.accumulate_no_sync):
-                with policies.autocast(model, args.precision):
-                    # The mean over the target tokens of all ranks and micro-batches.
-                    share = summed_loss(model, batch) / step.targets
+    # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
+    sets = train_set, *val_sets.values()
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
+    ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
+    save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
+    save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
+    seal = checksums.write  # optional: checksums
+    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    if newest:
+        state |= checkpoint.load(newest, model, optimizer, state, reader=reader)
+        scaler.load_state_dict(state["scaler"] or scaler.state_dict())
+    start = state["step"]
+    if start >= total_steps and not state["eval_due"]:
+        print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
+        return True
+    probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
+    checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
+    checks.check_optimizer(model, optimizer)  # optional: startup_checks
+    log = Log(output, start, state["tokens"], total_steps)
+    log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
+    log.write("start", start, **describe(device, model, sampler), arguments=asdict(args))
+    stop = StopRequest()
+    if state["eval_due"]:  # at step 0, or because a stop interrupted it
+        evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
+
+    sampler.start, sampler.stop = start, total_steps
+    intervals = [
+        epoch_steps if x is None else x for x in (run.log_every, run.eval_every, run.save_every)
+    ]
+    sums = state["loss_sums"]  # of the ranks that saved them
+    own_sum = sums[rank] if len(sums) == world_size else sum(sums) / world_size
+    loss_sum = torch.tensor(own_sum, device=device)
+    bad_step = torch.zeros((), dtype=torch.int64, device=device)  # 0: none
+    # Fused optimizers skip a step by themselves, and so does the scaler. For others the host waits.
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    skips, failed_saves = scaler.is_enabled() or is_fused, 0
+    for step, batches in enumerate(progress(loader, "step", total_steps, start), start + 1):
+        watchdog.restart(output, run.timeout_minutes)  # optional: watchdog
+        # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
+        counts = sum(x["targets"] for x in batches), sum(x["tokens"] for x in batches), stop.is_set
+        targets, tokens, stop_requests = ranks.host_sums(counts)
+        if targets == 0:
+            samples = sampler.samples(step - 1).tolist()
+            raise Problem(f"Step {step} has no target tokens, in samples {samples}. Check them.")
+
+        # 4. Forward and backward: the loss is the mean over all target tokens of the step.
+        for i, batch in enumerate(batches, start=1):
+            syncs = i == len(batches) or world_size == 1 or not optim.accumulate_no_sync
+            with policies.gradient_sync(model, syncs):
+                with autocast:
+                    loss = summed_loss(model, to_device(batch, device)) / targets
                 # FSDP and DDP average gradients over ranks, hence the factor.
-                scaler.scale(share * dist.get_world_size()).backward()
-                loss += share.detach()
-            scaler.unscale_(optimizer)
-            grad_norm = policies.clip_gradients(model, args.max_grad_norm)
-            step.guard(optimizer, loss, grad_norm)  # a NaN changes nothing and ends the run
+                scaler.scale(loss * world_size).backward()
+            loss_sum += loss.detach()
+
+        # 5. Update. `bad_step` is the first step whose norm is not finite. From then on the fused
+        # AdamW changes nothing. In fp16 the scaler skips such a step.
+        scaler.unscale_(optimizer)
+        grad_norm = policies.clip_gradients(model, optim.max_grad_norm)
+        if not scaler.is_enabled():
+            bad_step += (~grad_norm.isfinite() & (bad_step == 0)) * step
+            if is_fused:
+                optimizer.found_inf = (bad_step > 0).float().to(groups[0]["params"][0].device)
+        lr = optim.lr * factor(step - 1)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if skips or bad_step == 0:
             scaler.step(optimizer)
-            scaler.update()
-            scheduler.step()  # in fp16, even if the scaler skipped the step
-            optimizer.zero_grad()
-        if step.due(args.log_every):
-            dist.all_reduce(loss)
-            run.log_step(loss=loss, lr=lr, grad_norm=grad_norm)
-        if step.due(args.eval_every):
-            run.log_validation(validation(args, model, val_loaders, output))
-        if step.due(args.save_every):
-            run.save()
-    return True  # then fsdp_main exports final/
+        scaler.update()
+        optimizer.zero_grad()
+        state |= {"step": step, "tokens": state["tokens"] + tokens}
+        if step == start + 1:  # from now on there is something to lose
+            dist.barrier(group=ranks.cpu_group())
+            stop.listen()
+
+        # 6. Every N steps, after each epoch, at the end, and on request. The host waits only here.
+        is_last, ends_epoch = step == total_steps, step % epoch_steps == 0
+        log_due, eval_due, save_due = (
+            is_last or (every > 0 and (ends_epoch or step % every == 0)) for every in intervals
+        )
+        is_stopping = stop_requests > 0
+        if not (log_due or eval_due or save_due or is_stopping or not skips):
+            continue
+        if bad_step > 0 or scaler.get_scale() < 1:
+            bad = bad_step.item() or step
+            save.wait()  # optional: async_save
+            raise Problem(f"The gradient norm of step {bad} is not finite, in samples "
+                f"{sampler.samples(bad - 1).tolist()}. Check them, or lower --lr.")  # fmt: skip
+        if log_due:
+            dist.all_reduce(loss_sum)
+            loss = loss_sum / (step - state["logged_step"])  # the mean since the last line
+            log.write("train", step, state["tokens"], loss=loss, lr=lr, grad_norm=grad_norm)
+            loss_sum = torch.zeros_like(loss_sum)
+            state["logged_step"] = step
+        state["eval_due"] = eval_due
+        if eval_due and not is_stopping:
+            is_stopping = evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
+        if save_due or is_stopping:
+            state["loss_sums"] = ranks.on_every_rank(loss_sum.item)
+            state["scaler"] = scaler.state_dict()
+            path = output / "checkpoints" / f"step-{step:08d}"
+            try:
+                with log.pause():
+                    save(path, model, optimizer, state, run.checkpoint_type == "full", seal)
+                    if is_last or is_stopping:  # optional: async_save
+                        save.wait()  # optional: async_save
+                    checkpoint.prune(path.parent, run.keep_checkpoints, path)
+                write_status(output, "running")
+                log.write("save", step)
+                failed_saves = 0
+            except OSError as error:
+                failed_saves += 1
+                if failed_saves == 2 or is_last or is_stopping:
+                    raise
+                print0(f"{error} The next save tries again.")
+        if is_stopping and (not is_last or state["eval_due"]):
+            print0(f"Saved at step {step}. Run the same command to resume.")
+            return False
+    stop.forget()
+    watchdog.stop()  # optional: watchdog
+    log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
+    return True
+
+
+def evaluate(
+    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
+    val_sets: dict[str, Any], state: dict[str, Any], log: Log, stop: StopRequest,
+) -> bool:  # fmt: skip
+    """Validate, log the results, and export best/ if the loss is the lowest so far. Return True if
+    a rank was asked to stop, which a resume repeats. Call on all ranks."""
+    try:
+        with log.pause():
+            results = validation(args, device, model, val_sets, stop)
+            is_best = state["step"] > 0 and results["loss"] < state["best_loss"]
+            if is_best and args.run.save_best:
+                path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
+                try:
+                    export(model, tokenizer, path, dtype, stop.check)
+                except OSError as error:
+                    print0(f"best/ could not be written ({error}).")
+                    is_best = False
+    except Stopped:
+        return True
+    if is_best:
+        state |= {"best_loss": results["loss"], "best_step": state["step"]}
+    state["eval_due"] = False
+    log.write("val", state["step"], **results)
+    return False
 
 
 @torch.no_grad()
-def validation(args: Options, model: nn.Module, loaders: Loaders, output: Output) -> dict[str, Any]:
-    """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Call on all ranks.
-
-    Every example counts once: a rank that has no examples left gets batches without targets.
-    """
-    totals = torch.zeros(len(loaders), 2, dtype=torch.float64, device=output.device)
-    with policies.evaluation(model), policies.autocast(model, args.precision):
-        for total, (name, loader) in zip(totals, loaders.items(), strict=True):
-            for batch in output.progress(loader, f"validation on {name}"):
-                total[0] += summed_loss(model, batches.to_device(batch, output.device))
+def validation(
+    args: Args, device: torch.device, model: nn.Module, val_sets: dict[str, Any], stop: StopRequest
+) -> dict[str, Any]:
+    """Return a dict: mean `loss` per token, `perplexity`, `losses` by data set. Every example
+    counts once. Call on all ranks; all raise Stopped if one was asked to stop."""
+    totals = torch.zeros(len(val_sets), 2, dtype=torch.float64, device=device)
+    precision = args.sharding.precision
+    with policies.evaluation(model), policies.autocast(model, device, precision):
+        for total, (name, samples) in zip(totals, val_sets.items(), strict=True):
+            loader = ordered_loader(samples, args.optim.batch_size, chat_dataset.collate, device)
+            for batch in progress(loader, f"validation on {name}", len(loader)):
+                stop.check()
+                total[0] += summed_loss(model, to_device(batch, device))
                 total[1] += batch["targets"]
     dist.all_reduce(totals)
     loss = totals[:, 0].sum() / totals[:, 1].sum()
-    losses = dict(zip(loaders, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
+    losses = dict(zip(val_sets, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
     return {"loss": loss.item(), "perplexity": loss.exp().item(), "losses": losses}
 
 
 def run_without_training(
-    args: Options, model: nn.Module, facts: Facts, init: weights.Init, output: Output
-) -> None:
-    """Write the files of --export-only, --prepare-only or --evaluate-only. Call on all ranks."""
-    device = output.device
-    if args.export_only:
-        output.export_checkpoint(wrap_model(args, device, model, init), facts)
+    args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
+    shapes: dict[str, torch.Size], newest: Path | None,
+) -> None:  # fmt: skip
+    """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
+    output, reader = args.run.output_dir, dcp.FileSystemReader
+    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    needs_checkpoint = args.run.export_only
+    needs_checkpoint |= args.adapters.lora_rank > 0  # optional: lora
+    if needs_checkpoint:
+        if newest is None:
+            raise Problem(f"There is no checkpoint in --output-dir {output}. Pass that of a run.")
+        checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
+        checkpoint.load_weights(newest, model, reader)
+    if args.run.export_only:
+        export(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return
-    train_set, val_sets = load_data(args, facts.tokenizer)
-    if args.prepare_only:
-        origin = readers.token_origin(args, facts.tokenizer)
-        readers.write_prepared(args.output_dir, train_set, val_sets, origin)
-        return
-    model = wrap_model(args, device, model, init)
-    val_loaders = batches.val_loaders(val_sets, args.batch_size, data.collate)
-    output.load_evaluated(model, facts)
-    check_loss(args, device, model)
-    output.write_evaluation(validation(args, model, val_loaders, output))
+    options = args.data, tokenizer, args.optim.seed, True
+    _, val_sets = ranks.local_main_process_first(chat_dataset.load, *options)
+    results = validation(args, device, model, val_sets, StopRequest())
+    write_results(output / "evaluation.json", results, asdict(args))
 
 
 if __name__ == "__main__":
-    launch(fsdp_main, options.parse(Options, tiny=TinyOptions))
+    ranks.run(fsdp_main, parse_args())

@@ -1,0 +1,237 @@
+"""Formats of chats besides messages and prompt/completion: ShareGPT, Alpaca and other usual pairs,
+`history`, calls and chats as JSON text, weights of turns and rows; and the template chatml.
+
+Without this file, rows in these formats are refused, and chatml is not a built-in template.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from core.ranks import Problem
+from core.reading import usual_columns
+
+FORMATS = (  # the columns that each format requires; the first match is used
+    ("messages",),
+    ("prompt", "completion"),
+    ("conversations",),  # ShareGPT
+    ("conversation",),
+    ("instruction", "output"),  # Alpaca
+    ("instruction", "response"),  # Dolly
+    ("query", "response"),  # ms-swift
+)
+PAIRS = (  # other usual names of prompts and answers, in lower case
+    ("prompt", "response"),
+    ("question", "answer"),
+    ("question", "response"),
+    ("problem", "solution"),
+    ("input", "output"),
+    ("inputs", "targets"),
+    ("user", "assistant"),
+)
+INPUTS = ("input", "context")  # columns that continue those of INSTRUCTIONS
+INSTRUCTIONS = ("instruction", "query")
+PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
+TURNS = ("parent_id", "message_tree_id", "role")  # columns of rows that are single turns
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+# Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
+TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
+              "loss_scale", "loss_weight")  # fmt: skip
+# Columns besides the chat that are read here, and those that are refused.
+COLUMNS = (*INPUTS, *PREFERENCES, *MEDIA, *TRAIN_KEYS, "history", "functions", "label", "kto_tag")
+SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
+SPEAKERS |= {"developer": "system"}
+CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
+SPEAKERS |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", *CALLERS), "assistant")
+OPTIONAL_KEYS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a turn
+HARMLESS_KEYS = """id uuid index turn turn_id turn_identifier message_id parent_id conversation_id
+date time timestamp created created_at create_time updated_at model model_name lang language country
+state source category author user header hashed_ip openai_id toxic redacted temperature top_p
+token_counter tokens token_count num_tokens length rating score text markdown metadata finish_reason
+stop_reason end_turn recipient"""
+KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call"}
+KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
+# Tools and calls as in Hermes and Qwen 2.5.
+CHATML = r"""{{- bos_token or '' -}}
+{%- if tools -%}{{- '<|im_start|>system\n' -}}
+{{- messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' -}}
+{{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are '
+'provided with function signatures within <tools></tools> XML tags:\n<tools>' -}}
+{%- for tool in tools -%}{{- '\n' + tool | tojson -}}{%- endfor -%}
+{{- '\n</tools>\n\nFor each function call, return a json object with function name and arguments '
+'within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": '
+'<args-json-object>}\n</tool_call><|im_end|>\n' -}}{%- endif -%}
+{%- for turn in messages -%}
+{%- if turn['role'] == 'tool' -%}
+{{- '<|im_start|>user' if loop.first or loop.previtem['role'] != 'tool' -}}
+{{- '\n<tool_response>\n' + turn['content'] + '\n</tool_response>' -}}
+{{- '<|im_end|>\n' if loop.last or loop.nextitem['role'] != 'tool' -}}
+{%- elif not (tools and loop.first and turn['role'] == 'system') -%}
+{{- '<|im_start|>' + turn['role'] + '\n' -}}
+{%- set thought = turn['reasoning_content'] or turn['thinking'] -%}
+{{- '<think>\n' + thought + '\n</think>\n\n' if thought -}}{{- turn['content'] -}}
+{%- for call in turn['tool_calls'] or [] -%}{%- set function = call['function'] or call -%}
+{{- '\n' if turn['content'] or not loop.first -}}
+{{- '<tool_call>\n{"name": ' + function['name'] | tojson + ', "arguments": ' -}}
+{{- function['arguments'] | tojson + '}\n</tool_call>' -}}{%- endfor -%}
+{{- '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}
+{{- '<|im_start|>assistant\n' if add_generation_prompt else '' -}}"""
+TEMPLATES = {"chatml": CHATML}
+
+
+def find_columns(
+    name: str, columns: dict[str, Any], form: tuple[str, ...], args: Any
+) -> tuple[str, ...]:
+    """Return the columns with the chats of data set `name`, () if it has none. `columns` is its
+    first row, and `form` the columns that the flags name or that need no conversion.
+
+    Raise Problem if the rows are preferences or single turns.
+    """
+    if args.prompt_column:
+        return form
+    form = form or next((x for x in FORMATS if {*x} <= {*columns}), ())
+    if not form and not {*TURNS}.isdisjoint(columns):
+        raise Problem(f"Data set {name} has single turns. Write each path from a prompt to an "
+                      "answer as one row of messages.")  # fmt: skip
+    if preferences := [x for x in PREFERENCES if x in columns]:
+        advice = "write them as rows of messages"
+        prompt = next((x for x in (*form[:1], "prompt", "question") if x in columns), None)
+        if prompt and "chosen" in columns and not isinstance(columns["chosen"], list):
+            advice = f"pass --prompt-column {prompt} --completion-column chosen"
+        raise Problem(f"Data set {name} has preferences ({', '.join(preferences)}), which need "
+                      f"another loss. To train on the chosen answers, {advice}.")  # fmt: skip
+    if not form and {args.text_column, "input_ids"}.isdisjoint(columns):
+        form = usual_columns(name, columns, PAIRS) or ()
+    return form
+
+
+def normalize(row: dict, form: Sequence[str]) -> dict:
+    """Return a row with its chat in the columns `form` as messages or text, and without the other
+    COLUMNS. Raise ValueError if the row is unusable, for example because it is excluded."""
+    prompt, *answer = (row.get(column) for column in form)
+    for key in MEDIA:
+        if row.get(key) and (key.endswith("s") or f"<{key}>" in f"{prompt} {answer}"):
+            raise ValueError(f"the row has {key}, and this script trains on text only")
+    tags = ("label", "kto_tag") if form[0] in ("messages", "prompt") else ("kto_tag",)
+    for key in tags:
+        if str(row.get(key)).lower() == "false":
+            raise Problem(f"a row has {key} false, so its answer is a bad example (KTO), which "
+                          "needs another loss. Delete such rows, or the column.")  # fmt: skip
+    if not is_trained(row, "row"):
+        raise ValueError("the row excludes all assistant turns, so there is nothing to learn")
+    for key in INPUTS if form[0] in INSTRUCTIONS else ():
+        if row.get(key) not in (None, ""):
+            prompt = f"{as_text(prompt, form[0])}\n\n{as_text(row[key], key)}"
+    prompt = read_turns(prompt if answer else from_json(prompt))
+    earlier = [{"train": True} | x if x["role"] == "assistant" else x
+               for x in read_turns(earlier_turns(row.get("history")))]  # fmt: skip
+    if earlier:
+        prompt = [*earlier, *as_turns("user", prompt)]
+    chat = dict(zip(form, (prompt, *map(read_turns, answer)), strict=True))
+    tools = from_json(row.get("tools") or row.get("functions"))
+    others = {key: x for key, x in row.items() if key not in COLUMNS}
+    return others | chat | {"tools": tools}
+
+
+def is_trained(item: dict, what: str) -> bool:
+    """Return whether a turn or a row is a target by its TRAIN_KEYS: true, 1 or none."""
+    words = {"0": 0, "false": 0, "1": 1, "true": 1}  # of CSV
+    values = {x: item[x] for x in TRAIN_KEYS if item.get(x) not in (None, "")}
+    values = {key: words.get(str(value).lower(), value) for key, value in values.items()}
+    for key, value in values.items():
+        if value not in (0, 1):
+            raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
+    return all(bool(value) != (key == "mask") for key, value in values.items())
+
+
+def as_text(value: Any, name: str) -> str:
+    """Return `value`; raise ValueError unless it is text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, not text")
+    return value
+
+
+def as_turns(role: str, value: Any) -> list:
+    """Return messages unchanged, and another value as a list of a turn of `role`."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def earlier_turns(history: Any) -> list[dict]:
+    """Return the turns of a `history`: pairs of question and answer, or messages."""
+    turns = []
+    for item in from_json(history) or ():
+        if isinstance(item, dict):
+            turns.append(item)
+        elif not isinstance(item, list) or len(item) != 2:
+            raise ValueError("history is not a list of pairs or turns")
+        else:
+            question, answer = item
+            turns += [*as_turns("user", question), *as_turns("assistant", answer)]
+    return turns
+
+
+def read_turns(value: Any) -> Any:
+    """Return the turns in a list of messages, or in a message, and another value unchanged."""
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        return value
+    return [read_turn(turn) if isinstance(turn, dict) else turn for turn in value]
+
+
+def read_turn(turn: dict) -> dict:
+    """Return a turn with role and content, with calls in `tool_calls`, with `train` False if it is
+    no target, and without empty or harmless keys. Raise ValueError if it contradicts itself."""
+    speaker = turn.get("role") or turn.get("from")
+    role = SPEAKERS.get(speaker, speaker)
+    content = turn.get("content", turn.get("value"))
+    calls, call = from_json(turn.get("tool_calls")), turn.get("function_call")
+    if speaker in CALLERS:
+        call, content = content, None
+    if call and calls:
+        raise ValueError(f"the {role}'s turn has function_call and tool_calls. Remove one")
+    if call:
+        call = from_json(call)
+        calls = [call] if isinstance(call, dict) else call
+        if not isinstance(calls, list):
+            raise ValueError("the function call is not an object")
+        calls = [{"type": "function", "function": x} for x in calls]
+    if isinstance(content, list):
+        content = joined_parts(content)
+    result = {"role": role, "content": "" if content is None and calls else content}
+    if calls:
+        result["tool_calls"] = list(map(parse_call, calls))
+    if not is_trained(turn, f"{role}'s turn"):
+        result["train"] = False
+    result |= {key: turn[key] for key in OPTIONAL_KEYS if turn.get(key)}
+    unknown = {key: x for key, x in turn.items() if key not in KNOWN_KEYS}
+    return result | {key: x for key, x in unknown.items() if x not in (None, "", [], {})}
+
+
+def joined_parts(parts: list) -> Any:
+    """Return the text of a content that is a list of parts, unchanged if others than text or parts
+    that are no targets are among them."""
+    texts = [
+        "text" in part.get("type", "text")
+        and is_trained(part, "part")
+        and part.get("text", part.get("value"))
+        for part in parts
+    ]
+    return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else parts
+
+
+def parse_call(call: Any) -> Any:
+    """Return a tool call with its arguments parsed, as most templates write them by `tojson`."""
+    function = call.get("function", call)
+    if not isinstance(function, dict):
+        return call
+    function = function | {"arguments": from_json(function.get("arguments")) or {}}
+    return call | {"function": function} if "function" in call else function
+
+
+def from_json(value: Any) -> Any:
+    """Return the value of a text that is JSON; return any other text or value unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return value

@@ -1,0 +1,255 @@
+"""LoRA: small trainable matrices next to frozen weights, which may be in 4 bits (QLoRA).
+
+Without this file, all weights are trained. Works with any model. Needs peft, and for 4 bits
+bitsandbytes. All ranks call each function together.
+"""
+
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.pytorch_utils import Conv1D
+
+import policies
+from core import export, ranks, weights
+from core.args import Fraction, Names, Positive, Size, Switch
+from core.ranks import Problem
+from core.reading import digest
+
+ADAPTER = ".lora_"  # in the names of adapters
+BLOCK = 64  # weights that share a scale
+FSDP1_ONLY = ("ddp", "no_shard")  # strategies
+
+
+@dataclass
+class Lora:
+    """Adapters, which need --fsdp 2."""
+
+    lora_rank: Size = 0
+    """train adapters of this rank; 0: all weights"""
+    lora_alpha: Positive = 16.0
+    """scales their output by alpha / rank"""
+    lora_dropout: Fraction = 0.0
+    """dropout rate of their inputs"""
+    lora_targets: Names = ()
+    """projections with adapters, such as q_proj v_proj; none: all in the blocks"""
+    load_in_4bit: Switch = False
+    """hold frozen projections in NF4 (QLoRA)"""
+    merge: Switch = False
+    """export whole models, not adapters"""
+
+    def problems(self, args: Any) -> list[str]:
+        """Return a message for each flag of LoRA or 4-bit weights that cannot work."""
+        if not self.lora_rank:
+            changed = [name for name, x in vars(Lora()).items() if getattr(self, name) != x]
+            return [f"--{x.replace('_', '-')} needs adapters. Pass --lora-rank." for x in changed]
+        install, in_4bit = "Run `pip install -r requirements-extras.txt`.", self.load_in_4bit
+        has_peft, has_bits = map(importlib.util.find_spec, ("peft", "bitsandbytes"))
+        fsdp, strategy, name = args.sharding.fsdp, args.sharding.strategy, args.model.model_name
+        is_whole = strategy in FSDP1_ONLY
+        rules = {
+            f"--lora-rank needs another strategy than {strategy}. Pass full_shard.": is_whole,
+            "--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.": fsdp == 1,
+            "--merge needs a model in files, not tiny.": self.merge and name == "tiny",
+            f"--lora-rank needs peft. {install}": not has_peft,
+            f"--load-in-4bit needs bitsandbytes. {install}": in_4bit and not has_bits,
+            # FSDP2 would cast the bytes.
+            "--load-in-4bit needs torch 2.13 or newer.": in_4bit and torch.__version__ < "2.13",
+        }
+        return [message for message, is_wrong in rules.items() if is_wrong]
+
+
+def choose_fsdp(args: Any) -> None:
+    """Set --fsdp to 2 in a script's arguments if adapters are trained and it is not passed."""
+    is_passed = any(word.partition("=")[0] == "--fsdp" for word in sys.argv)
+    if args.adapters.lora_rank and not is_passed and args.sharding.strategy not in FSDP1_ONLY:
+        args.sharding.fsdp = 2
+
+
+def add(
+    args: Any, model: PreTrainedModel, source: weights.Source, blocks: tuple[type[nn.Module], ...]
+) -> None:
+    """Given a script's arguments with --lora-rank, freeze a model on meta, and add fp32 adapters of
+    the projections in its `blocks`.
+
+    Frozen weights are stored in the compute dtype, and with --load-in-4bit the blocks' projections
+    in NF4. The adapters' initial values are added to rank 0's `source`. Raise Problem if a target
+    is not a projection.
+    """
+    options, name = args.adapters, args.model.model_name
+    if not options.lora_rank:
+        return
+    import peft
+
+    dtype = policies.PRECISIONS[args.sharding.precision].param_dtype
+    layers, targets = projections(model, blocks, options.lora_targets)
+    if options.load_in_4bit:
+        for path, module in layers.items():
+            if fits_4bit(model, path):
+                model.set_submodule(path, Linear4bit(module, dtype))
+    base = Path(name)
+    config = peft.LoraConfig(
+        r=options.lora_rank, lora_alpha=options.lora_alpha, lora_dropout=options.lora_dropout,
+        target_modules=targets,
+        task_type="SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM",
+        # An absolute path, so that final/ loads from any directory.
+        base_model_name_or_path=str(base.absolute()) if base.is_dir() else name,
+    )  # fmt: skip
+    peft.inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    adapted = {name for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    if others := adapted - layers.keys():  # such as experts
+        raise Problem(f"--lora-targets names {min(others)} too, which is not a projection of a "
+                      "block. Pass only the projections of the attention.")  # fmt: skip
+    config.inference_mode = True  # the value that peft saves
+    config.target_modules = sorted(targets)  # the order of a set differs between runs
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    # One value per tensor shows whether a resume has the same base model.
+    values = {name: x.flatten()[x.numel() // 2].item() for name, x in source.items()}
+    for name, parameter in model.named_parameters():
+        if source and ADAPTER in name:  # on rank 0; same initialization as peft
+            source[name] = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
+    base_digest = ranks.on_rank_zero(lambda: digest(sorted(values.items()))[:8])
+    model.adapters, model.merges_adapters = config, options.merge
+    model.only_trained = True  # in checkpoints
+    model.identity = f", adapters of rank {config.r}, alpha {config.lora_alpha:g}, on "
+    model.identity += f"{' '.join(sorted(targets))}, base {base_digest}"
+    model.identity += " in 4 bits" if options.load_in_4bit else ""
+
+
+def projections(
+    model: nn.Module, blocks: tuple[type[nn.Module], ...], chosen: tuple[str, ...]
+) -> tuple[dict[str, nn.Module], set[str]]:
+    """Return by name the linear layers inside a model's `blocks`, which are classes, and the last
+    parts of the names of those with adapters: `chosen`, or all. Raise Problem if one is none."""
+    inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
+    # Llama 4's router is a Linear too, but its forward returns a tuple.
+    linear = (nn.Linear.forward, Conv1D.forward)
+    layers = {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
+    names = {name.rpartition(".")[2] for name in layers}
+    targets = set(chosen or names)
+    if not targets <= names:
+        raise Problem(f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. "
+                      f"Pass some of {', '.join(sorted(names))}.")  # fmt: skip
+    return layers, targets
+
+
+def fits_4bit(model: PreTrainedModel, name: str) -> bool:
+    """Return whether layer `name` may be in 4 bits. T5 reads the dtype of those that stay fp32."""
+    return name.rpartition(".")[2] not in (model._keep_in_fp32_modules or [])
+
+
+def export_model(
+    model: nn.Module, tokenizer: Tokenizer, path: Path, dtype: torch.dtype,
+    check_stop: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Write a model as `core.export` does or, if it has adapters, these, in fp32, as a directory
+    that `PeftModel.from_pretrained` loads.
+
+    With --merge, write a whole model in `dtype`: rank 0 maps the base's files again and adds the
+    product of the adapters in fp32.
+    """
+    if not hasattr(model, "adapters"):
+        export.export_model(model, tokenizer, path, dtype, check_stop)
+        return
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if ADAPTER in name:
+            check_stop()
+            key = weights.plain_name(name).replace(".default.", ".")
+            tensor = export.gather(parameter.detach(), torch.float32)
+            tensors[f"base_model.model.{key}"] = tensor.cpu()
+
+    def write_adapters() -> None:
+        try:
+            save_file(tensors, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:  # for example on a full disk
+            raise OSError(str(error)) from None
+        model.adapters.save_pretrained(temporary)
+        export.write_tokenizer(tokenizer, temporary)
+
+    with export.new_directory(path) as temporary:
+        if model.merges_adapters:
+            merged = _merged(model, tensors, dtype, check_stop)
+            export.write_model(model, merged, tokenizer, temporary, dtype)
+        else:
+            ranks.on_rank_zero(write_adapters)
+
+
+def _merged(
+    model: nn.Module, adapters: dict[str, Tensor], dtype: torch.dtype,
+    check_stop: Callable[[], None],
+) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+    """Yield the name and value of each tensor of the merged model. On rank 0, add the adapters'
+    products in fp32 and cast to `dtype`; on other ranks the values are on meta."""
+    directory = Path(model.config.name_or_path)  # as the run has opened it, on each node
+    base, source = weights.new_model(weights.library_class(type(model)), model.config, directory)
+    device = model.get_input_embeddings().weight.device_mesh.device_type
+    for name, tensor in export.whole_tensors(base, torch.float32, check_stop):
+        if source:  # rank 0
+            # On the device: one thread of a CPU would take ten minutes for 70B.
+            tensor = export.gather(source[name].to(device), torch.float32)
+            layer = name.removesuffix(".weight")
+            key = f"base_model.model.{layer}"
+            if f"{key}.lora_A.weight" in adapters:
+                # A is [rank, width], B [outputs, rank].
+                A, B = (adapters[f"{key}.lora_{x}.weight"].to(device) for x in "AB")
+                product = B @ A * (model.adapters.lora_alpha / model.adapters.r)
+                if isinstance(base.get_submodule(layer), Conv1D):
+                    product = product.T  # because its weight is [width, outputs]
+                tensor = tensor + product
+            tensor = export.gather(tensor, export.stored_dtype(base, name, dtype))
+        yield name, tensor
+
+
+class Linear4bit(nn.Linear):
+    """A linear layer whose weight is uint8 [weights / 2, 1], so that FSDP2 can shard it.
+
+    The weight is on meta until the loader stores the result of `quantize` in it. The format is NF4
+    with double quantization (Dettmers et al. 2023, QLoRA): 4 bits per weight. Every rank holds all
+    scales, one per 64 weights (their largest magnitude), in 1/64 of a byte per weight.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        width, outputs = linear.in_features, linear.out_features
+        super().__init__(width, outputs, bias=False, device="meta")
+        self.bias = linear.bias
+        self.dtype = dtype  # of the computation
+        self.quant_state = None
+        packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.
+
+        Quantize whole tensors, because the second quantization takes the mean of all scales.
+        """
+        if weight.device.type == "cpu" and weight.shape[1] % BLOCK:
+            raise Problem(f"--load-in-4bit: bitsandbytes gives wrong results for width "
+                          f"{weight.shape[1]} on a CPU. Use a GPU.")  # fmt: skip
+        from bitsandbytes.functional import quantize_4bit
+
+        packed, self.quant_state = quantize_4bit(
+            weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+        )
+        self.quant_state.dtype = self.dtype
+        return packed
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return the output of a linear layer with the dequantized weight."""
+        from bitsandbytes import matmul_4bit
+
+        return matmul_4bit(inputs, self.weight, quant_state=self.quant_state, bias=self.bias)

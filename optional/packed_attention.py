@@ -1,0 +1,186 @@
+"""Attention kernels for packed documents, registered in Transformers: flash-attn, PyTorch's varlen,
+or on a CPU scaled_dot_product_attention for one document at a time.
+
+Without this file, Transformers' sdpa computes the attention between all documents of a sequence and
+masks most of it. With flash-attn, set `config._attn_implementation = "flash_attention_2"` instead.
+"""
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from core.ranks import Problem, print0
+
+Function = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+
+
+@dataclass
+class Kernel:
+    """How attention is computed."""
+
+    attention: Literal["auto", "flash", "varlen", "sdpa", "eager"] = "auto"
+    """flash: flash-attn; varlen: torch's; sdpa, eager: with a mask; auto: the first that runs"""
+
+    def problems(self, args: Any) -> list[str]:
+        """Return a message if the kernel of --attention cannot run here."""
+        if self.attention in ("flash", "varlen"):
+            try:
+                varlen_kernel(self.attention, args.sharding.precision)
+            except Problem as error:
+                return [str(error)]
+        return []
+
+
+def set_kernel(
+    args: Any, config: transformers.PretrainedConfig, kind: type[transformers.PreTrainedModel]
+) -> None:
+    """Set --attention, given all arguments of a script, in the config of a model of class `kind`,
+    and print it. Raise Problem if the model cannot use it."""
+    name, length, sharding = args.kernel.attention, args.data.max_seq_length, args.sharding
+    has_sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
+    is_packed = kind._supports_attention_backend and not _needs_mask(config, length)
+    if name == "auto":
+        name = "sdpa" if has_sdpa else "eager"
+        # `per_document` would break the compiled graph.
+        is_traced = sharding.compile and not torch.accelerator.is_available()
+        for candidate in ("varlen", "flash") if has_sdpa and is_packed and not is_traced else ():
+            with contextlib.suppress(Problem):
+                varlen_kernel(candidate, sharding.precision)
+                name = candidate
+    if name == "sdpa" and not has_sdpa:
+        raise Problem(f"--attention sdpa: {kind.__name__} lacks it. Pass eager.")
+    text = config._attn_implementation = name
+    if name in ("flash", "varlen"):
+        if not is_packed:
+            raise Problem(
+                f"--attention {name}: {kind.__name__} needs a mask, dropout or attention of its "
+                f"own. Pass --attention {'sdpa' if has_sdpa else 'eager'}."
+            )
+        kernel = varlen_kernel(name, sharding.precision)
+        register(kernel, length)
+        config._attn_implementation, text = "packed", f"{name} ({kernel.__name__})"
+    print0(f"attention: {text}")
+
+
+def _needs_mask(config: transformers.PretrainedConfig, length: int) -> bool:
+    """Return whether layers have what kernels lack: dropout, a window, chunks (Llama 4), or keys
+    that are selected (DeepSeek 3.2)."""
+    window = getattr(config, "sliding_window", None) or length
+    has_window = getattr(config, "use_sliding_window", True) and window < length
+    chunk = getattr(config, "attention_chunk_size", None) or length
+    selects = getattr(config, "index_topk", None) is not None
+    return has_window or chunk < length or selects or bool(getattr(config, "attention_dropout", 0))
+
+
+def varlen_kernel(name: str, precision: str) -> Function:
+    """Return the attention kernel for packed documents called `name` (flash or varlen).
+
+    It takes queries, keys and values [positions, heads, head size], the latter two with as many or
+    fewer heads, cumulative document lengths (int32), the largest length and the scale. Raise
+    Problem if it cannot run here.
+    """
+    if name == "varlen" and not torch.accelerator.is_available():
+        return per_document
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        raise Problem(f"--attention {name} needs a GPU of compute capability 8.0 or newer.")
+    if precision == "fp32":
+        raise Problem(f"--attention {name} needs --precision bf16 or fp16.")
+    if name == "flash":
+        return flash_attn()
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Before torch 2.13 it takes fewer key-value heads without a flag.
+    has_flag = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+        options = {"enable_gqa": q.size(1) > k.size(1)} if has_flag else {}
+        options |= {"scale": scale, "window_size": (-1, 0)}
+        return varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+
+    return varlen
+
+
+def flash_attn() -> Function:
+    """Return the kernel of flash-attn 3 if it is installed and the GPU is a Hopper, otherwise that
+    of flash-attn 2. Raise Problem if neither can be imported."""
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    errors = []
+    for name in ["flash_attn_interface"] * is_hopper + ["flash_attn"]:
+        try:
+            module = importlib.import_module(name)
+            function = module.flash_attn_varlen_func
+            break
+        except Exception as error:  # any type, if it was built for another torch or driver
+            errors.append(f"{name}: {error}")
+    else:
+        raise Problem(f"--attention flash needs flash-attn ({'; '.join(errors)}). Install it.")
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
+        limits = ends, ends, longest, longest
+        output = function(q, k, v, *limits, softmax_scale=scale, causal=True)
+        return output[0] if isinstance(output, tuple) else output
+
+    flash.__name__ = f"{name} {getattr(module, '__version__', '3')}"
+    return flash
+
+
+def per_document(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: int, scale: float) -> Tensor:
+    """Return the causal attention of packed documents, one at a time: the kernel for CPUs."""
+    outputs = []
+    lengths = ends.diff().tolist()
+    options = {"is_causal": True, "scale": scale, "enable_gqa": True}
+    for parts in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
+        heads_first = (x.transpose(0, 1)[None] for x in parts)
+        output = F.scaled_dot_product_attention(*heads_first, **options)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def register(kernel: Function, longest: int = 0) -> None:
+    """Register `kernel` in Transformers as the attention "packed", which uses the document lengths
+    of the batch instead of a mask. It raises Problem if a layer passes something that the kernel
+    does not support: a mask or bias, a soft cap, sinks, dropout, or a window below `longest`.
+    """
+
+    def packed(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None,
+        scaling: float, cu_seq_lens_q: Tensor | None = None, max_length_q: int = 0,
+        sliding_window: int | None = None, is_causal: bool | None = None, **options: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Return attention [batch, length, heads, size] of [batch, heads, length, size] inputs."""
+        name = type(module).__name__
+        if cu_seq_lens_q is None:
+            raise Problem(f"--attention flash and varlen need cu_seq_lens_q, which the layer of "
+                          f"{name} does not pass on. Pass --attention sdpa.")  # fmt: skip
+        batch, _, length, _ = query.shape
+        features = {"attention_mask": attention_mask} | options
+        if sliding_window is not None and sliding_window < (longest or length):
+            features["sliding_window"] = sliding_window
+        if is_causal is False or not getattr(module, "is_causal", True):
+            features["is_causal=False"] = True
+        used = {feature for feature, x in features.items() if isinstance(x, Tensor) or x}
+        missing = sorted(used - IGNORED)
+        if missing:
+            raise Problem(
+                f"--attention flash and varlen do not support {', '.join(missing)}, which {name} "
+                "needs. Pass --attention eager, or sdpa for a window or dropout."
+            )
+        # Under autocast the rotary embedding leaves queries and keys in fp32.
+        parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
+        output = kernel(*parts, cu_seq_lens_q, max_length_q, scaling)
+        return output.unflatten(0, (batch, length)), None
+
+    # There is no mask function of this name, so Transformers makes no mask.
+    transformers.AttentionInterface.register("packed", packed)
+
+
+# Equal to those of the queries, or used elsewhere in the layer.
+IGNORED = {"cu_seq_lens_k", "max_length_k", "position_ids", "cache_position", "use_cache"}
