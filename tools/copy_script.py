@@ -1,17 +1,15 @@
 """Copy a script, the modules that it imports, and what makes them a project of their own.
 
-python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers prepared
+python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers async_save
 
 The copy has the license, the requirements, launch.slurm, tools/generate.py, a README and a test.
---without leaves out optional parts, with the lines that name them (tools/copy/without.diff).
+--without NAME leaves out optional/NAME.py and all lines that end in `# optional: NAME`.
 """
 
 import argparse
 import ast
-import functools
 import re
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,33 +18,16 @@ SCRIPTS = {"T5_training.py": DOCSTRINGS, "gpt2_fsdp.py": DOCSTRINGS, "llama_fsdp
 # Files of the repository, and their places in a copy.
 OTHERS = {x: x for x in ("LICENSE", "launch.slurm", "requirements-extras.txt", "tools/generate.py")}
 OTHERS |= {"tools/copy/README.md": "README.md", "tools/copy/test_copy.py": "test_copy.py"}
-OPTIONS = ("lora", "attention", "paged", "rouge", "trackers", "prepared")
+ROOMS = sorted(path.stem for path in (ROOT / "optional").glob("*.py"))
 PACKAGES = {"rouge-score": "rouge_score"}  # whose modules have another name
 
 
-@functools.cache
-def hunks_of(options: tuple[str, ...]) -> dict[Path, list[str]]:
-    """Return by file the hunks of tools/copy/without.diff that leave out the options."""
-    result = defaultdict(list)
-    for part in re.split("^=== ", (ROOT / "tools/copy/without.diff").read_text(), flags=re.M)[1:]:
-        title, _, body = part.rstrip().partition("\n")
-        option, *files = title.split()
-        for file in files if option in options else ():
-            result[ROOT / file] += body.split("\n\n")
-    return result
-
-
-def edited(path: Path, hunks: list[str]) -> str:
-    """Return the text of a file after `hunks`. Raise ValueError if one does not fit."""
-    text = "\n" + path.read_text()
-    for hunk in hunks:
-        lines = [re.findall(f"^[{sign}](.*)", hunk, re.MULTILINE) for sign in "-+"]
-        old, new = ("".join(f"\n{line}" for line in part) for part in lines)
-        pattern = re.escape(old).replace(re.escape("\n..."), "(?s:.*?)")
-        text, count = re.subn(pattern, new.replace("\\", r"\\"), text)
-        if count != 1:
-            raise ValueError(f"{path.name}: {count} places fit the hunk\n{hunk}")
-    return text[1:]
+def read(path: Path, without: Sequence[str]) -> str:
+    """Return the text of a file without the lines that are marked with an optional module."""
+    lines = path.read_text().splitlines(keepends=True)
+    marks = [re.search(r"  # optional: (\w+)$", line.rstrip()) for line in lines]
+    pairs = zip(lines, marks, strict=True)
+    return "".join(line for line, mark in pairs if not (mark and mark[1] in without))
 
 
 def imported_names(path: Path, text: str) -> Iterator[str]:
@@ -61,27 +42,27 @@ def imported_names(path: Path, text: str) -> Iterator[str]:
             yield from (base, *(f"{base}.{alias.name}" for alias in node.names))
 
 
-def needed_files(
-    path: Path, without: tuple[str, ...] = (), known: dict[Path, str] | None = None
-) -> dict[Path, str]:
+def needed_files(path: Path, without: Sequence[str] = ()) -> dict[Path, str]:
     """Return the text of `path` and of all files of this repository that it imports, directly or
-    indirectly, after the edits that leave out the options `without`."""
-    files = known if known is not None else {}
-    files[path] = edited(path, hunks_of(without)[path])
-    for name in imported_names(path, files[path]):
-        module = ROOT / name.replace(".", "/")
-        for file in (module.with_suffix(".py"), module / "__init__.py"):
-            if name and file.is_file() and file not in files:
-                needed_files(file, without, files)
+    indirectly, when the optional modules `without` are left out."""
+    files: dict[Path, str] = {}
+    waiting = [path]
+    while waiting:
+        path = waiting.pop()
+        files[path] = read(path, without)
+        for name in filter(None, imported_names(path, files[path])):
+            module = ROOT / name.replace(".", "/")
+            found = (module.with_suffix(".py"), module / "__init__.py")
+            waiting += [x for x in found if x.is_file() and x not in files]
     return files
 
 
 def requirements(files: dict[Path, str]) -> str:
     """Return the lines of requirements.txt whose packages the files import or tokenizers need."""
     needed = {x.partition(".")[0] for file in files.items() for x in imported_names(*file)}
+    needed.add("sentencepiece")
     lines = (ROOT / "requirements.txt").read_text().splitlines(keepends=True)
     names = {line: line.partition(">")[0] for line in lines}
-    needed.add("sentencepiece")
     return "".join(line for line, name in names.items() if PACKAGES.get(name, name) in needed)
 
 
@@ -90,11 +71,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("script", type=lambda path: Path(path).name, choices=list(SCRIPTS))
     parser.add_argument("directory", type=Path, help="created if it does not exist")
-    parser.add_argument("--without", nargs="+", choices=OPTIONS, default=[], help="leave these out")
+    parser.add_argument("--without", nargs="+", choices=ROOMS, default=[], help="leave these out")
     args = parser.parse_args()
     if args.directory.is_dir() and any(args.directory.iterdir()):
         parser.exit(1, f"error: {args.directory} is not empty. Pass a new directory.\n")
-    files = needed_files(ROOT / args.script, tuple(args.without))
+    files = needed_files(ROOT / args.script, args.without)
     texts = {str(file.relative_to(ROOT)): text for file, text in files.items()}
     texts |= {place: (ROOT / file).read_text() for file, place in OTHERS.items()}
     texts["requirements.txt"] = requirements(files)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 SCRIPT = "gpt2_fsdp"  # the script to test
 FLAGS = {  # those that the script has
@@ -29,20 +30,22 @@ def main(plain: bool, output: str, flags: list[str]) -> None:
     """Run the script without dropout, so that losses do not depend on the number of processes. If
     `plain`, train the model itself, without FSDP."""
     script = importlib.import_module(SCRIPT)
-    from runtime import options
-    from runtime.run import launch
+    from core import ranks, weights
+
+    def load(args: Any, device: Any, model: Any, source: Any) -> Any:
+        return model.apply(weights.Loader(model, source, device, False).fill)
 
     for name, value in script.MODEL.config_class().to_dict().items():
         if "drop" in name and isinstance(value, float):
-            script.TINY[name] = 0.0
+            script.TINY_CONFIG[name] = 0.0
     if plain:
-        script.wrap_model = lambda args, device, model, init: model.apply(init)
-    words = ["--output-dir", output]
-    for name, value in FLAGS.items():
-        if name in script.Options.__dataclass_fields__:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    args = options.parse(script.Options, [*words, *flags], script.TinyOptions)
-    launch(script.fsdp_main, args)
+        script.wrap_model = load
+    names = [name for section in vars(script.TINY).values() for name in vars(section)]
+    sys.argv[1:] = ["--output-dir", output]
+    for name in FLAGS.keys() & set(names):
+        sys.argv += [f"--{name.replace('_', '-')}", str(FLAGS[name])]
+    sys.argv += flags
+    ranks.run(script.fsdp_main, script.parse_args())
 
 
 def command(processes: int, kind: str, output: Path, *flags: str) -> list[str]:

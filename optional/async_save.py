@@ -1,0 +1,99 @@
+"""--async-save: checkpoints are written in the background, from a copy in host memory. Without this
+file, training waits for each save."""
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree  # private: torch has no public functions for nested dicts
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from core import checkpoint
+from core.args import Switch
+from core.ranks import on_every_rank, print0
+
+
+@dataclass
+class Saves:
+    """How checkpoints are saved."""
+
+    async_save: Switch = False
+    """save in the background; each process holds a copy of its state in host memory"""
+
+    def problems(self, _: Any) -> list[str]:
+        """Return a message if --async-save cannot work."""
+        if self.async_save and torch.__version__ < (2, 13):  # its stager closes itself after a save
+            return [f"--async-save needs PyTorch 2.13 or newer, not {torch.__version__}."]
+        return []
+
+
+class Saver:
+    """A function like `checkpoint.save`, which with --async-save returns when the state is copied.
+
+    It waits for the save before. After one that failed, training waits for each save until one
+    succeeds. All ranks call its methods together.
+    """
+
+    def __init__(self, saves: Saves, timeout_minutes: float) -> None:
+        self._is_async = self._is_background = saves.async_save
+        self._running: Future | None = None
+        if self._is_async:
+            # A save's collectives must not mix with those of the steps.
+            timeout = timedelta(minutes=timeout_minutes)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+            self._thread = ThreadPoolExecutor(1)
+            has_gpu = torch.accelerator.is_available()
+            self._device = torch.accelerator.current_device_index() if has_gpu else None
+            # Copies of tensors on a GPU are pinned, and the next save overwrites them.
+            self._stager = DefaultStager(StagingOptions(has_gpu, False, False, has_gpu))
+
+    def __call__(
+        self, path: Path, model: nn.Module, optimizer: Optimizer, state: dict[str, Any],
+        full: bool = False, seal: Callable[[Path], None] | None = None,
+        extra_state: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Save a checkpoint as `checkpoint.save`, or start to."""
+        try:
+            self.wait()
+        except OSError as error:
+            self._is_background = False
+            print0(f"{error} Training waits for the next save.")
+        if not self._is_background:
+            checkpoint.save(path, model, optimizer, state, full, seal, extra_state)
+            self._is_background = self._is_async
+            return
+        tensors = checkpoint.begin(path, model, optimizer, state, extra_state)
+        copies = self._copy(tensors, DTensor if isinstance(model, FSDP) else ())
+        job = path, copies, copy.deepcopy(state), full, seal
+        self._running = self._thread.submit(self._write, *job)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete. Raise OSError on all ranks if it failed."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            on_every_rank(running.result)
+
+    def _copy(self, tensors: checkpoint.Tensors, copied: type | tuple) -> checkpoint.Tensors:
+        """Return tensors in host memory, which training does not change. FSDP1's shards are copies
+        already: a second one would double a save's memory and time."""
+        leaves, structure = pytree.tree_flatten(tensors)
+        changing = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, copied)]
+        staged = self._stager.stage([leaves[i] for i in changing])  # waits for the device once
+        for i, leaf in zip(changing, staged, strict=True):
+            leaves[i] = leaf
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _write(self, *job: Any) -> None:
+        if self._device is not None:  # otherwise the thread of every rank would use GPU 0
+            torch.accelerator.set_device_index(self._device)
+        checkpoint.write(*job, self._group)

@@ -1,0 +1,40 @@
+"""CRC-32 of checkpoint files. Without this file, damage that keeps a file's size is not noticed."""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from core.checkpoint import complete_checkpoints
+from core.ranks import Problem, on_every_rank, on_rank_zero, print0
+
+
+def write(path: Path) -> None:
+    """Write crc-RANK.json: the sums of this rank's files, and on rank 0 of the common ones."""
+    rank = dist.get_rank()
+    own = [*path.glob(f"__{rank}_*"), *(path.glob("[!_c]*") if rank == 0 else ())]
+    sums = {file.name: zlib.crc32(np.memmap(file, mode="r")) for file in own}
+    temporary = path / f"crc-{rank}.tmp"
+    temporary.write_text(json.dumps(sums))
+    temporary.rename(temporary.with_suffix(".json"))
+
+
+def find_intact(directory: Path) -> Path:
+    """Return the newest complete checkpoint that agrees with its sums, if it has any: a kill before
+    `write` leaves none. Raise Problem if there is no such checkpoint. Call on all ranks."""
+    for path in reversed(on_rank_zero(complete_checkpoints, directory)):
+        try:
+            on_every_rank(_verify, path)
+            return path
+        except (OSError, ValueError) as error:
+            print0(f"{path} is damaged, so it is skipped: {error}")
+    raise Problem(f"No checkpoint in {directory} is intact. Pass another --output-dir.")
+
+
+def _verify(path: Path) -> None:
+    for file in sorted(path.glob("crc-*.json"))[dist.get_rank() :: dist.get_world_size()]:
+        for name, crc in json.loads(file.read_text()).items():
+            if zlib.crc32(np.memmap(path / name, mode="r")) != crc:  # without a copy
+                raise ValueError(f"{name} differs from its sum in {file.name}")

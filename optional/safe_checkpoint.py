@@ -1,0 +1,40 @@
+"""A reader of checkpoints. Without this file, PyTorch unpickles them: they can run any code."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from core.ranks import Problem
+
+DCP = "torch.distributed.checkpoint"
+# What `.metadata` may use. BytesStorageMetadata is missing, because DCP would unpickle its entry.
+ALLOWED = {
+    "pathlib.PosixPath", "torch.Size", "torch.serialization._get_layout",
+    f"{DCP}.filesystem._StorageInfo", f"{DCP}.metadata.ChunkStorageMetadata",
+    f"{DCP}.metadata.Metadata", f"{DCP}.metadata.MetadataIndex", f"{DCP}.metadata.StorageMeta",
+    f"{DCP}.metadata.TensorProperties", f"{DCP}.metadata.TensorStorageMetadata",
+    f"{DCP}.metadata._MEM_FORMAT_ENCODING",
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        module = module.removesuffix("._local")  # pathlib's classes, if Python 3.13 saved them
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or f"{module}.{name}" in ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it uses {module}.{name}, which could run code")
+
+
+def reader(path: Path) -> dcp.FileSystemReader:
+    """Return a reader of the checkpoint `path`. Raise Problem if it has anything but tensors."""
+    try:
+        metadata = _Unpickler((path / ".metadata").open("rb")).load()
+    except Exception as error:  # pickle raises many types
+        raise Problem(f"{path}/.metadata is not a checkpoint's: {error}. Delete it.") from error
+    result = dcp.FileSystemReader(path)
+    result.read_metadata = lambda **_: metadata  # its own method would run code
+    return result

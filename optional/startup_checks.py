@@ -1,0 +1,185 @@
+"""Checks of a model and its loss before training. Without this file, models and losses that do not
+fit train incorrectly in silence: means, other logits, missing masks, leaks between documents."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+import policies
+from core.ranks import Batch, Problem, host_sums, print0, to_device
+
+OTHER_LOGITS = (
+    "The logits behind the loss differ from the model's own by {:.2%}. Make LossHead.loss_logits "
+    "scale and cap them as the model's forward does, or compute the loss as T5_training.py does."
+)
+OTHER_INPUTS = (
+    "The decoder's logits differ by {:.1%} from those that the model computes from the labels. "
+    "Make collate build decoder_input_ids and decoder_attention_mask as the model's forward does."
+)
+NOT_CAUSAL = (
+    "The model is not causal: its logits change by {:.1%} if only later tokens change, so it would "
+    "train on the answers. Give it a causal attention mask."
+)
+PADDING = (
+    "Padding changes the model's logits by {:.1%}, so the loss would depend on the rest of the "
+    "batch. Use batches of one length in collate, and delete this check in startup_checks.py."
+)
+LEAK = (
+    "Documents in a sequence attend to each other: the logits of equal documents differ by {:.2%}, "
+    "because the model ignores position_ids and cu_seq_lens. Pass --no-packing."
+)
+NOT_A_SUM = (
+    "summed_loss is not a sum over target tokens: a batch's loss differs by {:.0%} from the sum of "
+    'its examples\' losses. Use reduction="sum". If your loss cannot be a sum, divide by your own '
+    "count in train, and delete this check in startup_checks.py."
+)
+NOT_CHECKED = "The loss is not checked against the model's own logits: loss_logits was not called."
+
+
+def check_blocks(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
+    """Raise Problem unless `blocks` are the classes of all layers of a model that is not wrapped.
+
+    Layers are the items of a ModuleList with two or more, except torch.nn's own modules. A layer
+    outside of every block would silently become part of the root unit.
+    """
+    units = [module for module in model.modules() if isinstance(module, blocks)]
+    inside = {module for unit in units for module in unit.modules()}
+    stacks = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) > 1]
+    layers = {type(layer) for stack in stacks for layer in stack if layer not in inside}
+    names = sorted(x.__name__ for x in layers if not x.__module__.startswith("torch.nn."))
+    if names:
+        raise Problem(f"BLOCKS does not fit {type(model).__name__}: it lacks {', '.join(names)}. "
+                      "List the classes of all layers of the model.")  # fmt: skip
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise Problem if an optimizer would train incorrectly on the shards of a model."""
+    is_sharded = isinstance(model, FSDP | FSDPModule) and dist.get_world_size() > 1
+    if is_sharded and isinstance(optimizer, torch.optim.Adafactor):
+        raise Problem("Adafactor would factor shards, not tensors. Pass --strategy ddp.")
+
+
+# Two samples that start alike, for the `collate` of each data module. The last one is the shortest.
+def blocks() -> list[Any]:
+    """Return samples for block_dataset."""
+    return [{"input_ids": [*range(10, 43)]}, {"input_ids": [*range(10, 26), *range(50, 55)]}]
+
+
+def pairs() -> list[Any]:
+    """Return samples for summarization_dataset: the first two differ in the target's end only."""
+    source, target = range(10, 27), range(30, 46)
+    texts = (source, target), (source, target[:8]), (source[:9], target[:5])
+    return [{"input_ids": ids, "labels": labels} for ids, labels in texts]
+
+
+def chats(args: Any) -> list[Any]:
+    """Return samples for chat_dataset and its `args`: [a, a] and [b, a] if documents are packed."""
+    # A multiple of 4, because two documents fill a row, which is padded to a multiple of 8. It is
+    # longer than some attention blocks.
+    length = max(16, min(160, args.max_seq_length // 2 // 4 * 4))
+    a = [10 + i % 97 for i in range(length + 1)]
+    b = a[:8] + [10 + (3 + 5 * i) % 97 for i in range(8, length + 1)]
+    rows = [[a, a], [b, a]] if args.packing else [[a], [a[:9]]]
+    return [[{"input_ids": ids, "labels": ids} for ids in row] for row in rows]
+
+
+@torch.no_grad()
+def check_model(
+    model: nn.Module, summed_loss: Callable, samples: list[Any],
+    collate: Callable, device: torch.device, precision: str,
+) -> None:  # fmt: skip
+    """Raise Problem, on all ranks, if a model with its weights would train incorrectly: its loss is
+    not a sum or not computed from its own logits, or these depend on later tokens, other documents
+    or padding. `samples` are those of a function above; all ranks pass the same."""
+    probe = [to_device(collate(x), device) for x in (samples, *([sample] for sample in samples))]
+    labels = probe[0]["labels"]
+    is_target = torch.cat([batch["labels"].flatten() for batch in probe]) != -100
+    inputs = _model_inputs(probe[0])
+    is_seq2seq = "decoder_input_ids" in inputs
+    if is_seq2seq:  # the model makes its decoder's inputs from labels
+        inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
+        inputs["labels"] = labels
+    with _forward_only(model, device, precision), _recorded_logits(model) as (chunks, outputs):
+        # FSDP records its prefetch order in the first pass, so run it as in training.
+        losses = [summed_loss(model, batch).flatten()[:1] for batch in probe]
+        if sum(map(len, chunks)) not in (len(is_target), is_target.sum()):
+            if not is_seq2seq:
+                print0(NOT_CHECKED)
+            chunks = list(outputs)  # of the model's forward in summed_loss, if it was called
+        if not chunks:
+            chunks = [model(**_model_inputs(batch)).logits.flatten(0, 1) for batch in probe]
+        own = model(**inputs).logits[labels != -100].float()
+    logits = torch.cat(chunks).float()
+    logits = logits[is_target] if len(logits) == len(is_target) else logits
+    in_batch, in_first, *_, in_last = [int((x["labels"] != -100).sum()) for x in probe]
+    together, last = logits[:in_batch], logits[-in_last:]
+    common = int((labels[0] == labels[1]).cumprod(0).sum())
+    rounding = 4 * torch.finfo(policies.PRECISIONS[precision].param_dtype).eps
+    noise = max(rounding, 1e-4)
+    _check_equal(together[:common], together[in_first:][:common], noise, NOT_CAUSAL)
+    if is_seq2seq:
+        _check_equal(together[-in_last:], last, noise, PADDING)
+    _check_equal(together, own, max(rounding, 1e-5), OTHER_INPUTS if is_seq2seq else OTHER_LOGITS)
+    if isinstance(samples[0], list) and len(samples[0]) == 2:  # `chats`, packed
+        document, after_itself, _, after_other = together.chunk(4)
+        _check_equal(document, after_itself, noise, LEAK)
+        # Rounding is equal at equal positions in one pass, so even a small difference is a leak.
+        _check_equal(after_itself, after_other, noise / 16, LEAK)
+    # A mean would train with gradients that are too small. Rounding may route to other experts.
+    _check_equal(sum(losses[1:]), losses[0], 0.1, NOT_A_SUM)
+
+
+def _model_inputs(batch: Batch) -> Batch:
+    """Return the part of a batch that a model's forward takes, without the targets."""
+    return {name: x for name, x in batch.items() if name not in ("labels", "targets", "tokens")}
+
+
+@contextlib.contextmanager
+def _recorded_logits(model: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield lists of the logits that methods `loss_logits` return, and of those in the output,
+    [positions, vocabulary] each."""
+    chunks: list[Tensor] = []
+    outputs: list[Tensor] = []
+
+    def record(compute: Callable, hidden: Tensor) -> Tensor:
+        chunks.append(compute(hidden))
+        return chunks[-1]
+
+    def record_output(_: nn.Module, __: Any, output: Any) -> None:
+        if hasattr(output, "logits"):
+            outputs.append(output.logits.flatten(0, 1))
+
+    heads = [module for module in model.modules() if hasattr(type(module), "loss_logits")]
+    for head in heads:
+        head.loss_logits = partial(record, head.loss_logits)
+    hook = model.register_forward_hook(record_output)
+    yield chunks, outputs
+    hook.remove()
+    for head in heads:
+        del head.loss_logits
+
+
+@contextlib.contextmanager
+def _forward_only(model: nn.Module, device: torch.device, precision: str) -> Iterator[None]:
+    """Run forward passes as in a validation, without torch.compile. Random states are restored."""
+    devices = [] if device.type == "cpu" else [device.index]
+    random = torch.random.fork_rng(devices, device_type=device.type)
+    precise = policies.autocast(model, device, precision)
+    with torch.compiler.set_stance("force_eager"), random, policies.evaluation(model), precise:
+        yield
+
+
+def _check_equal(one: Tensor, other: Tensor, limit: float, problem: str) -> None:
+    """Raise Problem(problem), on all ranks, if tensors [..., vocabulary] differ on any rank by more
+    than `limit`: the mean distance, as rounding may route a few positions to other experts,
+    relative to the mean norm. NaN counts as equal: the first step reports it with the samples."""
+    difference = (one - other).norm(dim=-1).mean() / one.norm(dim=-1).mean()
+    if host_sums([difference.item() > limit])[0]:
+        raise Problem(problem.format(difference.item()))
