@@ -1,23 +1,25 @@
-"""Code shared by the benchmarks: model shapes, random models, launches that print JSON."""
+"""Code shared by the benchmarks: training, models, data, and launches that print JSON."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
-from driven import Driven
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import (
     ByT5Tokenizer,
     GPT2Config,
@@ -31,8 +33,10 @@ import block_dataset
 import chat_dataset
 import policies
 import summarization_dataset
-from runtime import ranks, weights
+from core import ranks, weights
+from core.ranks import Batch
 
+Steps = Iterable[list[Batch]]  # the micro-batches of each step, of this rank
 Loop = Callable[[Callable[[], None]], None]  # a training loop that calls its argument after a step
 GPT2 = {  # width, layers, heads, vocabulary of the published models and of small ones
     "tiny": (128, 4, 4, 384),
@@ -50,7 +54,66 @@ LLAMAS = {  # width, feed-forward width, layers, heads, key-value heads, vocabul
     "254M": (1024, 2816, 16, 16, 16, 16_384),
     "1.1B": (2048, 5632, 22, 32, 4, 32_000),  # TinyLlama's
 }
-NO_DATA = [{"input_ids": [0]}] * 4096, {}  # for `Driven`, if the caller passes the batches
+NO_DATA = [{"input_ids": [0]}] * 4096  # for `train`, if its `steps` do not use the loader
+ENDLESS = ["--max-steps", "1000000", "--save-every", "0"]
+
+
+class NoRequest:
+    """A StopRequest that lets signals end the process. Only the main thread may handle them."""
+
+    is_set = False
+
+    def listen(self) -> None:
+        """Do nothing."""
+
+    check = forget = listen
+
+
+def parse(script: ModuleType, *flags: object) -> Any:
+    """Return a script's arguments for flags."""
+    with mock.patch("sys.argv", [script.__name__, *map(str, flags)]):
+        return script.parse_args()
+
+
+def load(
+    script: ModuleType, args: Any, device: torch.device, needs_weights: bool = True
+) -> tuple[torch.nn.Module, Any, dict[str, torch.Size]]:
+    """Return a script's wrapped model, the tokenizer, and the shapes of parameters."""
+    model, tokenizer, source = script.load_model(args, needs_weights)
+    shapes = weights.whole_shapes(model)
+    return script.wrap_model(args, device, model, source), tokenizer, shapes
+
+
+def train(
+    script: ModuleType, args: Any, device: torch.device, steps: Callable[[Steps], Steps],
+    train_set: Any = NO_DATA,
+) -> torch.nn.Module:  # fmt: skip
+    """Run a script's own `train`, without validations, and return its model.
+
+    It makes a step for each list that the generator `steps` yields. The generator gets those of the
+    script's loader, and goes on when a step is done. Several threads may call this.
+    """
+    model, *known = load(script, args, device)
+    _here.steps = steps
+    script.progress, script.StopRequest = _own_steps, NoRequest
+    script.evaluate = lambda *_: False
+    args.run.output_dir.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(StepsDone):
+        script.train(args, device, model, *known, train_set, {}, None)
+    return model
+
+
+class StepsDone(Exception):
+    """Raised in the loop of a script to leave it before what it does at its end."""
+
+
+_here = threading.local()
+
+
+def _own_steps(items: Steps, *_: Any) -> Steps:
+    """Stand in for the script's `progress`, through which its loop gets all steps."""
+    yield from _here.steps(items)
+    raise StepsDone
 
 
 def write_gpt2(name: str, directory: str | Path, positions: int = 1024) -> None:
@@ -73,49 +136,53 @@ def write_llama(name: str, directory: Path, dtype: torch.dtype = torch.float32) 
     ByT5Tokenizer().save_pretrained(directory)
 
 
-class RandomWeights(weights.Loader):
-    """A loader that needs only a config: each rank draws the same random weights on its
-    device."""
+class RandomTensors(dict):
+    """Shapes and dtypes by name, looked up as random tensors on this process's device."""
 
-    def __init__(
-        self, model: PreTrainedModel, source: dict, device: torch.device, cpu_offload: bool
-    ) -> None:
-        super().__init__(model, source, device, cpu_offload)
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape, dtype = self.get(name)
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        return torch.randn(shape, device=device).mul_(0.02).to(dtype)
+
+
+class RandomWeights(weights.Loader):
+    """A loader that needs only a config: rank 0 draws each tensor when it broadcasts it."""
+
+    def __init__(self, model: PreTrainedModel, *options: Any) -> None:
+        super().__init__(model, *options)
         shapes = weights.whole_shapes(model)
         parameters = model.named_parameters(remove_duplicate=False)
         for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
             shape = shapes.get(name, tensor.shape)
             dtype = torch.float32 if tensor.dtype == torch.uint8 else tensor.dtype
             self.stored[weights.plain_name(name)] = shape, dtype
-
-    def broadcast(self, name: str) -> torch.Tensor:
-        """Return random numbers in place of rank 0's tensor."""
-        shape, dtype = self.stored[name]
-        return torch.randn(shape, device=self.device).mul_(0.02).to(dtype)
+        self.source = RandomTensors(self.stored)
 
 
 def use_random_weights() -> None:
     """Make the scripts use random weights for a model directory that has only a config."""
 
     def new_model(model_class: type, config: PretrainedConfig, *_: object) -> tuple:
+        weights.prepare_config(config)
         with torch.device("meta"):
             return model_class(config), {}
 
     weights.new_model, weights.Loader = new_model, RandomWeights
 
 
-def random_batch(script: ModuleType, args: Namespace) -> dict[str, torch.Tensor]:
+def random_batch(script: ModuleType, args: Any) -> Batch:
     """Return a random micro-batch for a script, on the CPU, of full length without padding."""
+    size = args.optim.batch_size
 
     def ids(length: int) -> list[list[int]]:
-        return torch.randint(3, 256, (args.batch_size, length)).tolist()
+        return torch.randint(3, 256, (size, length)).tolist()
 
     if script.__name__ == "gpt2_fsdp":
-        return block_dataset.collate([{"input_ids": row} for row in ids(args.block_size + 1)])
+        return block_dataset.collate([{"input_ids": row} for row in ids(args.data.block_size + 1)])
     if script.__name__ == "llama_fsdp":
-        rows = ids(args.max_seq_length + 1)
+        rows = ids(args.data.max_seq_length + 1)
         return chat_dataset.collate([[{"input_ids": row, "labels": row}] for row in rows])
-    pairs = zip(ids(args.source_length), ids(args.target_length), strict=True)
+    pairs = zip(ids(args.data.source_length), ids(args.data.target_length), strict=True)
     rows = [{"input_ids": source, "labels": target} for source, target in pairs]
     return summarization_dataset.collate(rows, pad_token_id=0, decoder_start_token_id=0)
 
@@ -157,42 +224,45 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
-def step_and_measure(driven: Driven, batch: dict) -> dict[str, int]:
-    """Make a step; return this rank's bytes of parameters, gradients and AdamW's moments. The
-    scales of 4-bit weights count as parameters."""
-    clip, sizes = policies.clip_gradients, {}
+class Held:
+    """This rank's bytes of parameters, gradients and AdamW's moments, measured in each step of
+    `train` in this process. The scales of 4-bit weights count as parameters."""
 
-    def clip_and_measure(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        sizes["gradient_bytes"] = storage_bytes(p.grad for p in model.parameters())
-        return clip(model, max_norm)
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = {}
+        self._clip = policies.clip_gradients
+        policies.clip_gradients = self._measure
+        register_optimizer_step_post_hook(self._measure_moments)
 
-    policies.clip_gradients = clip_and_measure
-    driven.step([batch])
-    policies.clip_gradients = clip
-    moments = [x for values in driven.state.optimizer.state.values() for x in values.values()]
-    weights = list(driven.model.parameters())
-    for module in driven.model.modules():
-        scales = getattr(module, "quant_state", None)
-        if scales:
-            weights += [scales.absmax, scales.state2.absmax, scales.offset, scales.code]
-    sizes["parameter_bytes"] = storage_bytes(weights)
-    return sizes | {"optimizer_bytes": storage_bytes(x for x in moments if x.ndim)}
+    def _measure(self, model: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        held = list(model.parameters())
+        self.bytes["gradient_bytes"] = storage_bytes(p.grad for p in held)
+        for module in model.modules():
+            if scales := getattr(module, "quant_state", None):
+                held += [scales.absmax, scales.state2.absmax, scales.offset, scales.code]
+        self.bytes["parameter_bytes"] = storage_bytes(held)
+        return self._clip(model, max_norm)
+
+    def _measure_moments(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        moments = [x for values in optimizer.state.values() for x in values.values()]
+        self.bytes["optimizer_bytes"] = storage_bytes(x for x in moments if x.ndim)
 
 
-def trainer_options(args: Namespace, block: str) -> dict[str, object]:
+def trainer_options(args: Any, block: str) -> dict[str, object]:
     """Return arguments for a Transformers trainer that match ours. On GPUs it uses FSDP1 with units
     of the class named `block`, on a CPU DistributedDataParallel."""
-    gpu = torch.cuda.is_available()
+    gpu, optim = torch.cuda.is_available(), args.optim
     sharded = {"fsdp": "full_shard auto_wrap", "fsdp_config": {
         "version": 1, "transformer_layer_cls_to_wrap": [block], "use_orig_params": True,
         "backward_prefetch": "backward_pre",
     }} if gpu else {}  # fmt: skip
     return sharded | {
-        "output_dir": f"{args.output_dir}/peer", "max_steps": 100_000, "learning_rate": args.lr,
-        "per_device_train_batch_size": args.batch_size, "max_grad_norm": args.max_grad_norm,
-        "weight_decay": args.weight_decay, "logging_steps": args.log_every,
+        "output_dir": f"{args.run.output_dir}/peer", "max_steps": 100_000,
+        "learning_rate": optim.lr, "per_device_train_batch_size": optim.batch_size,
+        "max_grad_norm": optim.max_grad_norm, "weight_decay": optim.weight_decay,
+        "logging_steps": args.run.log_every,
         "logging_first_step": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-        "use_cpu": not gpu, "bf16": args.precision == "bf16", "optim": "adamw_torch_fused",
+        "use_cpu": not gpu, "bf16": args.sharding.precision == "bf16", "optim": "adamw_torch_fused",
         "gradient_checkpointing": False, "ddp_find_unused_parameters": False,
     }  # fmt: skip
 

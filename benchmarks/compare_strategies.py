@@ -20,20 +20,21 @@ import time
 import torch
 import torch.distributed as dist
 from common import (
+    ENDLESS,
     GPT2,
-    NO_DATA,
+    Held,
+    Steps,
     environment_for,
+    parse,
     random_batch,
-    step_and_measure,
+    train,
     use_random_weights,
     write_gpt2,
 )
-from driven import Driven
 
 import gpt2_fsdp
-from benchmarks.driven import parse_flags
-from runtime import ranks
-from runtime.metrics import peak_memory
+from core import ranks
+from core.log import peak_memory
 
 OUT_OF_MEMORY = 3  # exit code of a trial
 
@@ -58,36 +59,38 @@ def parse_args() -> argparse.Namespace:
 
 def trial(options: argparse.Namespace, directory: str, flags: list[str]) -> None:
     """Train a few steps on random tokens; rank 0 prints time and memory as JSON."""
-    common = ["--model-name", directory, "--dataset", "docstrings"]
-    args = parse_flags(gpt2_fsdp, [*common, *flags])
-    device = gpt2_fsdp.setup(args)
+    common = ["--model-name", directory, "--output-dir", f"{directory}/run", *ENDLESS]
+    args = parse(gpt2_fsdp, *common, *flags)
+    device = ranks.setup(args.run.timeout_minutes)
     if device.type == "cuda" and options.memory_limit_gb:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory_limit_gb * 1e9 / total)
-    try:
-        use_random_weights()
-        driven = Driven(gpt2_fsdp, args, device, sets=NO_DATA)
+    seconds: list[float] = []
+
+    def steps(_: Steps) -> Steps:
         batch = random_batch(gpt2_fsdp, args)
-        sizes, seconds = step_and_measure(driven, batch), []
-        for _ in range(options.steps + 1):
+        for _ in range(options.steps + 2):
             start = time.perf_counter()
-            driven.step([batch])
+            yield [batch]
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
+
+    try:
+        use_random_weights()
+        held = Held()
+        train(gpt2_fsdp, args, device, steps)
     except torch.OutOfMemoryError:
         os._exit(OUT_OF_MEMORY)  # at once: the other ranks wait, and torchrun ends them
-    peak = torch.tensor(peak_memory(device))
+    peak = torch.tensor(peak_memory())
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=ranks.cpu_group())
     if dist.get_rank() == 0:
-        median = statistics.median(seconds[1:])
-        samples = args.batch_size * dist.get_world_size() / median
-        sizes = {key.removesuffix("_bytes"): size / 1e6 for key, size in sizes.items()}
+        median = statistics.median(seconds[2:])
+        samples = args.optim.batch_size * dist.get_world_size() / median
+        sizes = {key.removesuffix("_bytes"): size / 1e6 for key, size in held.bytes.items()}
         measured = {"seconds": median, "samples_per_second": samples, "peak": peak.item()}
         print(json.dumps(measured | sizes))
-    gpt2_fsdp.cleanup()
-    sys.stdout.flush()
-    os._exit(0)  # like `launch` in runtime/run.py, which explains it
+    ranks.leave(0)
 
 
 def launch(options: argparse.Namespace, directory: str, flags: list[str]) -> dict | None:

@@ -13,18 +13,14 @@ are trained under FSDP2.
 import argparse
 import importlib
 import json
-import os
-import sys
 import tempfile
 
 import torch
 import torch.distributed as dist
-from common import NO_DATA, launch, random_batch, step_and_measure, use_random_weights
-from driven import Driven
+from common import ENDLESS, Held, Steps, launch, parse, random_batch, train, use_random_weights
 from transformers import ByT5Tokenizer
 
-from benchmarks.driven import parse_flags
-from runtime.options import parse
+from core import ranks
 from tools import memory_estimator
 
 TERMS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -35,18 +31,23 @@ LENGTH["T5_training"] = "--source-length"
 def worker(script_name: str, flags: list[str]) -> None:
     """Make two steps; rank 0 prints its bytes by kind, and the peak, as JSON."""
     script = importlib.import_module(script_name)
-    args = parse_flags(script, [*flags, "--dataset", "docstrings"])
-    device = script.setup(args)
+    args = parse(script, *flags, "--dataset", "docstrings", *ENDLESS)
+    device = ranks.setup(args.run.timeout_minutes)
     use_random_weights()
-    driven, batch = Driven(script, args, device, sets=NO_DATA), random_batch(script, args)
-    measured = step_and_measure(driven, batch)
-    if device.type == "cuda":  # the first step starts without moments
-        torch.cuda.reset_peak_memory_stats()
-        driven.step([batch])
-        measured["peak_bytes"] = torch.cuda.max_memory_allocated()
+    held, batch = Held(), random_batch(script, args)
+
+    def steps(_: Steps) -> Steps:
+        yield [batch]
+        if device.type == "cuda":  # the first step starts without moments
+            torch.cuda.reset_peak_memory_stats()
+            yield [batch]
+
+    train(script, args, device, steps)
+    if device.type == "cuda":
+        held.bytes["peak_bytes"] = torch.cuda.max_memory_allocated()
     if dist.get_rank() == 0:
-        print(json.dumps(measured))
-    script.cleanup()
+        print(json.dumps(held.bytes))
+    ranks.leave(0)
 
 
 def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bool) -> list[str]:
@@ -61,7 +62,7 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
     if options.load_in_4bit:
         common.append("--load-in-4bit")
     precision = "bf16" if gpu else "fp32"
-    args = parse(memory_estimator.Options,
+    args = memory_estimator.parse_args(
         ["--model-name", name, "--gpus-per-node", str(options.processes), "--precision", precision,
          "--seq-length", str(options.seq_length), *common]
     )  # fmt: skip
@@ -72,7 +73,8 @@ def compare(options: argparse.Namespace, name: str, strategy: str, recompute: bo
         config.save_pretrained(directory)
         ByT5Tokenizer().save_pretrained(directory)
         flags = ["--model-name", directory, "--precision", precision, "--strategy", strategy,
-                 LENGTH[script], str(args.seq_length), *common]  # fmt: skip
+                 LENGTH[script], str(args.seq_length), "--output-dir", f"{directory}/run",
+                 *common]  # fmt: skip
         if script == "T5_training":
             flags += ["--target-length", str(args.target_length)]
         measured = launch(options.processes, __file__, "--worker", script, json.dumps(flags))
@@ -117,5 +119,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # like `launch` in runtime/run.py, which explains it

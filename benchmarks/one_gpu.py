@@ -5,8 +5,8 @@
     python benchmarks/one_gpu.py --model tiny --length 256         # on a CPU, to check that it runs
 
 The model has random fp32 weights, AdamW, activation checkpointing and sequences of one document.
-MFU divides the FLOPs that the model needs (`flops_per_token` in runtime/metrics.py) by the
-datasheet's peak, and by the speed of a bf16 matrix product measured in the same process. The two
+MFU divides the FLOPs that the model needs by the datasheet's peak, and by the speed of a bf16
+matrix product measured in the same process. The two
 programs do not fit into memory together, so they run in separate launches that take turns. The
 table shows the launch with the median step. Adapters, on all projections of the blocks, are fp32.
 """
@@ -14,7 +14,6 @@ table shows the launch with the median step. Adapters, on all projections of the
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -23,15 +22,35 @@ import warnings
 
 import torch
 import transformers
-from common import NO_DATA, launch, random_batch, use_random_weights
-from driven import Driven
-from transformers import ByT5Tokenizer
+from common import ENDLESS, Steps, launch, parse, random_batch, train, use_random_weights
+from transformers import ByT5Tokenizer, LlamaConfig
 
 import llama_fsdp
-from benchmarks.driven import parse_flags
-from runtime import ranks, weights
-from runtime.metrics import PEAK_TFLOPS, flops_per_token
+from core import ranks
+from core.weights import unwrapped
 from tools import memory_estimator
+
+# Peak TFLOP/s in dense bf16 by GPU name: half of the figures with sparsity in NVIDIA's data sheets.
+PEAK_TFLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H200": 989, "NVIDIA B200": 2250, "NVIDIA L40S": 362,
+}  # fmt: skip
+
+
+def flops_per_token(config: LlamaConfig, length: int, frozen: bool) -> int:
+    """Return the FLOPs of a token's forward and backward pass in a document of `length` tokens.
+
+    They are 6 N + 12 L d T (Chowdhery et al. 2022, PaLM, appendix B): N are the weights that a
+    token is multiplied with, L the layers, d the hidden size, T the length. Recomputation does not
+    count. `frozen` weights below adapters have no gradients: 4 N.
+    """
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    weights = sum(
+        p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n
+    )
+    attention = 12 * config.num_hidden_layers * config.hidden_size * length
+    return (4 if frozen else 6) * weights + attention
 
 
 def matmul_tflops(size: int) -> float:
@@ -54,30 +73,31 @@ def peak_mb() -> float:
 
 def ours(options: argparse.Namespace, directory: str) -> dict[str, float]:
     """Run steps of llama_fsdp.py; return median seconds, TFLOP/s, peak memory and attention."""
-    args = parse_flags(llama_fsdp,
-        ["--model-name", directory, "--dataset", "docstrings", "--attention", options.attention,
-         "--max-seq-length", str(options.length), "--batch-size", str(options.batch_size),
-         "--lora-rank", str(options.lora_rank), *(["--compile"] if options.compile else [])]
-    )  # fmt: skip
-    device = llama_fsdp.setup(args)
-    seconds = []
+    flags = ["--model-name", directory, "--attention", options.attention, "--max-seq-length",
+             options.length, "--batch-size", options.batch_size, "--lora-rank", options.lora_rank,
+             "--output-dir", f"{directory}/ours", *ENDLESS]  # fmt: skip
+    args = parse(llama_fsdp, *flags, *(["--compile"] if options.compile else []))
+    device = ranks.setup(args.run.timeout_minutes)
+    seconds: list[float] = []
     gpu = device.type == "cuda"
     result = {"matmul_tflops": matmul_tflops(8192)} if gpu else {}
     use_random_weights()
-    driven = Driven(llama_fsdp, args, device, sets=NO_DATA)
-    kernel, config = driven.facts.attention, weights.unwrapped(driven.model).config
-    flops = flops_per_token(config, driven.facts, options.length)
-    for _ in range(options.steps + 2):
-        start = time.perf_counter()
-        batch = random_batch(llama_fsdp, args)  # inside the timing, like the Trainer's loader
-        driven.step([batch])
-        if gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+
+    def steps(_: Steps) -> Steps:
+        for _ in range(options.steps + 2):
+            start = time.perf_counter()
+            yield [random_batch(llama_fsdp, args)]  # inside the timing, like the Trainer's loader
+            if gpu:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+
+    config = unwrapped(train(llama_fsdp, args, device, steps)).config
     median, tokens = statistics.median(seconds[2:]), options.batch_size * options.length
+    flops = flops_per_token(config, options.length, options.lora_rank > 0)
     result["tflops_per_gpu"] = tokens / median * flops / 1e12
-    result["assumed_peak_tflops"] = PEAK_TFLOPS.get(ranks.device_name(device), math.inf)
-    llama_fsdp.cleanup()
+    name = torch.cuda.get_device_name() if gpu else "cpu"
+    result["assumed_peak_tflops"] = PEAK_TFLOPS.get(name, math.inf)
+    kernel = config._attn_implementation
     return result | {"seconds": median, "peak_mb": peak_mb(), "attention": kernel}
 
 
@@ -141,7 +161,7 @@ def main() -> None:
     if options.worker:
         loop, directory = options.worker
         print(json.dumps(LOOPS[loop](options, directory)))
-        return
+        ranks.end(0)
     print(f"{options.model}, {options.batch_size} x {options.length} tokens a step\n", flush=True)
     results: dict[str, list[dict]] = {loop: [] for loop in options.loops}
     with tempfile.TemporaryDirectory() as directory:
@@ -180,5 +200,3 @@ def print_table(options: argparse.Namespace, results: dict[str, list[dict]]) -> 
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # like `launch` in runtime/run.py, which explains it

@@ -18,7 +18,6 @@ from transformers import LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runtime import options
 from tools import memory_estimator
 
 UNITS = {"GB": 10**9, "GiB": 1 << 30}
@@ -122,7 +121,7 @@ def estimate(row: Row) -> float:
     with tempfile.TemporaryDirectory() as directory:
         config.save_pretrained(directory)
         flags = ["--model-name", directory, *row.flags.split()]
-        args = options.parse(memory_estimator.Options, flags)
+        args = memory_estimator.parse_args(flags)
         model = memory_estimator.read_model(args)
     if row.one_root:  # embeddings, head and last norm are units of one weight
         root = [weight for unit in model.units if len(unit) == 1 for weight in unit]

@@ -27,7 +27,6 @@ import os
 import queue
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -46,17 +45,19 @@ from common import (
     AnonymousMemory,
     add_peers,
     launch,
+    load,
+    parse,
     random_batch,
     write_llama,
 )
-from driven import Driven
 from transformers import ByT5Tokenizer
 
 import llama_fsdp
-from benchmarks.driven import parse_flags
-from runtime import export, ranks
-from runtime.checkpoints import Saver
-from runtime.run import Run
+from core import checkpoint, ranks
+from core.export import EXPORT_DTYPES, export_model
+from core.ranks import to_device
+from core.steps import StepSampler, parameter_groups
+from optional import async_save, checksums, safe_checkpoint
 
 OURS = {
     "ours-fsdp1": ["--fsdp", "1"],
@@ -67,49 +68,48 @@ OURS = {
 }
 
 
-class Resumed(Driven):
-    """A training of ours that records when it is restored or initialized."""
-
-    def restore(self, *parts: Any) -> Run | None:
-        """Restore, and record the time before the checks of the loss."""
-        *parts, check = parts
-
-        def record() -> None:
-            self.restored = time.perf_counter()
-            check()
-
-        return super().restore(*parts, record)
-
-
 class Ours:
     """Load, save, resume and export as llama_fsdp.py does."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device):
+    def __init__(self, args: Any, device: torch.device):
         self.args, self.device = args, device
+        self.checkpoints = args.run.output_dir / "checkpoints"
+        self.steps = 0
 
-    def load(self) -> None:
+    def load(self, needs_weights: bool = True) -> None:
         """Load the model and shard it."""
-        model, _, init = llama_fsdp.load_model(self.args, self.device)
-        self.model = llama_fsdp.wrap_model(self.args, self.device, model, init)
+        self.model, _, self.shapes = load(llama_fsdp, self.args, self.device, needs_weights)
 
-    def begin(self, checkpoint: Path | None = None) -> float:
-        """Prepare the first step; return the time when model and optimizer were ready."""
-        self.run = Resumed(llama_fsdp, self.args, self.device, checkpoint, NO_DATA)
-        state = self.run.state
-        self.saver = Saver(self.args, self.run.directory, state, self.run.run.identity, state.step)
-        return self.run.restored
+    def begin(self, needs_weights: bool = True) -> None:
+        """Prepare the first step."""
+        self.load(needs_weights)
+        groups = parameter_groups(self.model, self.shapes, self.args.optim.weight_decay)
+        self.optimizer = torch.optim.AdamW(groups, lr=self.args.optim.lr, fused=True)
+        sampler = StepSampler(len(NO_DATA), 1, 1, self.args.optim.seed)
+        self.state = checkpoint.new_state(
+            __file__, self.model, self.shapes, [], self.optimizer, sampler, {}
+        )
+        self.saver = async_save.Saver(self.args.saves, self.args.run.timeout_minutes)
 
     def step(self) -> None:
-        """Make a step."""
-        self.run.step([random_batch(llama_fsdp, self.args)])
+        """Make a step, as the peers do."""
+        batch = to_device(random_batch(llama_fsdp, self.args), self.device)
+        (llama_fsdp.summed_loss(self.model, batch) / batch["targets"]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
 
     def save(self, note: Callable[..., None]) -> None:
         """Save, and call `note` when the save is on the disk, maybe later."""
-        self.saver.save()
-        if self.saver.under_way:
-            self.saver.under_way.add_done_callback(note)
-        else:
+        path = self.checkpoints / f"step-{self.steps:08d}"
+        full = self.args.run.checkpoint_type == "full"
+
+        def seal(path: Path) -> None:
+            checksums.write(path)
             note()
+
+        self.saver(path, self.model, self.optimizer, self.state, full, seal)
+        checkpoint.prune(self.checkpoints, 1, path)
 
     def wait(self) -> None:
         """Wait for a save in the background."""
@@ -117,20 +117,24 @@ class Ours:
 
     def resume(self) -> float:
         """Resume from the newest checkpoint; return the time when it is restored."""
-        return self.begin(max(Path(self.args.output_dir).glob("checkpoints/step-*")))
+        newest = checksums.find_intact(self.checkpoints)
+        self.begin(needs_weights=False)
+        options = {"reader": safe_checkpoint.reader}
+        checkpoint.load(newest, self.model, self.optimizer, self.state, **options)
+        return time.perf_counter()
 
     def export(self, path: Path) -> None:
         """Write a directory for `from_pretrained`."""
-        dtype = export.EXPORT_DTYPES[self.args.export_dtype]
-        export.export_model(self.model, ByT5Tokenizer(), path, dtype)
+        dtype = EXPORT_DTYPES[self.args.run.export_dtype]
+        export_model(self.model, ByT5Tokenizer(), path, dtype)
 
 
 class Transformers:
     """Load, save, resume and export with the functions of Transformers."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device):
+    def __init__(self, args: Any, device: torch.device):
         self.args, self.device = args, device
-        self.saved = f"{args.output_dir}/saved"
+        self.saved = f"{args.run.output_dir}/saved"
 
     def load(self) -> None:
         """Load the model and shard it."""
@@ -160,7 +164,7 @@ class Transformers:
         """Load the saved model and optimizer; return the time when they are ready."""
         from transformers.distributed.checkpoint import load_optimizer_distributed
 
-        self.args.model_name = self.saved
+        self.args.model.model_name = self.saved
         self.load()
         load_optimizer_distributed(self.model, self.optimizer, f"{self.saved}/optimizer")
         return time.perf_counter()
@@ -254,9 +258,9 @@ def worker(options: argparse.Namespace) -> None:
     transformers.utils.logging.set_verbosity_error()
     flags = ["--model-name", f"{directory}/model", "--dataset", "docstrings", "--export-dtype",
              "fp32", "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
-             "1", "--keep-checkpoints", "1", "--output-dir", f"{directory}/output"]  # fmt: skip
-    args = parse_flags(llama_fsdp, [*flags, *OURS.get(name, [])])
-    device = llama_fsdp.setup(args)
+             "1", "--output-dir", f"{directory}/output"]  # fmt: skip
+    args = parse(llama_fsdp, *flags, *OURS.get(name, []))
+    device = ranks.setup(args.run.timeout_minutes)
     way = PEERS.get(name, Ours)(args, device)
     if stage == "save":
         result = save(way, options.saves)
@@ -272,7 +276,7 @@ def worker(options: argparse.Namespace) -> None:
             result = {"export": seconds, "export MB": rise}
     if dist.get_rank() == 0:
         print(json.dumps(result))
-    llama_fsdp.cleanup()
+    ranks.leave(0)
 
 
 def main() -> None:
@@ -316,5 +320,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # like `launch` in runtime/run.py, which explains it

@@ -24,29 +24,29 @@ import importlib.util
 import json
 import math
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
-from common import Loop, launch, relay, trainer_options
+from common import ENDLESS, Loop, Steps, launch, parse, relay, train, trainer_options
 from datasets import Dataset
-from driven import TimedRun
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 
+import block_dataset
+import chat_dataset
 import gpt2_fsdp
 import llama_fsdp
+import summarization_dataset
 import T5_training
-from benchmarks.driven import parse_flags
-from runtime import readers
-from runtime.steps import Step, Steps
+from core import ranks, reading
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{%
 if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>'
@@ -76,7 +76,7 @@ LENGTHS = {"cpu": {"pack": 1024, "block": 256}, "gpu": {"pack": 2048, "block": 1
 def write_rows(options: argparse.Namespace, directory: Path) -> list[str]:
     """Write chats.jsonl, pairs.jsonl and texts.jsonl, and files with the first eight rows of each.
     Return all texts."""
-    documented = [(row["text"], row["headline"]) for row in readers.docstring_rows()]
+    documented = [(row["text"], row["headline"]) for row in reading.docstring_rows()]
     pairs = documented[: options.rows]
     turns = [(headline, text) for text, headline in pairs]
     if options.tasks:
@@ -135,26 +135,19 @@ def instances(tasks: Path) -> Iterator[tuple[str, str]]:
                 yield prompt, instance["output"]
 
 
-class CountingRun(TimedRun):
-    """A run of ours that counts the targets of each step."""
-
-    def __init__(self, *args: object):
-        super().__init__(*args)
-        self.targets: list[int | Tensor] = []  # of each step
-
-    def steps(self, steps: Steps) -> Iterator[Step]:
-        """Yield the steps; record on rank 0 the targets of all ranks in each."""
-        for step in super().steps(steps):
-            yield step
-            self.targets.append(step.targets if dist.get_rank() == 0 else 0)
-
-
 class Turns:
-    """The callback of a trainer after each step, and the targets of this rank in each step."""
+    """The callback of a loop after each step, and the targets of this rank in each step."""
 
     def __init__(self, end_of_step: Callable[[], None]):
         self.end_of_step = end_of_step
         self.targets: list[int | Tensor] = []
+
+    def steps(self, loader: Steps) -> Steps:
+        """Yield the steps of one of our scripts."""
+        for batches in loader:
+            self.targets.append(sum(batch["targets"] for batch in batches))
+            yield batches
+            self.end_of_step()
 
 
 def watched(trainer_class: type, turns: Turns) -> type:
@@ -222,7 +215,7 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> float:
     return (total[0] / total[1]).item()
 
 
-def trl_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
+def trl_trainer(args: Any, turns: Turns) -> transformers.Trainer:
     """Return TRL's SFTTrainer on packed chats."""
     import trl
 
@@ -230,36 +223,36 @@ def trl_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
     if torch.cuda.is_available() and transformers.utils.is_flash_attn_2_available():
         attention = "flash_attention_2"
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        args.model_name, dtype=torch.float32, attn_implementation=attention
+        args.model.model_name, dtype=torch.float32, attn_implementation=attention
     )
     config = trl.SFTConfig(
-        packing=True, assistant_only_loss=True, max_length=args.max_seq_length,
+        packing=True, assistant_only_loss=True, max_length=args.data.max_seq_length,
         **trainer_options(args, "LlamaDecoderLayer"),
     )  # fmt: skip
-    rows = Dataset.from_json(args.dataset[0])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+    rows = Dataset.from_json(args.data.dataset[0])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model.model_name)
     build = watched(trl.SFTTrainer, turns)
     return build(model, config, train_dataset=rows, processing_class=tokenizer)
 
 
-def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
+def seq2seq_trainer(args: Any, turns: Turns) -> transformers.Trainer:
     """Return the Seq2SeqTrainer of Transformers' run_summarization.py, with group_by_length."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model.model_name)
     model = transformers.T5ForConditionalGeneration.from_pretrained(
-        args.model_name, dtype=torch.float32
+        args.model.model_name, dtype=torch.float32
     )
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         inputs = tokenizer(
             [f"summarize: {text}{tokenizer.eos_token}" for text in batch["source"]],
-            truncation=True, max_length=args.source_length, return_token_type_ids=False,
+            truncation=True, max_length=args.data.source_length, return_token_type_ids=False,
         )  # fmt: skip
         targets = [text + tokenizer.eos_token for text in batch["target"]]
-        length = args.target_length
+        length = args.data.target_length
         labels = tokenizer(text_target=targets, truncation=True, max_length=length)
         return {**inputs, "labels": labels["input_ids"]}
 
-    rows = Dataset.from_json(args.dataset[0])
+    rows = Dataset.from_json(args.data.dataset[0])
     rows = rows.map(tokenize, batched=True, remove_columns=rows.column_names)
     options = transformers.Seq2SeqTrainingArguments(
         train_sampling_strategy="group_by_length", **trainer_options(args, "T5Block")
@@ -269,14 +262,14 @@ def seq2seq_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trai
     return build(model, options, train_dataset=rows, data_collator=collator)
 
 
-def clm_trainer(args: argparse.Namespace, turns: Turns) -> transformers.Trainer:
+def clm_trainer(args: Any, turns: Turns) -> transformers.Trainer:
     """Return the Trainer of Transformers' run_clm.py, on joined texts in blocks of one length."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
-    model = transformers.GPT2LMHeadModel.from_pretrained(args.model_name, dtype=torch.float32)
-    texts = [text + tokenizer.eos_token for text in Dataset.from_json(args.dataset[0])["text"]]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model.model_name)
+    model = transformers.GPT2LMHeadModel.from_pretrained(args.model.model_name, dtype=torch.float32)
+    texts = [text + tokenizer.eos_token for text in Dataset.from_json(args.data.dataset[0])["text"]]
     ids = [x for row in tokenizer(texts)["input_ids"] for x in row]
-    starts = range(0, len(ids) - args.block_size + 1, args.block_size)
-    blocks = [ids[start : start + args.block_size] for start in starts]
+    starts = range(0, len(ids) - args.data.block_size + 1, args.data.block_size)
+    blocks = [ids[start : start + args.data.block_size] for start in starts]
     rows = Dataset.from_dict({"input_ids": blocks, "labels": blocks})
     options = transformers.TrainingArguments(**trainer_options(args, "GPT2Block"))
     build = watched(transformers.Trainer, turns)
@@ -288,15 +281,17 @@ class Peer(NamedTuple):
     """A script with its model and flags, and the trainer to compare it with."""
 
     script: ModuleType
+    data: ModuleType
     model: str
     flags: str
-    trainer: Callable[[argparse.Namespace, Turns], transformers.Trainer] | None
+    trainer: Callable[[Any, Turns], transformers.Trainer] | None
 
 
 BLOCKS = "--dataset texts.jsonl --val-dataset texts-few.jsonl --block-size {block} --batch-size 8"
 PEERS = {
     "trl": Peer(
         llama_fsdp,
+        chat_dataset,
         "llama",
         "--dataset chats.jsonl --val-dataset chats-few.jsonl --max-seq-length {pack} "
         "--batch-size 2 --no-activation-checkpointing",
@@ -304,12 +299,13 @@ PEERS = {
     ),
     "seq2seq": Peer(
         T5_training,
+        summarization_dataset,
         "t5",
         "--dataset pairs.jsonl --val-dataset pairs-few.jsonl --source-column source "
         "--target-column target --batch-size 8",
         seq2seq_trainer,
     ),
-    "trainer": Peer(gpt2_fsdp, "gpt2", BLOCKS, clm_trainer),
+    "trainer": Peer(gpt2_fsdp, block_dataset, "gpt2", BLOCKS, clm_trainer),
 }
 OURS = {
     "cpu": {"ours, ddp": ["--strategy", "ddp"], "ours, full_shard": []},
@@ -317,49 +313,46 @@ OURS = {
 }
 
 
-def ours(
-    options: argparse.Namespace, flags: list[str], device: torch.device
-) -> dict[str, CountingRun]:
-    """Return the runs of our script to compare, by name."""
-    script = PEERS[options.worker].script
-    runs = {}
-    for name, more in OURS[options.preset].items():
-        runs[name] = CountingRun(script, parse_flags(script, [*flags, *more]), device)
-    return runs
-
-
 def worker(options: argparse.Namespace) -> None:
     """Run ours and a peer in turn on this rank; rank 0 prints the measurements as JSON."""
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     peer = PEERS[options.worker]
-    flags = peer.flags.format(**LENGTHS[options.preset]).split()
-    flags += ["--model-name", f"./{peer.model}", "--max-steps", "100000", "--output-dir", "output"]
-    args = parse_flags(peer.script, flags)
-    device = peer.script.setup(args)
-    runs = ours(options, flags, device)
-    loops: dict[str, Loop] = {name: run.loop for name, run in runs.items()}
-    samples_per_epoch = len(next(iter(runs.values())).train_set)
-    global_batch = args.batch_size * args.gradient_accumulation_steps * dist.get_world_size()
-    their_turns: list[Turns] = []
+    flags = [*peer.flags.format(**LENGTHS[options.preset]).split(), *ENDLESS]
+    flags += ["--model-name", f"./{peer.model}"]
+    args = parse(peer.script, *flags)
+    device = ranks.setup(args.run.timeout_minutes)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(f"./{peer.model}")
+    if peer.data is chat_dataset:
+        chat_dataset.set_chat_template(tokenizer, args.data.chat_template)
+    train_set, _ = ranks.local_main_process_first(peer.data.load, args.data, tokenizer)
+    turns: dict[str, Turns] = {}
     trainers = []
 
+    def our_loop(name: str, more: list[str], end_of_step: Callable[[], None]) -> None:
+        turns[name] = Turns(end_of_step)
+        own = parse(peer.script, *flags, *more, "--output-dir", f"output/{name}")
+        train(peer.script, own, device, turns[name].steps, train_set)
+
     def theirs(end_of_step: Callable[[], None]) -> None:
-        their_turns.append(Turns(end_of_step))
-        trainers.append(peer.trainer(args, their_turns[0]))
+        turns[options.worker] = Turns(end_of_step)
+        trainers.append(peer.trainer(args, turns[options.worker]))
         trainers[0].train()
 
+    loops: dict[str, Loop] = {
+        name: partial(our_loop, name, more) for name, more in OURS[options.preset].items()
+    }
+    global_batch = args.optim.batch_size * dist.get_world_size()
     if peer.trainer:
         loops[options.worker] = theirs
     at_once = 10 if device.type == "cuda" else 1
-    steps = math.ceil(samples_per_epoch / global_batch)
+    steps = math.ceil(len(train_set) / global_batch)
     count = math.ceil(options.epochs * steps / at_once)
     timings = relay(loops, count, device, at_once)
     result = {"rows": {}, "steps": count * at_once}
     timed = slice(at_once, at_once * (count + 1))
     for name in loops:
-        counted = runs[name] if name in runs else their_turns[0]
-        targets = torch.tensor([int(x) for x in counted.targets[timed]], device=device)
+        targets = torch.tensor([int(x) for x in turns[name].targets[timed]], device=device)
         dist.all_reduce(targets)
         result["rows"][name] = {
             "targets": targets.sum().item(),
@@ -367,19 +360,20 @@ def worker(options: argparse.Namespace) -> None:
             "cpu": sum(timings[name]["cpu_seconds"]) / count,
         }
     for trainer in trainers:
-        whole = type(trainer.model).from_pretrained(args.model_name, dtype=torch.float32)
+        whole = type(trainer.model).from_pretrained(args.model.model_name, dtype=torch.float32)
         result["wrapped"] = type(trainer.model_wrapped).__name__
         result["reported"] = trainer.first_loss
         result["plain"] = plain_loss(whole.eval(), trainer.first_batch)
     if dist.get_rank() == 0:
         print(json.dumps(result))
-    peer.script.cleanup()
+    ranks.leave(0)
 
 
 def report(name: str, stats: dict) -> None:
     """Print the results of the comparison with the peer `name`."""
-    print(f"\n{PEERS[name].script.SCRIPT}.py, {stats['steps']} steps of each in turn; {name} wraps "
-          f"the model in {stats['wrapped']}\n")  # fmt: skip
+    script = PEERS[name].script.__name__
+    print(f"\n{script}.py, {stats['steps']} steps of each in turn; {name} wraps the model in "
+          f"{stats['wrapped']}\n")  # fmt: skip
     rows = stats["rows"]
     base_name, base = next(iter(rows.items()))
     print(f"| loop | targets | s | targets/s | of {base_name} | CPU s a step | of {base_name} |")
@@ -427,5 +421,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # like `launch` in runtime/run.py, which explains it

@@ -5,7 +5,7 @@
     python benchmarks/step_time.py --loops ours-fsdp2 ours-blocks    # recomputation
 
 - ours: the unchanged `train` of llama_fsdp.py, from the end of one step to the next: data, token
-  count, forward, backward, clip, optimizer, schedule, progress bar and log.
+  count, forward, backward, clip, optimizer, schedule and log.
 - transformers: only forward, backward, clip, step and zero_grad, on a model that Transformers has
   sharded by FSDP2 while loading it.
 - accelerate: the same on a model that Accelerate has sharded by FSDP2. On a CPU it would silently
@@ -26,29 +26,25 @@ import argparse
 import functools
 import json
 import math
-import os
 import statistics
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
-from common import LLAMAS, add_peers, launch, relay, write_llama
-from driven import TimedRun
+from common import ENDLESS, LLAMAS, Loop, Steps, add_peers, launch, parse, relay, train, write_llama
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader
 
+import chat_dataset
 import llama_fsdp
-import policies
-from benchmarks.driven import parse_flags
-from runtime import batches
+from core import ranks
+from core.steps import MicroBatches, StepSampler
 
 OURS = {
     "ours-ddp": ["--strategy", "ddp"],
@@ -56,28 +52,27 @@ OURS = {
     "ours-fsdp2": ["--fsdp", "2"],
 }
 RECOMPUTING = {"ours-blocks": ["--fsdp", "2", "--activation-checkpointing"]}
-UNFUSED = {"ours-unfused": ["--fsdp", "2"]}  # with the model's own RMS norms
 
 
-def load_with_transformers(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+def load_with_transformers(args: Any) -> tuple[nn.Module, Optimizer]:
     """Return the model, sharded by Transformers, and its optimizer."""
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(
-        fsdp_size=dist.get_world_size(), fsdp_mixed_precision=args.precision == "bf16"
+        fsdp_size=dist.get_world_size(), fsdp_mixed_precision=args.sharding.precision == "bf16"
     )
     model = transformers.LlamaForCausalLM.from_pretrained(
-        args.model_name, dtype=torch.float32, distributed_config=config
+        args.model.model_name, dtype=torch.float32, distributed_config=config
     )
     return model, new_optimizer(args, model)
 
 
-def load_with_accelerate(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+def load_with_accelerate(args: Any) -> tuple[nn.Module, Optimizer]:
     """Return the model, sharded by Accelerate, and its optimizer."""
     return accelerator(args).prepare(*load_unsharded(args))
 
 
-def accelerator(args: argparse.Namespace) -> Any:
+def accelerator(args: Any) -> Any:
     """Return an Accelerator that uses FSDP2."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, PartialState
@@ -88,7 +83,7 @@ def accelerator(args: argparse.Namespace) -> Any:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
-    mixed = "bf16" if args.precision == "bf16" else "no"
+    mixed = "bf16" if args.sharding.precision == "bf16" else "no"
     on_cpu = not torch.cuda.is_available()
     instance = Accelerator(mixed_precision=mixed, fsdp_plugin=plugin, cpu=on_cpu)
     if on_cpu:
@@ -98,40 +93,58 @@ def accelerator(args: argparse.Namespace) -> Any:
     return instance
 
 
-def load_unsharded(args: argparse.Namespace) -> tuple[nn.Module, Optimizer]:
+def load_unsharded(args: Any) -> tuple[nn.Module, Optimizer]:
     """Return the model without sharding, and its optimizer."""
-    model = transformers.LlamaForCausalLM.from_pretrained(args.model_name, dtype=torch.float32)
+    name = args.model.model_name
+    model = transformers.LlamaForCausalLM.from_pretrained(name, dtype=torch.float32)
     return model, new_optimizer(args, model)
 
 
-def new_optimizer(args: argparse.Namespace, model: nn.Module) -> Optimizer:
+def new_optimizer(args: Any, model: nn.Module) -> Optimizer:
     """Return AdamW with the settings of our loop."""
-    return AdamW(model.parameters(), args.lr, weight_decay=args.weight_decay, fused=True)
+    optim = args.optim
+    return AdamW(model.parameters(), optim.lr, weight_decay=optim.weight_decay, fused=True)
 
 
-class Bare:
-    """A minimal training loop on a model and optimizer that a peer has prepared."""
+def batches(args: Any, rows: list) -> Steps:
+    """Return the loader of llama_fsdp.py for steps of one micro-batch."""
+    sampler = StepSampler(len(rows), args.optim.batch_size, 1, args.optim.seed)
+    sampler.stop = args.optim.max_steps
+    collate = MicroBatches(chat_dataset.collate, args.optim.batch_size, 1)
+    return DataLoader(rows, batch_sampler=sampler, collate_fn=collate)
 
-    def __init__(self, args: argparse.Namespace, model: nn.Module, optimizer: Optimizer):
-        self.args, self.model, self.optimizer = args, model, optimizer
-        self.losses: list[Tensor] = []
 
-    def loop(self, loader: DataLoader, end_of_step: Callable[[], None]) -> None:
-        """Train on the batches of `loader`, and call `end_of_step` after each step."""
-        device = next(self.model.parameters()).device
-        self.model.train()
-        while True:
-            for batch in loader:
-                batch = batches.to_device(batch, device)
-                # Our labels are shifted already. Without positions, a row is one document.
-                labels = {"labels": batch["labels"], "shift_labels": batch["labels"]}
-                loss = self.model(batch["input_ids"], use_cache=False, **labels).loss
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.losses.append(loss.detach())
-                end_of_step()
+def bare_loop(
+    args: Any, model: nn.Module, optimizer: Optimizer, rows: list, losses: list[Tensor],
+    end_of_step: Callable[[], None],
+) -> None:  # fmt: skip
+    """Train a model that a peer has prepared, and call `end_of_step` after each step."""
+    device = next(model.parameters()).device
+    model.train()
+    for (batch,) in batches(args, rows):
+        batch = ranks.to_device(batch, device)
+        # Our labels are shifted already. Without positions, a row is one document.
+        labels = {"labels": batch["labels"], "shift_labels": batch["labels"]}
+        loss = model(batch["input_ids"], use_cache=False, **labels).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), args.optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        end_of_step()
+
+
+def own_loop(
+    args: Any, device: torch.device, rows: list, end_of_step: Callable[[], None]
+) -> None:  # fmt: skip
+    """Run `train` of llama_fsdp.py, and call `end_of_step` after each step and its log."""
+
+    def steps(loader: Steps) -> Steps:
+        for batches in loader:
+            yield batches
+            end_of_step()
+
+    train(llama_fsdp, args, device, steps, rows)
 
 
 PEERS = {"transformers-fsdp2": load_with_transformers, "accelerate-fsdp2": load_with_accelerate}
@@ -142,45 +155,42 @@ def worker(options: argparse.Namespace, directory: str) -> None:
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
     turn = 10 if torch.cuda.is_available() else 1
-    common = ["--model-name", directory, "--dataset", "docstrings", "--max-steps", "10000",
-              "--lr-schedule", "step", "--gamma", "1", "--weight-decay", "0", "--log-every", turn,
-              "--max-seq-length", options.length, "--batch-size", options.batch_size,
-              "--no-activation-checkpointing", "--output-dir", f"{directory}/output"]  # fmt: skip
+    common = ["--model-name", directory, *ENDLESS, "--lr-schedule", "step", "--gamma", "1",
+              "--weight-decay", "0", "--log-every", turn, "--max-seq-length", options.length,
+              "--batch-size", options.batch_size, "--no-activation-checkpointing"]  # fmt: skip
 
-    def parse(name: str) -> argparse.Namespace:
-        return parse_flags(
-            llama_fsdp, [*map(str, common), *(OURS | RECOMPUTING | UNFUSED).get(name, [])]
-        )
+    def arguments(name: str) -> Any:
+        flags = (OURS | RECOMPUTING).get(name, [])
+        return parse(llama_fsdp, *common, "--output-dir", f"{directory}/{name}", *flags)
 
-    device = llama_fsdp.setup(parse("ours-fsdp1"))
+    device = ranks.setup(arguments("ours-fsdp1").run.timeout_minutes)
     vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size
     random = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1024, options.length + 1), generator=random).numpy()
+    steps = options.steps + 2 * turn  # with the first turn, which is not timed
+    count = steps * options.batch_size * dist.get_world_size()
+    ids = torch.randint(vocabulary, (count, options.length + 1), generator=random).numpy()
     rows = [[{"input_ids": row, "labels": row}] for row in ids]
-    runs: dict[str, TimedRun | Bare] = {}
-    loops = {}
+    loops: dict[str, Loop] = {}
+    losses: dict[str, list[Tensor]] = {name: [] for name in options.loops if name in PEERS}
     for name in options.loops:
-        args = parse(name)
-        if name not in PEERS:
-            with mock.patch("policies.fuse", policies.fuse if name not in UNFUSED else id):
-                runs[name] = TimedRun(llama_fsdp, args, device, sets=(rows, {}))
-            loops[name] = runs[name].loop
+        args = arguments(name)
+        if name in PEERS:
+            parts = *PEERS[name](args), rows, losses[name]
+            loops[name] = functools.partial(bare_loop, args, *parts)
         else:
-            runs[name] = Bare(args, *PEERS[name](args))
-            sampler = batches.GlobalBatchSampler(len(rows), args.batch_size, 1, args.seed)
-            loader = DataLoader(rows, batch_sampler=sampler, collate_fn=llama_fsdp.data.collate)
-            loops[name] = functools.partial(runs[name].loop, loader)
+            loops[name] = functools.partial(own_loop, args, device, rows)
     results = relay(loops, math.ceil(options.steps / turn), device, turn)
-    for name, run in runs.items():
-        losses = run.losses if name in PEERS else run.run.losses
-        loss = torch.as_tensor(losses[-1], device=device)
-        if name in PEERS:  # this rank's
+    for name in options.loops:
+        if name in PEERS:
+            loss = torch.stack(losses[name][-turn:]).mean()  # of this rank
             dist.all_reduce(loss)
-            loss /= dist.get_world_size()
-        results[name] |= {"loss": loss.item(), "wrapped": type(run.model).__name__}
+            results[name]["loss"] = loss.item() / dist.get_world_size()
+        elif dist.get_rank() == 0:
+            lines = Path(directory, name, "metrics.jsonl").read_text().splitlines()
+            results[name]["loss"] = json.loads(lines[-1])["loss"]
     if dist.get_rank() == 0:
         print(json.dumps(results))
-    llama_fsdp.cleanup()
+    ranks.leave(0)
 
 
 def main() -> None:
@@ -198,8 +208,8 @@ def main() -> None:
     parser.add_argument(
         "--loops",
         nargs="+",
-        choices=[*OURS, *PEERS, *RECOMPUTING, *UNFUSED],
-        help="which (default: all but ours-blocks, ours-unfused; peers only with two processes)",
+        choices=[*OURS, *PEERS, *RECOMPUTING],
+        help="which (default: all but ours-blocks; peers only with two processes)",
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # directory
     options = parser.parse_args()
@@ -231,5 +241,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # like `launch` in runtime/run.py, which explains it

@@ -5,6 +5,7 @@ python tools/generate.py OUTPUT_DIR/final < prompts.txt          # one prompt pe
 python tools/generate.py OUTPUT_DIR/final --system "Be brief."   # a chat, until Ctrl-D
 """
 
+import argparse
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
-from runtime import options, ranks  # isort: skip (checks the versions first)
-
 import torch
 import transformers
 from jinja2 import TemplateError
+
+from core import ranks
 
 
 def load(directory: Path) -> tuple:
@@ -25,8 +26,9 @@ def load(directory: Path) -> tuple:
     is_whole = (directory / "config.json").is_file()
     if is_whole and transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder:
         kind = transformers.AutoModelForSeq2SeqLM
-    model = kind.from_pretrained(directory, dtype="auto").to(ranks.local_device())
-    return transformers.AutoTokenizer.from_pretrained(directory), model
+    model = kind.from_pretrained(directory, dtype="auto")
+    device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    return transformers.AutoTokenizer.from_pretrained(directory), model.to(device)
 
 
 def read_prompts(mark: str) -> Iterator[str]:
@@ -43,7 +45,7 @@ def read_prompts(mark: str) -> Iterator[str]:
 def main() -> None:
     """Print the model's answer to each prompt, which is a user turn if there is a chat template."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a chat without a traceback
-    parser = options.Parser(__doc__)
+    parser = argparse.ArgumentParser(description="Generate text with a trained model.")
     parser.add_argument("directory", type=Path, help="final/ or best/ of a run")
     parser.add_argument("prompt", nargs="?", help="text to continue (default: each line of stdin)")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="limit for an answer")
@@ -54,23 +56,23 @@ def main() -> None:
     settings = {"temperature": args.temperature, "top_p": args.top_p}
     settings = {name: value for name, value in settings.items() if value is not None}
     if not (0 <= settings.get("temperature", 1) < 100 and 0 < settings.get("top_p", 1) <= 1):
-        parser.error("--temperature must be from 0 to 100, and --top-p above 0 and at most 1.")
+        ranks.exit_with("--temperature must be from 0 to 100, and --top-p above 0 and at most 1.")
     if settings:
         settings["do_sample"] = args.temperature != 0
     settings["max_new_tokens"] = args.max_new_tokens
     if args.prompt is not None and not args.prompt.strip():
-        parser.error("The prompt is blank. Pass some text.")
+        ranks.exit_with("The prompt is blank. Pass some text.")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     if not (args.directory / "tokenizer_config.json").is_file():
-        parser.error(f"{args.directory} has no model. Pass a final/ or best/ of a run.")
+        ranks.exit_with(f"{args.directory} has no model. Pass a final/ or best/ of a run.")
     turns = system = [{"role": "system", "content": args.system}] if args.system else []
     try:
         tokenizer, model = load(args.directory)
         if args.system:  # without a template, or if it rejects system turns, this raises an error
             tokenizer.apply_chat_template([*system, {"role": "user", "content": "?"}])
     except (OSError, ValueError, ImportError, TemplateError) as error:
-        parser.error(f"{args.directory} cannot be used: {str(error).splitlines()[0]}")
+        ranks.exit_with(f"{args.directory} cannot be used: {str(error).splitlines()[0]}")
     is_chat = args.prompt is None and sys.stdin.isatty()
     for text in read_prompts("> " * is_chat) if args.prompt is None else [args.prompt]:
         turns = [*(turns if is_chat else system), {"role": "user", "content": text}]

@@ -5,52 +5,52 @@
     python tools/memory_estimator.py --model-name DIRECTORY --script my_script.py
 
 The first line says how full_shard fits, the second is the command for it, and the tables compare
-all strategies under that command's flags; --json has those given. It needs no peft or bitsandbytes.
-1 GB is 10^9 bytes. The estimator reads no weights and allocates nothing: it builds
-the model on the meta device, splits it into FSDP units by the script's policy, and runs one forward
-pass to see which tensors autograd keeps.
+all strategies under that command's flags; --json has those given. 1 GB is 10^9 bytes. No weights
+are read or allocated: the model is built on the meta device, split into the script's FSDP units,
+and one forward pass shows which tensors autograd keeps.
 
 "fits" compares the largest of three peaks (training, saving, resuming) with the GPU's memory less
---reserve-gb. The reserve is for the CUDA context, NCCL's buffers, workspaces of kernels, and memory
-that the allocator reserves but does not use. The last can be large: torchtitan's issue 165 has
-32.14 GiB reserved for 23.58 GiB active. PYTORCH_ALLOC_CONF=expandable_segments:True reduces it. CPU
-memory excludes the processes and the page cache.
-
-Saves are sharded and synchronous. With --checkpoint-type full, rank 0 also holds 12 bytes per
-parameter twice in CPU memory. With --async-save, FSDP2 and DDP also copy to the CPU what a rank
-trains, 12 bytes per parameter. With --accumulate-no-sync, every GPU holds the whole gradient,
-2 or 4 bytes per parameter. DDP is shown with the activations of FSDP; autocast keeps 5% (GPT-2, T5)
-to 22% (Llama) more, because residuals and norms stay in fp32.
+--reserve-gb: for the CUDA context, NCCL's buffers, workspaces of kernels, and memory that the
+allocator reserves but does not use (32.14 GiB for 23.58 GiB active in torchtitan's issue 165, less
+with PYTORCH_ALLOC_CONF=expandable_segments:True). CPU memory excludes the processes and the page
+cache, and the copies of --async-save and of --checkpoint-type full. With --accumulate-no-sync every
+GPU also holds the whole gradient. DDP is shown with the activations of FSDP; autocast keeps 5%
+(GPT-2, T5) to 22% (Llama) more, because residuals and norms stay in fp32.
 """
 
+import argparse
 import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import shlex
 import sys
+from argparse import Namespace
 from collections import ChainMap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
-from runtime.options import flag  # isort: skip (checks the versions first)
-
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
+from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 import policies
-from runtime import adapters, checks, chunked_loss, options, ranks, weights
+from core import ranks, weights
+from core.args import Range, fit_global_batch
+from core.chunked_loss import CHUNK
+
+Classes = tuple[type[nn.Module], ...]
 
 SCRIPTS = {"llama": "llama_fsdp", "gpt2": "gpt2_fsdp", "t5": "T5_training"}
 LLAMA = functools.partial(transformers.LlamaConfig, max_position_embeddings=4096)
@@ -133,51 +133,81 @@ BUILT_IN = {  # hub id, config class, names and values of its sizes, by short na
 }
 
 
-@dataclass
-class Machine:
-    """machine (defaults: DGX A100)"""
+class Parser(argparse.ArgumentParser):
+    """A parser that reports an error in one line and exits with code 1."""
 
-    nodes: int = flag(1, "number of machines", low=1)
-    gpus_per_node: int = flag(8, "GPUs in each machine", low=1)
-    gpu_memory_gb: float = flag(80.0, "memory of each GPU", above=0)
-    reserve_gb: float = flag(4.0, "GPU memory for what is not counted", low=0)
-    intranode_gbps: float = flag(2400.0, "Gbit/s that a GPU sends in its node", above=0)
-    internode_gbps: float = flag(1600.0, "Gbit/s that a node sends", above=0)
-    peak_tflops: float = flag(312.0, "TFLOP/s of a GPU at --precision", above=0)
+    def error(self, message: str) -> None:
+        """Exit with the message."""
+        ranks.exit_with(message)
 
 
-@dataclass
-class Options(adapters.Options, Machine):
-    """model"""
+FROM_0, FROM_1, ABOVE_0 = Range(0), Range(1), Range(0, is_open=True)
+NUMBERS = {  # flags: default, range, help; the machine's defaults are a DGX A100's
+    "--nodes": (1, FROM_1, "number of machines"),
+    "--gpus-per-node": (8, FROM_1, "GPUs in each machine"),
+    "--gpu-memory-gb": (80.0, ABOVE_0, "memory of each GPU"),
+    "--reserve-gb": (4.0, FROM_0, "GPU memory for what is not counted"),
+    "--intranode-gbps": (2400.0, ABOVE_0, "Gbit/s that a GPU sends in its node"),
+    "--internode-gbps": (1600.0, ABOVE_0, "Gbit/s that a node sends"),
+    "--peak-tflops": (312.0, ABOVE_0, "TFLOP/s of a GPU at --precision"),
+    "--batch-size": (1, FROM_1, "samples per GPU and micro-batch"),
+    "--gradient-accumulation-steps": (1, FROM_1, "micro-batches per step"),
+    "--global-batch-size": (0, FROM_0, "samples per step on all GPUs"),
+    "--seq-length": (0, FROM_0, "tokens, T5: of the source; 0: the script's default"),
+    "--target-length": (0, FROM_0, "tokens of the target, T5; 0: the script's default"),
+    "--lora-rank": (0, FROM_0, "adapters of this rank; 0: train all weights"),
+    "--lora-alpha": (16.0, ABOVE_0, "scales their output by alpha / rank"),
+    "--lora-dropout": (0.0, Range(0, 1), "dropout rate of their inputs"),
+}
 
-    model_name: str = flag("meta-llama/Llama-2-7b-hf", "hub id, directory, config.json, or one of "
-        f"{', '.join(BUILT_IN)}")  # fmt: skip
-    script: str | None = flag(None, "your training script (default: the one for this model type)")
-    batch_size: int = flag(1, "samples per GPU and micro-batch", low=1)
-    gradient_accumulation_steps: int = flag(1, "micro-batches per step", low=1)
-    global_batch_size: int = flag(0, "samples per step on all GPUs", low=0)
-    seq_length: int = flag(0, "tokens, T5: of the source (0: the script's default)", low=0)
-    target_length: int = flag(0, "tokens of the target, T5 (0: the script's default)", low=0)
-    precision: Literal[*policies.PRECISIONS] = flag("bf16", "compute dtype")
-    fsdp: Literal[1, 2] | None = flag(None, "as in the scripts (default: 1, or 2 for "
-        "adapters and offload)")  # fmt: skip
-    attention: Literal["fused", "eager"] = flag("fused", "fused: flash, varlen or sdpa; eager also "
-        "keeps the score matrices")  # fmt: skip
-    activation_checkpointing: bool | None = flag(None, "recompute blocks")
-    optimizer: Literal[*OPTIMIZERS] = flag("adamw", "paged: moments on the CPU")
-    json: bool = flag(False, "print JSON, in bytes and seconds")
-    strategy = "full_shard"  # no flag: the tables show all of them
-    packages = {}  # of lora.Options; here adapters need none
 
-    def derive(self) -> None:
-        """Cut --global-batch-size into micro-batches. Raise ValueError if that fails."""
-        options.cut_global_batch(self, max(1, self.nodes * self.gpus_per_node))
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    """Return the flags of `argv` (default: sys.argv), or exit with a message."""
+    parser = Parser(
+        description="\n\n".join(__doc__.split("\n\n")[:2]), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--model-name", default="meta-llama/Llama-2-7b-hf",
+        help=f"hub id, directory, config.json, or one of {', '.join(BUILT_IN)}")  # fmt: skip
+    add("--script", help="your training script (default: the one for this model type)")
+    for name, (default, _, text) in NUMBERS.items():
+        add(name, type=type(default), default=default, help=f"{text} (default: {default})")
+    add("--precision", choices=policies.PRECISIONS, default="bf16", help="compute dtype")
+    add("--fsdp", type=int, choices=(1, 2),
+        help="as in the scripts (default: 1, or 2 for adapters and offload)")  # fmt: skip
+    add("--attention", choices=ATTENTIONS, default="fused",
+        help="fused: flash, varlen or sdpa; eager also keeps the score matrices")  # fmt: skip
+    add("--activation-checkpointing", action=argparse.BooleanOptionalAction,
+        help="recompute blocks (default: the script's)")  # fmt: skip
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="paged: moments on the CPU")
+    add("--lora-targets", nargs="+", default=(), help="projections (default: all in the blocks)")
+    add("--load-in-4bit", action="store_true", help="hold frozen projections in NF4 (QLoRA)")
+    add("--json", action="store_true", help="print JSON, in bytes and seconds")
+    args = parser.parse_args(argv)
+    problems = []
+    for name, (_, limits, _) in NUMBERS.items():
+        if (value := getattr(args, name[2:].replace("-", "_"))) not in limits:
+            problems.append(f"{name} is {value}, but must be {limits}.")
+    problems = problems or fit_global_batch(args, args.nodes * args.gpus_per_node)
+    if args.lora_rank:
+        args.fsdp = args.fsdp or 2
+    rules = {
+        "--lora-rank needs --fsdp 2.": args.lora_rank and args.fsdp == 1,
+        "--load-in-4bit needs --lora-rank.": args.load_in_4bit and not args.lora_rank,
+        "--lora-targets needs --lora-rank.": args.lora_targets and not args.lora_rank,
+        f"--optimizer {args.optimizer} needs --fsdp 1 and no adapters.": (
+            args.fsdp == 2 and args.optimizer != "adamw"
+        ),
+    }
+    if problems := [*problems, *(text for text, is_wrong in rules.items() if is_wrong)]:
+        ranks.exit_with(" ".join(problems))
+    return args
 
-    def problems(self) -> list[str]:
-        """Return a message if --optimizer cannot be used."""
-        if self.fsdp == 2 and self.optimizer != "adamw":
-            return [f"--optimizer {self.optimizer} needs --fsdp 1 and no adapters."]
-        return []
+
+def changed(args: Namespace, **values: Any) -> Namespace:
+    """Return a copy of `args` with other values."""
+    return Namespace(**vars(args) | values)
 
 
 def built_in_size(name: str) -> str | None:
@@ -187,20 +217,16 @@ def built_in_size(name: str) -> str | None:
 
 
 def load_config(name: str) -> transformers.PretrainedConfig:
-    """Return the config of a path, a built-in size or a hub id; raise ValueError if none exists."""
-    path = Path(name)
-    size = built_in_size(name)
-    if size:
+    """Return the config of a path, a built-in size or a hub id. Raise Problem if there is none."""
+    if size := built_in_size(name):
         _, config_class, keys, values = BUILT_IN[size]
         return config_class(**dict(zip(keys, values, strict=True)))
-    if not path.exists():
-        path = weights.find_directory(name, ["config.json"])
+    path = Path(name) if Path(name).exists() else weights.find_directory(name, ["config.json"])
     try:
         return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise ValueError(
-            f"--model-name {name}: cannot read its config ({type(error).__name__}). Pass a "
-            "directory with the config.json of a model that Transformers knows."
+    except Exception as error:  # of any type: a file may contain any JSON
+        raise ranks.Problem(
+            f"--model-name {name}: its config is invalid: {' '.join(str(error).split())}"
         ) from None
 
 
@@ -214,30 +240,64 @@ def hub_id(name: str) -> str:
     return "tiny" if size.partition("-")[0] == "tiny" else BUILT_IN[size][0]
 
 
-def load_script(args: Options, config: transformers.PretrainedConfig) -> ModuleType:
-    """Return the module of --script, or of our script for the model's type. Raise ValueError if
-    there is none or if it trains another model type."""
+def load_script(args: Namespace, config: transformers.PretrainedConfig) -> ModuleType:
+    """Return the module of --script, or of the script for the model's type."""
     if args.script is None:
-        if config.model_type not in SCRIPTS:
-            raise ValueError(
-                f"--model-name {args.model_name} is a {config.model_type}, not one of "
-                f"{', '.join(SCRIPTS)}. Pass the script that trains it with --script."
-            )
-        return importlib.import_module(SCRIPTS[config.model_type])
-    path = Path(args.script)
+        other = "T5_training" if config.is_encoder_decoder else "llama_fsdp"
+        return importlib.import_module(SCRIPTS.get(config.model_type, other))
+    return load_file(Path(args.script))
+
+
+def load_file(path: Path) -> ModuleType:
+    """Return the module of a training script. Raise Problem if there is no such file."""
     if not path.is_file():
-        raise ValueError(f"--script {path} does not exist.")
+        raise ranks.Problem(f"{path} does not exist. Pass a training script.")
     sys.path.append(str(path.parent))  # for its data module, which may be in the same directory
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    script = importlib.util.module_from_spec(spec)
+    script = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    weights.text_config(config, script.MODEL, args.model_name)
     return script
 
 
-def model_class(script: ModuleType) -> type[nn.Module]:
-    """Return the class of the model that a script trains: its LossModel, or else its MODEL."""
-    return getattr(script, "LossModel", script.MODEL)
+def flags_of(section: Any) -> dict[str, Any]:
+    """Return the flags of a script with their values, by field, from its sections."""
+    flags = {}
+    for field in fields(section):
+        value = getattr(section, field.name)
+        flags |= flags_of(value) if is_dataclass(value) else {field.name: value}
+    return flags
+
+
+def build(
+    script: ModuleType, config: transformers.PretrainedConfig, name: str
+) -> tuple[nn.Module, Classes]:
+    """Return the model of a config on meta and the classes of its blocks: the script's own model,
+    or the one that the Auto class has for it. Of a multimodal model, return the text part. Raise
+    Problem if there is none."""
+    mapping = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder:
+        mapping = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    configs = [getattr(config, "text_config", None) or config, config]
+    for part in configs:
+        is_own = part.model_type == script.MODEL.config_class.model_type
+        if is_own or type(part) in mapping:
+            part._attn_implementation = "estimate"
+            if part.model_type == "gpt2":  # as the script does
+                part.activation_function = "gelu_pytorch_tanh"
+            with torch.device("meta"):
+                model = (script.MODEL if is_own else mapping[type(part)])(part)
+            if is_own and hasattr(script, "NORMS"):
+                policies.fuse_norms(model, script.NORMS)
+            return model, script.BLOCKS if is_own else layer_classes(model)
+    raise ranks.Problem(f"--model-name {name} is a {config.model_type}, which {script.__name__} "
+                        "cannot train. Pass a language model.")  # fmt: skip
+
+
+def layer_classes(model: nn.Module) -> Classes:
+    """Return the classes of the items of a model's outermost ModuleLists with two or more."""
+    lists = {n: x for n, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1}
+    outer = [x for n, x in lists.items() if not any(n.startswith(f"{o}.") for o in lists)]
+    return tuple({type(layer): None for stack in outer for layer in stack})
 
 
 class FusedAttention(torch.autograd.Function):
@@ -317,48 +377,40 @@ class Model:
     head_flops: int
 
 
-def read_model(args: Options) -> Model:
+def read_model(args: Namespace) -> Model:
     """Return the sizes of --model-name, built on meta; replace lengths of 0 in `args`. Raise
-    ValueError if the model does not exist or does not fit the script or the sequence length.
+    Problem if the model does not exist or does not fit the script or the sequence length.
 
     T5_training.py holds the logits of all target tokens: as computed, in fp32, and their fp32
     log-softmax or its gradient. The other scripts hold the logits of CHUNK tokens at a time.
     """
     config = load_config(args.model_name)
     script = load_script(args, config)
-    is_tiny = hub_id(args.model_name) == "tiny"
-    flags = vars(script.TinyOptions() if is_tiny else script.Options())
+    flags = flags_of(script.TINY if hub_id(args.model_name) == "tiny" else script.Args())
     for name, default in (("lora_rank", 0), ("optimizer", "adamw")):
         if getattr(args, name) != default and name not in flags:
-            raise ValueError(
-                f"{options.as_flag(name)} is not a flag of the script for {args.model_name}."
-            )
-    config = weights.text_config(config, script.MODEL, args.model_name)
+            raise ranks.Problem(f"{script.__name__} has no --{name.replace('_', '-')}. Remove it.")
     lengths = [flags[name] for name in LENGTH_FLAGS if name in flags]
     args.seq_length = args.seq_length or max(lengths, default=OTHER_LENGTH)
     args.target_length = args.target_length or flags.get("target_length", args.seq_length)
-    checks.check_length("--seq-length", args.seq_length, config)
     AttentionInterface.register("estimate", ATTENTIONS[args.attention])
     AttentionMaskInterface.register("estimate", lambda **_: None)
-    config._attn_implementation = "estimate"
     compute = policies.PRECISIONS[args.precision].param_dtype
-    with torch.device("meta"):
-        model = model_class(script)(config)
-    policies.fuse(model)
-    in_4bit = add_adapters(args, model, script.BLOCKS) if args.lora_rank else set()
+    model, blocks = build(script, config, args.model_name)
+    config = model.config
+    weights.check_length("--seq-length", args.seq_length, config)
+    in_4bit = add_adapters(args, model, blocks) if args.lora_rank else set()
     if not getattr(config, "scale_decoder_outputs", True):  # FLAN-T5's head is not tied
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
-    policy = policies.wrap_policy(script.unit_classes(model))
-    wrapped = [m for m in model.modules() if policy(m, recurse=False, nonwrapped_numel=0)]
-    units = weights_by_unit(model, wrapped, in_4bit)
+    units = weights_by_unit(script, model, blocks, in_4bit)
     head = model.get_output_embeddings().weight
     checkpointing = args.activation_checkpointing
     if checkpointing is None:
         checkpointing = flags["activation_checkpointing"]
-    chunked = isinstance(model.get_output_embeddings(), chunked_loss.LossHead)
+    chunked = hasattr(script, "LossModel")
     tokens = args.batch_size * args.target_length
     if chunked:
-        tokens = min(args.batch_size * args.seq_length, chunked_loss.CHUNK)
+        tokens = min(args.batch_size * args.seq_length, CHUNK)
     return Model(
         units=units,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -373,14 +425,21 @@ def read_model(args: Options) -> Model:
         chunked=chunked,
         logit_count=tokens * config.vocab_size,
         logits=tokens * config.vocab_size * (8 + compute.itemsize % 4),
-        **forward_pass(model.to(compute).train(), script.BLOCKS, args),
+        **forward_pass(model.to(compute).train(), blocks, args),
     )
 
 
 def weights_by_unit(
-    model: nn.Module, wrapped: list[nn.Module], in_4bit: set[nn.Parameter]
+    script: ModuleType, model: nn.Module, blocks: Classes, in_4bit: set[nn.Parameter]
 ) -> list[list[Weight]]:
-    """Return a list of Weights for the root unit, then one for each module in `wrapped`."""
+    """Return a list of Weights for the root unit, then one for each other unit: a block or, if
+    `wrap_model` names nn.Embedding, an embedding or a head that are not tied."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    others = set()
+    is_tied = head.weight is embedding.weight
+    if not is_tied and "nn.Embedding" in inspect.getsource(script.wrap_model):
+        others = {head, *(x for x in model.modules() if isinstance(x, nn.Embedding))}
+    wrapped = [x for x in model.modules() if isinstance(x, blocks) or x in others]
     inner = {p for module in wrapped for p in module.parameters()}
     root = [p for p in model.parameters() if p not in inner]
     units = []
@@ -392,7 +451,7 @@ def weights_by_unit(
 class Adapted(nn.Module):
     """A projection with an adapter of --lora-rank, which computes as peft's does."""
 
-    def __init__(self, args: Options, layer: nn.Module) -> None:
+    def __init__(self, args: Namespace, layer: nn.Module) -> None:
         super().__init__()
         outputs, width = layer.weight.shape
         if isinstance(layer, Conv1D):
@@ -409,16 +468,24 @@ class Adapted(nn.Module):
         return self.base_layer(inputs) + change
 
 
-def add_adapters(args: Options, model: nn.Module, blocks: policies.Classes) -> set[nn.Parameter]:
-    """Freeze a model on meta and add adapters to the projections in its blocks, as adapters.add
-    does. Return the weights that --load-in-4bit quantizes, whose shapes stay."""
+def add_adapters(args: Namespace, model: nn.Module, blocks: Classes) -> set[nn.Parameter]:
+    """Freeze a model on meta and add adapters to the projections in its blocks. Return the weights
+    that --load-in-4bit quantizes, whose shapes stay. Raise Problem if a target is none."""
     model.requires_grad_(False)
-    projections, targets = adapters.projections(model, blocks, args.lora_targets)
+    inner = {x for block in model.modules() if isinstance(block, blocks) for x in block.modules()}
+    linear = (nn.Linear.forward, Conv1D.forward)  # not Llama 4's router
+    layers = {n: x for n, x in model.named_modules() if x in inner and type(x).forward in linear}
+    names = {name.rpartition(".")[2] for name in layers}
+    targets = set(args.lora_targets or names)
+    if not targets <= names:
+        raise ranks.Problem(f"--lora-targets: {', '.join(sorted(targets - names))} is not one of "
+                            f"{', '.join(sorted(names))}.")  # fmt: skip
     in_4bit = set()
-    for name, layer in projections.items():
-        if args.load_in_4bit and adapters.fits_4bit(model, name):
+    for name, layer in layers.items():
+        last = name.rpartition(".")[2]
+        if args.load_in_4bit and last not in (model._keep_in_fp32_modules or []):
             in_4bit.add(layer.weight)
-        if name.rpartition(".")[2] in targets:
+        if last in targets:
             model.set_submodule(name, Adapted(args, layer))
     return in_4bit
 
@@ -435,16 +502,11 @@ def storage_bytes(*parts: dict[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in ChainMap(*parts).values())
 
 
-def forward_pass(model: nn.Module, classes: policies.Classes, args: Options) -> dict[str, Any]:
+def forward_pass(model: nn.Module, classes: Classes, args: Namespace) -> dict[str, Any]:
     """Return Model's fields for the bytes that autograd keeps after a forward pass, and its FLOPs.
 
     Each tensor counts once, and weights do not count. With activation checkpointing the blocks'
     inputs stay, and one block's tensors at a time.
-
-    For a GPT-2 block Korthikanti et al. 2022 (section 4.1) derive 34 s b h bytes with fused
-    attention and 2 s b h with checkpointing: b sequences of s tokens, width h, 16 bits. Chowdhery
-    et al. 2022 (PaLM, appendix B) derive 2 N + 4 L a q T FLOPs per token: N weights in matrix
-    products, L layers, a heads of size q, T tokens.
     """
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     # Storages that autograd keeps, by address: outside of the blocks, and in each block.
@@ -488,15 +550,15 @@ def forward_pass(model: nn.Module, classes: policies.Classes, args: Options) -> 
         "stays": stays,
         "block": max(storage_bytes(outside, inputs, block) for block in blocks) - stays,
         "flops": counter.get_total_flops() + attention_flops,
-        "head_flops": 2 * targets.numel() * model.lm_head.weight.numel(),
+        "head_flops": 2 * targets.numel() * model.get_output_embeddings().weight.numel(),
     }
 
 
 @functools.cache
 def flat_parameter(sizes: tuple[int, ...], shards: int, aligned: int) -> tuple[int, int]:
     """Return the elements of an FSDP1 unit with padding, and rank 0's elements without padding.
-    With use_orig_params=True (torch/distributed/fsdp/_flat_param.py) each parameter starts at a
-    multiple of `aligned` elements, 16 bytes in the compute dtype, and all shards have one size."""
+    Each parameter starts at a multiple of `aligned` elements, 16 bytes in the compute dtype. All
+    shards have one size."""
     spans, end = [], 0
     for size in sizes:
         start = -(-end // aligned) * aligned
@@ -538,7 +600,7 @@ def scale_bytes(model: Model) -> int:
     return total
 
 
-def layout(model: Model, args: Options, strategy: str) -> tuple[int, int, list[Unit]]:
+def layout(model: Model, args: Namespace, strategy: str) -> tuple[int, int, list[Unit]]:
     """Return the number of GPUs that share the model, the elements that rank 0 trains without
     padding, and the units. DDP has one unit without padding."""
     itemsize = policies.PRECISIONS[args.precision].param_dtype.itemsize
@@ -567,10 +629,9 @@ def state_dicts(
     """Return a GPU's peak bytes in a save and in a resume, and the bytes of the save's CPU copies.
 
     `states` are the GPU bytes of parameters, gradients and moments, `moments` the bytes of all
-    moments, also on the CPU, `unit` those of the largest FSDP unit in fp32. Measured on a simulated
-    device: FSDP1 starts a save with the last gradients, frees them when it gathers the first unit,
-    and holds two units, or three with offload. With offload its loaded moments pass through the
-    GPU. FSDP2 and DDP copy nothing. A resume creates moments, which needs gradients.
+    moments, also on the CPU, `unit` those of the largest FSDP unit in fp32. FSDP1 starts a save
+    with the last gradients, frees them when it gathers the first unit, and holds two units, or
+    three with offload. Its loaded moments then pass through the GPU. FSDP2 and DDP copy nothing.
     """
     parameters, gradients, optimizer = states
     if strategy == "ddp":
@@ -584,13 +645,13 @@ def state_dicts(
     return peak, peak, copies
 
 
-def memory(model: Model, args: Options, *choice: Any) -> dict[str, int]:
+def memory(model: Model, args: Namespace, *choice: Any) -> dict[str, int]:
     """Return the bytes on each GPU, by term and at the peaks, and of CPU memory in each node. A
     `choice` is strategy, CPU offload, activation checkpointing, optimizer.
 
     Parameters, gradients and AdamW's moments take 4 + 4 + 8 bytes per parameter, divided by the
-    shards (Rajbhandari et al. 2020, ZeRO, section 3.1). Offload moves them to the CPU. Frozen
-    weights take the bytes of the compute dtype, or half a byte plus the scales.
+    shards. Offload moves them to the CPU. Frozen weights take the bytes of the compute dtype, or
+    half a byte plus the scales.
     """
     strategy, offload, checkpointing, optimizer = choice
     shards, rank0_elements, units = layout(model, args, strategy)
@@ -628,7 +689,7 @@ def memory(model: Model, args: Options, *choice: Any) -> dict[str, int]:
     }
 
 
-def pinned_bytes(model: Model, args: Options, units: list[Unit], shards: int) -> int:
+def pinned_bytes(model: Model, args: Namespace, units: list[Unit], shards: int) -> int:
     """Return the bytes of pinned memory for a GPU's offloaded parameters and gradients. PyTorch's
     CachingHostAllocator rounds each allocation up to a power of two: the shard of a unit under
     FSDP1, of a parameter under FSDP2."""
@@ -641,7 +702,7 @@ def pinned_bytes(model: Model, args: Options, units: list[Unit], shards: int) ->
     return sum(1 << (size - 1).bit_length() for size in sizes if size)
 
 
-def loss_bytes(model: Model, args: Options, itemsize: int) -> int:
+def loss_bytes(model: Model, args: Namespace, itemsize: int) -> int:
     """Return the peak bytes of the loss; `itemsize` is the bytes of the compute dtype. For a chunk,
     it holds three tensors in fp32 (log-softmax, its gradient, the logits' gradient), then the
     logits' gradient and that of a trained head in the compute dtype, beside the head's sum over
@@ -649,14 +710,14 @@ def loss_bytes(model: Model, args: Options, itemsize: int) -> int:
     if not model.chunked:
         return model.logits
     gradient = itemsize * model.head if model.head_is_trained else 0
-    several = args.batch_size * args.seq_length > chunked_loss.CHUNK
+    several = args.batch_size * args.seq_length > CHUNK
     held = 4 * model.head if several and model.head_is_trained else 0
     at_work = max(12 * model.logit_count, gradient + itemsize * model.logit_count)
     return max(held + at_work, 2 * gradient)
 
 
 def fsdp1_peak(
-    model: Model, args: Options, strategy: str, states: list[int], kept: int, block: int
+    model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
 ) -> tuple[int, int, int]:
     """Return FSDP1's and DDP's bytes of unsharded tensors, of the loss, and at the peak.
 
@@ -694,7 +755,7 @@ def fsdp1_peak(
 
 
 def fsdp2_peak(
-    model: Model, args: Options, strategy: str, states: list[int], kept: int, block: int
+    model: Model, args: Namespace, strategy: str, states: list[int], kept: int, block: int
 ) -> tuple[int, int, int]:
     """Return FSDP2's bytes of unsharded tensors in a block's backward pass, of the loss, and at
     the peak. The arguments are those of `fsdp1_peak`.
@@ -731,18 +792,15 @@ def fsdp2_peak(
 
 
 def traffic(
-    model: Model, args: Options, strategy: str, checkpointing: bool | str
+    model: Model, args: Namespace, strategy: str, checkpointing: bool | str
 ) -> dict[str, Any]:
     """Return the bytes that each GPU and each node sends in a step, and the minimum seconds for it.
 
     In a ring of k GPUs each sends (k - 1) / k of a tensor to gather or reduce-scatter it, and twice
-    that to all-reduce it (Rajbhandari et al. 2020, section 7). Under ddp a micro-batch all-reduces
-    gradients in fp32. Otherwise it gathers parameters in the compute dtype (all units but the root
-    twice, except under shard_grad_op) and reduce-scatters gradients. hybrid_shard does this within
-    a node and all-reduces shards between nodes. A ring leaves each node once.
-
-    A step takes the FLOPs of three forward passes, or of two for frozen weights, plus those of
-    recomputed blocks. PCIe traffic and the optimizer's step are not counted.
+    that to all-reduce it. All units but the root are gathered twice, except under shard_grad_op.
+    hybrid_shard does this within a node and all-reduces shards between nodes. A ring leaves each
+    node once. A step takes the FLOPs of three forward passes, or of two for frozen weights, plus
+    those of recomputed blocks. PCIe traffic and the optimizer's step are not counted.
     """
     precision = policies.PRECISIONS[args.precision]
     steps = args.gradient_accumulation_steps
@@ -774,15 +832,15 @@ def traffic(
     return sent | seconds | {"bound_by": max(seconds, key=seconds.get).removesuffix("_seconds")}
 
 
-def smallest_nodes(model: Model, args: Options, *choice: Any) -> int | None:
+def smallest_nodes(model: Model, args: Namespace, *choice: Any) -> int | None:
     """Return the smallest of NODE_COUNTS on which a `choice` (see `memory`) fits, or None."""
     for nodes in NODE_COUNTS:
-        if memory(model, replace(args, nodes=nodes), *choice)["fits"]:
+        if memory(model, changed(args, nodes=nodes), *choice)["fits"]:
             return nodes
     return None
 
 
-def estimate(model: Model, args: Options, *choice: Any) -> dict[str, Any]:
+def estimate(model: Model, args: Namespace, *choice: Any) -> dict[str, Any]:
     """Return a table row: memory, traffic and smallest node count. For `choice`, see `memory`."""
     strategy, offload, checkpointing, optimizer = choice
     return {
@@ -796,36 +854,35 @@ def estimate(model: Model, args: Options, *choice: Any) -> dict[str, Any]:
     }
 
 
-def takes_offload(args: Options) -> bool:
+def takes_offload(args: Namespace) -> bool:
     """Return whether the scripts accept --cpu-offload with these flags, see policies.py."""
     if args.fsdp == 2:
         return args.precision != "fp16"
     return args.nodes * args.gpus_per_node > 1 and args.gradient_accumulation_steps == 1
 
 
-def choices(model: Model, args: Options) -> list[tuple[str, bool, bool, str]]:
+def choices(model: Model, args: Namespace) -> list[tuple[str, bool, bool, str]]:
     """Return every `choice` (see `memory`) that the scripts accept with these flags."""
     accepted = []
     for strategy, offload in MODES:
-        if strategy == "ddp" and args.fsdp == 2:
-            continue
-        if strategy == "hybrid_shard" and args.gpus_per_node == 1:
-            continue
-        # Paged moments are on the CPU already.
-        if offload and (args.optimizer != "adamw" or not takes_offload(args)):
-            continue
-        accepted.append((strategy, offload, model.checkpointing, args.optimizer))
+        is_refused = (
+            (strategy == "ddp" and args.fsdp == 2)
+            or (strategy == "hybrid_shard" and args.gpus_per_node == 1)
+            or (offload and (args.optimizer != "adamw" or not takes_offload(args)))
+        )
+        if not is_refused:
+            accepted.append((strategy, offload, model.checkpointing, args.optimizer))
     return accepted
 
 
-def candidates(model: Model, args: Options) -> list[tuple[Options, dict[str, Any]]]:
+def candidates(model: Model, args: Namespace) -> list[tuple[Namespace, dict[str, Any]]]:
     """Return flags that may fit better than `args`, each with its estimate of full_shard: the flags
     as given; activation checkpointing, which costs a third more compute; CPU offload, which is
     slower but needs no more machines. Unless --fsdp is given, offload tries both, first the one
     that needs less memory on the host."""
     offloaded = []
     for fsdp in (args.fsdp,) if args.fsdp else (None, 2):
-        flags = replace(args, fsdp=fsdp, optimizer="adamw")
+        flags = changed(args, fsdp=fsdp, optimizer="adamw")
         if takes_offload(flags):
             row = estimate(model, flags, "full_shard", True, True, "adamw")
             offloaded.append((flags, row))
@@ -840,7 +897,7 @@ def host_bytes(row: dict[str, Any]) -> int:
     return max(row[f"{phase}cpu_bytes_per_node"] for phase in ("", "save_", "resume_"))
 
 
-def advise(model: Model, args: Options) -> tuple[Options, dict[str, Any]] | None:
+def advise(model: Model, args: Namespace) -> tuple[Namespace, dict[str, Any]] | None:
     """Return flags with which full_shard fits, and its estimate, or None if it never fits: the
     first of `candidates` that fits, or else the first that fits on more nodes, on these nodes."""
     options = candidates(model, args)
@@ -848,13 +905,13 @@ def advise(model: Model, args: Options) -> tuple[Options, dict[str, Any]] | None
         node_counts = [row["smallest_nodes"] for _, row in options[1:] if row["smallest_nodes"]]
         if not node_counts:
             return None
-        options = candidates(model, replace(args, nodes=node_counts[0]))
+        options = candidates(model, changed(args, nodes=node_counts[0]))
     return next((flags, row) for flags, row in options if row["fits"])
 
 
-def verdict(model: Model, given: Options, args: Options, row: dict[str, Any]) -> str:
+def verdict(model: Model, given: Namespace, args: Namespace, row: dict[str, Any]) -> str:
     """Return how full_shard fits with the flags `args` and the estimate `row`, and its command. Say
-    what was added to the `given` flags, and what FSDP2 would save."""
+    what was added to the `given` flags."""
     added = []
     if args.fsdp != given.fsdp:
         added.append(f"--fsdp {args.fsdp}")
@@ -867,20 +924,10 @@ def verdict(model: Model, given: Options, args: Options, row: dict[str, Any]) ->
     line += f"{row['peak_bytes'] / 1e9:.1f} of {args.gpu_memory_gb:g} GB"
     if row["cpu_offload"]:
         line += f", and {host_bytes(row) / 1e9:,.0f} GB of CPU memory per node"
-    lines = f"{line}. Command for each node:\n{command(model, args, row)}"
-    if args.fsdp is None and args.optimizer == "adamw":
-        choice = [row[x] for x in ("cpu_offload", "activation_checkpointing", "optimizer")]
-        other = memory(model, replace(args, fsdp=2), "full_shard", *choice)
-        if other["fits"] and host_bytes(other) < host_bytes(row):
-            sizes = [f"{host_bytes(x) / 1e9:,.1f}" for x in (other, row)]
-            lines += (
-                f"\nWith --fsdp 2, saves need {' instead of '.join(sizes)} GB of CPU memory per "
-            )
-            lines += "node."
-    return lines
+    return f"{line}. Command for each node:\n{command(model, args, row)}"
 
 
-def command(model: Model, args: Options, row: dict[str, Any]) -> str:
+def command(model: Model, args: Namespace, row: dict[str, Any]) -> str:
     """Return the torchrun command for a table row of full_shard, without the flags of the data."""
     words = ["torchrun", "--nnodes", args.nodes, "--nproc_per_node", args.gpus_per_node]
     if args.nodes > 1:
@@ -890,6 +937,7 @@ def command(model: Model, args: Options, row: dict[str, Any]) -> str:
     names += ["precision", "lora_rank", "lora_targets", "load_in_4bit"]
     names += ["activation_checkpointing", "cpu_offload", "optimizer"]
     values = vars(args) | row | dict.fromkeys(LENGTH_FLAGS, args.seq_length)
+    values["fsdp"] = args.fsdp or model.flags["fsdp"]
     for name in names:
         flag, value = name.replace("_", "-"), values[name]
         if model.flags.get(name, value) == value:  # the default, or a flag that the script lacks
@@ -925,15 +973,14 @@ def print_table(title: str, rows: list[dict[str, Any]], columns: dict[str, str])
         print(f"{name:30}" + "".join(f"{text:>10}" for text in cells))
 
 
-def print_estimates(model: Model, args: Options, rows: list[dict[str, Any]]) -> None:
+def print_estimates(model: Model, args: Namespace, rows: list[dict[str, Any]]) -> None:
     """Print the model and the flags of `rows` on one line, then the tables."""
     recomputed = "with" if rows[0]["activation_checkpointing"] else "no"
     print(
         f"{args.model_name}: {model.parameters:,} parameters in {len(model.units)} units; "
         f"{args.nodes} x {args.gpus_per_node} GPUs of {args.gpu_memory_gb:g} GB; {args.precision}, "
         f"{args.batch_size} x {args.seq_length} tokens per GPU, FSDP{args.fsdp or 1}, "
-        f"{args.optimizer}, "
-        f"{recomputed} activation checkpointing"
+        f"{args.optimizer}, {recomputed} activation checkpointing"
     )
     for title, columns in TABLES.items():
         print_table(title, rows, columns)
@@ -942,11 +989,8 @@ def print_estimates(model: Model, args: Options, rows: list[dict[str, Any]]) -> 
 
 def main(argv: list[str] | None = None) -> None:
     """Print how full_shard fits and a table of estimates; exit with code 1 if it never fits."""
-    args = options.parse(Options, argv)
-    try:
-        model = read_model(args)
-    except ValueError as error:
-        ranks.exit_with(error)
+    args = parse_args(argv)
+    model = read_model(args)
     advice = advise(model, args)
     if args.json:
         rows = [estimate(model, args, *choice) for choice in choices(model, args)]
@@ -961,7 +1005,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{text}\n")
         print_estimates(model, flags, rows)
     if advice is None:
-        most = replace(args, nodes=NODE_COUNTS[-1])
+        most = changed(args, nodes=NODE_COUNTS[-1])
         peak = memory(model, most, "full_shard", False, True, args.optimizer)["peak_bytes"]
         ranks.exit_with(
             f"{args.model_name} does not fit on GPUs of {args.gpu_memory_gb:g} GB. On {most.nodes} "
@@ -971,4 +1015,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ranks.Problem) as error:
+        ranks.exit_with(error)

@@ -3,18 +3,19 @@
     torchrun --nnodes 1 --nproc_per_node 8 tools/preflight.py --model-name llama-2-7b
     sbatch --nodes 4 launch.slurm tools/preflight.py --output-dir /shared/run
 
-Counts the devices of each node. Times matrix products, copies in device memory and to and from the
-host, FSDP's three collectives within a node and across nodes, and the disk of --output-dir. Reports
-what limits a step of the model at the measured speeds. Exits with 1 if something is wrong.
+Times matrix products, copies in device memory and to and from the host, FSDP's three collectives
+within a node and across nodes, and the disk of --output-dir. Prints what limits a step of the model
+at these speeds. Exits with 1 if a device is missing or a rank is slow or silent.
 
 A rank is slow if it takes longer than the median of the others, by more than 10% (20% on a CPU) and
 by more than three times its own spread, the median distance of its samples from their median. A
 group of ranks is slow if all three collectives of one size are. Slow ranks are measured twice. On a
 CPU, time spent waiting for a core is not counted. Bandwidth is the bus bandwidth of nccl-tests: the
 bytes that a rank sends in a ring, per second, (k - 1) / k of the tensor on k ranks, and twice that
-in an all-reduce. Ranks that do not reach a measurement within --timeout-seconds are named.
+in an all-reduce.
 """
 
+import argparse
 import json
 import os
 import shutil
@@ -23,9 +24,10 @@ import statistics
 import sys
 import time
 import warnings
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,20 +35,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
 
-from runtime.options import flag  # isort: skip (checks the versions first)
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import policies
-from runtime import options, ranks
-from runtime.run import launch
+from core import ranks
 from tools import memory_estimator
 
 # torch 2.13 renames these collectives; 2.11 does not have the new names.
 warnings.filterwarnings("ignore", message=r"`torch.distributed.\w+_tensor` is deprecated")
 
+JOIN_MINUTES = 10.0  # imports can be slow
 ROUNDS = 5
 TOLERANCE = 0.1  # relative time above the others that counts as slow
 CPU_TOLERANCE = 0.2  # cores share caches and memory: healthy processes differed by 17%
@@ -89,39 +89,45 @@ class Probe:
         return 1e3 * seconds
 
 
-@dataclass
-class Options:
-    """flags"""
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    """Return the flags of `argv` (default: sys.argv), or exit with a message."""
+    parser = memory_estimator.Parser(
+        description="\n\n".join(__doc__.split("\n\n")[:2]), allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--model-name", default="llama-2-7b", help="as for memory_estimator.py")
+    add("--output-dir", type=Path, default=Path("output"), help="its disk is measured")
+    add("--gpus-per-node", type=int, default=0,
+        help="expected number of GPUs (default: from Slurm, or one per process)")  # fmt: skip
+    add("--timeout-seconds", type=float, default=30.0, help="limit for one measurement")
+    return parser.parse_args(argv)
 
-    model_name: str = flag("llama-2-7b", "built-in size, hub id, directory or config.json, as for "
-        "memory_estimator.py")  # fmt: skip
-    output_dir: str = flag("output", "its disk is measured", metavar="DIR")
-    gpus_per_node: int = flag(0, "expected number of GPUs (0: from Slurm, or one per process)",
-        low=0)  # fmt: skip
-    timeout_seconds: float = flag(30.0, "limit for one measurement", low=1)
 
-
-def preflight(args: Options) -> int:
-    """Check the machines and print a report; return the exit code. Call on all ranks."""
+def preflight(args: Namespace) -> None:
+    """Check the machines and print a report; exit with code 1 after a fault. Call on all ranks."""
     try:
         faults = check_machines(args)
-    except (OSError, ValueError, RuntimeError) as error:
-        ranks.exit_with(error)
+    except RuntimeError as error:
+        faults = [str(error)]
     finally:
         shutil.rmtree(scratch_directory(args), ignore_errors=True)
     if faults:
         ranks.exit_with(" ".join(faults))
-    return 0
 
 
-def check_machines(args: Options) -> list[str]:
+def check_machines(args: Namespace) -> list[str]:
     """Check devices, disk and speed, and print a report; return a message for each fault.
 
-    Call on all ranks. Raise ValueError if a device is missing, the model is unknown or the disk
-    cannot be used, and RuntimeError with the ranks that stop responding.
+    Call on all ranks. Raise Problem if a device is missing, the model is unknown or the disk cannot
+    be used, and RuntimeError with the ranks that stop responding.
     """
-    device, places, notes = join(args)
-    precision = "bf16" if ranks.has_bf16() else "fp32"
+    places = exchange_info()  # first, as the process group needs the devices
+    faults, notes = count_devices(args, places)
+    if faults:
+        raise ranks.Problem(" ".join(faults))
+    device = ranks.setup(JOIN_MINUTES)
+    precision = policies.compute_precision("auto")
     model, machine, unit = ranks.on_rank_zero(read_model, args, places, precision)
     notes.append(f"unit: an FSDP unit of {args.model_name}, {unit / 1e6:,.1f} MB in {precision}")
     probes = local_probes(device, policies.PRECISIONS[precision].param_dtype)
@@ -144,29 +150,8 @@ def check_machines(args: Options) -> list[str]:
     return faults
 
 
-def join(args: Options) -> tuple[torch.device, list[Place], list[str]]:
-    """Join the process group; return this rank's device, all ranks' Places and notes to print.
-
-    Raise ValueError if a device is missing.
-    """
-    timeout = timedelta(minutes=10)  # imports can be slow
-    with ranks.rendezvous(timeout) as group_args:
-        places = exchange_info(**group_args)  # first, as the process group needs the devices
-        faults, notes = count_devices(args, places)
-        if faults:
-            raise ValueError(" ".join(faults))
-        device = ranks.local_device()
-        dist.init_process_group(
-            dist.get_default_backend_for_device(device),
-            timeout=timeout,
-            device_id=None if device.type == "cpu" else device,
-            **group_args,
-        )
-    return device, places, notes
-
-
-def exchange_info(store: dist.Store, rank: int, world_size: int) -> list[Place]:
-    """Put this rank's Place into the store; return the Places of all ranks, in order of rank."""
+def exchange_info() -> list[Place]:
+    """Return the Places of all ranks, in order of rank. Call it before `ranks.setup`."""
     place = Place(
         host=socket.gethostname().split(".")[0],
         node=int(os.environ.get("GROUP_RANK", 0)),
@@ -174,12 +159,17 @@ def exchange_info(store: dist.Store, rank: int, world_size: int) -> list[Place]:
         processes=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         devices=torch.accelerator.device_count(),
     )
+    if ranks.environment_size() == 1:
+        return [place]
+    timeout = timedelta(minutes=JOIN_MINUTES)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(f"preflight-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     store.set(f"place/{rank}", json.dumps(asdict(place)))
     keys = [f"place/{other}" for other in range(world_size)]
     return [Place(**json.loads(text)) for text in store.multi_get(keys)]
 
 
-def count_devices(args: Options, places: list[Place]) -> tuple[list[str], list[str]]:
+def count_devices(args: Namespace, places: list[Place]) -> tuple[list[str], list[str]]:
     """Return two lists of messages: missing nodes or devices (faults), unused devices (notes)."""
     nodes = {place.node: place for place in places}
     faults, notes = [], []
@@ -200,13 +190,13 @@ def count_devices(args: Options, places: list[Place]) -> tuple[list[str], list[s
 
 
 def read_model(
-    args: Options, places: list[Place], precision: str
-) -> tuple[memory_estimator.Model, memory_estimator.Options, int]:
+    args: Namespace, places: list[Place], precision: str
+) -> tuple[memory_estimator.Model, Namespace, int]:
     """Return memory_estimator's Model and flags for this job, and its median FSDP unit's bytes."""
     processes = places[0].processes
     flags = ["--model-name", args.model_name, "--precision", precision]
     flags += ["--nodes", str(len(places) // processes), "--gpus-per-node", str(processes)]
-    machine = options.parse(memory_estimator.Options, flags)
+    machine = memory_estimator.parse_args(flags)
     model = memory_estimator.read_model(machine)
     _, _, (_, *units) = memory_estimator.layout(model, machine, STRATEGY)
     return model, machine, statistics.median_high(unit.gathered for unit in units)
@@ -234,7 +224,7 @@ def sample(call: Callable[[], object], count: int, timeout: timedelta) -> float:
     start = time.perf_counter() - seconds_without_core()
     for _ in range(count):
         call()
-    if ranks.accelerator() is not None:
+    if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return (time.perf_counter() - seconds_without_core() - start) / count
 
@@ -242,7 +232,7 @@ def sample(call: Callable[[], object], count: int, timeout: timedelta) -> float:
 def seconds_without_core() -> float:
     """Return the seconds that this thread has waited for a core; 0 with an accelerator."""
     file = Path("/proc/thread-self/schedstat")
-    if ranks.accelerator() is not None or not file.exists():
+    if torch.accelerator.is_available() or not file.exists():
         return 0.0
     return 1e-9 * int(file.read_text().split()[1])
 
@@ -302,15 +292,15 @@ def collective_probes(
     return probes
 
 
-def scratch_directory(args: Options) -> Path:
+def scratch_directory(args: Namespace) -> Path:
     """Return the directory of the test files. If a run is killed, the next run deletes it."""
-    return Path(args.output_dir) / "tmp-preflight"
+    return args.output_dir / "tmp-preflight"
 
 
-def check_disk(args: Options, places: list[Place]) -> list[str]:
+def check_disk(args: Namespace, places: list[Place]) -> list[str]:
     """Write a file on the first node; return a message for each node that does not see it.
 
-    Raise ValueError on all ranks if a node cannot write to --output-dir.
+    Raise Problem on all ranks if a node cannot write to --output-dir.
     """
     directory, place = scratch_directory(args), places[dist.get_rank()]
     flag = f"--output-dir {args.output_dir} on"
@@ -321,7 +311,8 @@ def check_disk(args: Options, places: list[Place]) -> list[str]:
             if place.local_rank == 0:
                 (directory / f"node-{place.node}").touch()
         except OSError as error:
-            raise ValueError(f"{flag} {place.host} cannot be written: {error.strerror}.") from None
+            problem = f"{flag} {place.host} cannot be written: {error.strerror}."
+            raise ranks.Problem(problem) from None
 
     ranks.on_every_rank(write)
     sees_first = ranks.on_every_rank((directory / "node-0").exists)
@@ -329,7 +320,7 @@ def check_disk(args: Options, places: list[Place]) -> list[str]:
     return [f"{flag} {host} differs from the first node's directory." for host in sorted(unshared)]
 
 
-def disk_probes(args: Options, places: list[Place]) -> list[Probe]:
+def disk_probes(args: Namespace, places: list[Place]) -> list[Probe]:
     """Return Probes of the disk: the first rank of each node writes a file and reads it back."""
     place = places[dist.get_rank()]
     path = scratch_directory(args) / f"node-{place.node}"
@@ -387,7 +378,7 @@ def find_outliers(seconds: Seconds) -> dict[Members, float]:
 
     Each group's median is compared with the others' median, so the slower of two is detected.
     """
-    tolerance = CPU_TOLERANCE if ranks.accelerator() is None else TOLERANCE
+    tolerance = TOLERANCE if torch.accelerator.is_available() else CPU_TOLERANCE
     medians = {members: statistics.median(samples) for members, samples in seconds.items()}
     outliers = {}
     for members, median in medians.items():
@@ -458,7 +449,7 @@ def slowest_speeds(probes: list[Probe], results: dict[str, Seconds]) -> dict[str
 
 
 def bound(
-    model: memory_estimator.Model, machine: memory_estimator.Options, speeds: dict[str, float]
+    model: memory_estimator.Model, machine: Namespace, speeds: dict[str, float]
 ) -> dict[str, Any]:
     """Return a dict: memory_estimator's bytes and minimum seconds of a step at `speeds` (by probe),
     its tokens per process, and the measured flags: peak_tflops, and *_gbps if there are links.
@@ -473,7 +464,7 @@ def bound(
         if gather is not None:
             scatter = speeds[f"reduce-scatter {where}, unit"]
             measured[field] = 8 * senders * 3 / (2 / gather + 1 / scatter)
-    machine = replace(machine, **measured)
+    machine = memory_estimator.changed(machine, **measured)
     step = memory_estimator.traffic(model, machine, STRATEGY, model.checkpointing)
     return measured | step | {"tokens": machine.batch_size * machine.seq_length}
 
@@ -492,4 +483,4 @@ def print_table(probes: list[Probe], results: dict[str, Seconds], places: list[P
 
 
 if __name__ == "__main__":
-    launch(preflight, options.parse(Options))
+    ranks.run(preflight, parse_args())

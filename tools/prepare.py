@@ -1,0 +1,56 @@
+"""Write the tokens that a script would train on to OUTPUT_DIR/prepared, for its --dataset.
+
+    python tools/prepare.py llama_fsdp.py --dataset chats.jsonl --output-dir output/data
+    torchrun --nproc_per_node 8 llama_fsdp.py --dataset output/data/prepared
+
+Takes the script's flags. Needs no GPU, and downloads no weights. Train with the same tokenizer and
+the same flags for lengths and templates: the losses are then those of the data, bit for bit.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from any directory
+
+import datasets
+from transformers import ByT5Tokenizer
+
+from core import ranks, weights
+from tools.memory_estimator import load_file
+
+
+def prepare(args: Any) -> Path:
+    """Write the training and the validation set; return their directory. Raise Problem if there are
+    several validation sets, or if the directory exists."""
+    path = args.run.output_dir / "prepared"
+    if path.exists():
+        raise ranks.Problem(f"{path} exists. Delete it, or pass another --output-dir.")
+    tokenizer = ByT5Tokenizer()
+    if args.model.model_name != "tiny":
+        directory = weights.find_directory(args.model.model_name, weights.SETTINGS)
+        tokenizer = weights.load_tokenizer(directory)
+    data_module = sys.modules[type(args.data).__module__]  # with the section of its flags
+    if hasattr(data_module, "set_chat_template"):
+        data_module.set_chat_template(tokenizer, args.data.chat_template)
+    train_set, val_sets = data_module.load(args.data, tokenizer)
+    if len(val_sets) > 1:
+        raise ranks.Problem(f"There are {len(val_sets)} validation sets. Pass one --dataset, or "
+                            "one --val-dataset.")  # fmt: skip
+    parts = {"train": train_set, "validation": next(iter(val_sets.values()))}
+    rows = {split: getattr(samples, "dataset", samples) for split, samples in parts.items()}
+    datasets.DatasetDict(rows).save_to_disk(path)
+    return path
+
+
+def main(words: list[str]) -> None:
+    """Prepare the data of a script and its flags."""
+    script = load_file(Path(words[0] if words else "SCRIPT"))
+    sys.argv = words
+    args = script.parse_args()
+    ranks.setup(args.run.timeout_minutes)
+    print(f"Pass --dataset {prepare(args)} to train on these tokens.")
+
+
+if __name__ == "__main__":
+    ranks.run(main, sys.argv[1:])
