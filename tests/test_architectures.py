@@ -5,24 +5,23 @@ Results must match, or the script must refuse the model. Skip architectures that
 
 import json
 import shutil
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
+from conftest import losses
 from copied import edited_script
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from plain import mean_loss, save
+from ten_steps import parse_args, run
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto
 
-import llama_fsdp
-from benchmarks.driven import Driven, parse_flags
-from runtime import export
-from runtime.weights import plain_name
+import policies
+from core import ranks
+from core.weights import plain_name
 
 CAUSAL = sorted(set(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 SEQ2SEQ = sorted(set(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()))
@@ -49,29 +48,30 @@ TOO_LARGE = 30_000_000  # parameters; some configurations have sizes that SHAPE 
 TOO_SLOW = {"BambaForCausalLM", "FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM",
             "JambaForCausalLM", "NemotronHForCausalLM"}  # fmt: skip
 CRASHES = {"Inkling2ForCausalLM"}  # torch 2.13 crashes in its backward pass under FSDP2
-IMPORTS = {
-    "T5_training": ("models.t5.modeling_t5 import T5Block", "(T5Block,)",
-                    "transformers.T5ForConditionalGeneration"),
-    "gpt2_fsdp": ("models.gpt2.modeling_gpt2 import GPT2Block", "(GPT2Block,)",
-                  "transformers.GPT2LMHeadModel"),
-    "llama_fsdp": ("models.llama.modeling_llama import LlamaDecoderLayer", "(LlamaDecoderLayer,)",
-                   "transformers.LlamaForCausalLM"),
+LINES = {  # of each script: imports, BLOCKS, NORMS, MODEL
+    "T5_training": (
+        "from transformers.models.t5.modeling_t5 import T5Block, T5LayerNorm",
+        "(T5Block,)", "(T5LayerNorm,)", "T5ForConditionalGeneration"),
+    "gpt2_fsdp": (
+        "from transformers.models.gpt2.modeling_gpt2 import GPT2Block",
+        "(GPT2Block,)", None, "GPT2LMHeadModel"),
+    "llama_fsdp": (
+        "from transformers.models.llama import modeling_llama",
+        "(modeling_llama.LlamaDecoderLayer,)", "(modeling_llama.LlamaRMSNorm,)",
+        "LlamaForCausalLM"),
 }  # fmt: skip
-CHANGED = {  # keys of an export's settings that may differ from its base's, and why
-    "torch_dtype": "Transformers 4 reads it",
-    "rope_scaling": "rope_parameters for older programs",
-    **dict.fromkeys(export.ROPE_KEYS, "rope_parameters for older programs"),
-}
+CHANGED = {"torch_dtype"}  # settings of an export that may differ: Transformers 4 reads it
 STEPS = ["--max-steps", "2", "--lr", "1e-3", "--weight-decay", "0", "--lr-schedule", "step",
-         "--gamma", "1", "--max-grad-norm", "10000", "--fsdp", "2", "--export-dtype",
-         "fp32"]  # fmt: skip
+         "--gamma", "1", "--max-grad-norm", "10000", "--fsdp", "2", "--export-dtype", "fp32",
+         "--batch-size", "64", "--log-every", "1", "--eval-every", "0",
+         "--num-val-samples", "2"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[torch.device]:
     """Yield the device of a process group of one process."""
-    yield llama_fsdp.setup(parse_flags(llama_fsdp, ["--model-name", "tiny"]))
-    llama_fsdp.cleanup()
+    yield ranks.setup(7)
+    torch.distributed.destroy_process_group()
 
 
 def small_settings(config: transformers.PretrainedConfig) -> dict[str, object]:
@@ -124,32 +124,34 @@ def block_classes(model: transformers.PreTrainedModel) -> list[type]:
     return sorted(blocks, key=lambda kind: kind.__name__)
 
 
+def plain_norms(model: nn.Module) -> list[type]:
+    """Return the classes of the model's norms that `fuse_norms` accepts."""
+    accepted = []
+    for kind in {type(module) for module in model.modules() if "RMSNorm" in type(module).__name__}:
+        try:
+            policies.fuse_norms(nn.ModuleList([kind(16)]), (kind,))
+        except Exception:  # of any type: other arguments or attributes
+            continue
+        accepted.append(kind)
+    return accepted
+
+
 def script_for(script: str, model: transformers.PreTrainedModel) -> ModuleType:
     """Return a copy of the script that trains this model's class."""
-    blocks = block_classes(model)
-    old_import, old_blocks, old_model = IMPORTS[script]
-    lines = "\n".join(f"from {kind.__module__} import {kind.__name__}" for kind in blocks)
-    names = "".join(f"{kind.__name__}, " for kind in blocks)
-    return edited_script(
-        script,
-        {
-            f"from transformers.{old_import}": lines,
-            f"BLOCKS = {old_blocks}": f"BLOCKS = ({names})",
-            f"MODEL = {old_model}": f"MODEL = transformers.{type(model).__name__}",
-        },
+    old_imports, old_blocks, old_norms, old_model = LINES[script]
+    blocks, norms = block_classes(model), plain_norms(model) if old_norms else []
+    imports = [f"from {kind.__module__} import {kind.__name__}" for kind in [*blocks, *norms]]
+    names, norm_names = (
+        "(" + "".join(f"{kind.__name__}, " for kind in kinds) + ")" for kinds in (blocks, norms)
     )
-
-
-def save(model: transformers.PreTrainedModel, path: Path) -> None:
-    """Save the model with a byte tokenizer."""
-    model.save_pretrained(path)
-    tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>"
-    ).save_pretrained(path)
+    changes = {
+        old_imports: "\n".join(imports),
+        f"BLOCKS = {old_blocks}": f"BLOCKS = {names}",
+        f"MODEL = transformers.{old_model}": f"MODEL = transformers.{type(model).__name__}",
+    }
+    if old_norms:
+        changes[f"NORMS = {old_norms}"] = f"NORMS = {norm_names}"
+    return edited_script(script, changes)
 
 
 def check_settings(base: Path, final: Path) -> None:
@@ -157,58 +159,35 @@ def check_settings(base: Path, final: Path) -> None:
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         one, other = (json.loads((path / name).read_text()) for path in (base, final))
         changed = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
-        assert changed <= CHANGED.keys(), (name, changed)
+        assert changed <= CHANGED, (name, changed)
     assert (base / "tokenizer.json").read_bytes() == (final / "tokenizer.json").read_bytes()
-    read, expected = (transformers.AutoConfig.from_pretrained(path) for path in (final, base))
-    assert read.to_dict().get("rope_parameters") == expected.to_dict().get("rope_parameters")
-
-
-def predict(model: transformers.PreTrainedModel, sample: object) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's logits and the targets for each text of a sample."""
-    for text in sample if isinstance(sample, list) else [sample]:
-        ids = torch.tensor([*map(int, text["input_ids"])])
-        if model.config.is_encoder_decoder:
-            labels = torch.tensor([*map(int, text["labels"])])
-            yield model(input_ids=ids[None], labels=labels[None], use_cache=False).logits, labels
-        else:
-            labels = torch.tensor([*map(int, text.get("labels", ids))])
-            yield model(ids[None, :-1], use_cache=False).logits, labels[1:]
 
 
 def train_plain(model: transformers.PreTrainedModel, samples: list) -> list[float]:
     """Train the model for two steps on all samples in plain PyTorch and return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    losses = []
+    result = []
     for _ in range(2):
-        parts = [part for sample in samples for part in predict(model, sample)]
-        count = sum(int((labels != -100).sum()) for _, labels in parts)
-        sums = [F.cross_entropy(logits[0], labels, reduction="sum") for logits, labels in parts]
-        loss = sum(sums) / count
+        loss = mean_loss(model, samples)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        result.append(loss.item())
+    return result
 
 
 def train_copy(
-    script: ModuleType, flags: list[str], device: torch.device, final: Path
+    script: ModuleType, flags: list[str], device: torch.device, output: Path
 ) -> tuple[list[float], list, dict[str, Tensor]]:
     """Train a copy of a script for two steps on all samples at once, and export the model. Return
     the losses, the samples and the trained weights."""
-    args: Namespace = parse_flags(script, [*flags, *STEPS])
-    _, facts, _ = script.load_model(args, device)
-    sets = script.load_data(args, facts.tokenizer)
-    args.batch_size = len(sets[0])
-    training = Driven(script, args, device, sets=sets)
-    losses = [loss.item() for loss, _ in training.all()]
-    export.export_model(training.model, facts.tokenizer, final, torch.float32)
-    samples = [sets[0][i] for i in range(len(sets[0]))]
-    weights = {}
-    for name, parameter in training.model.named_parameters():
-        weights[plain_name(name)] = parameter.full_tensor()
-    training.end()
-    return losses, samples, weights
+    args = parse_args(script, [*flags, *STEPS, "--output-dir", str(output)])
+    code, seen = run(script, args, device)
+    assert code == 0
+    samples = [seen["train_set"][i] for i in range(len(seen["train_set"]))]
+    named = seen["model"].named_parameters()
+    weights = {plain_name(name): parameter.full_tensor() for name, parameter in named}
+    return list(losses(output).values()), samples, weights
 
 
 @pytest.mark.slow
@@ -234,29 +213,29 @@ def test_copy_trains_and_exports_like_plain_pytorch(name, device, chats, pairs, 
     elif hasattr(model, "model") and hasattr(model, "lm_head"):
         script = "llama_fsdp"
         flags = ["--dataset", str(chats), "--num-train-samples", "9", "--max-seq-length", "128"]
-    flags += ["--model-name", str(tmp_path / "model"), "--output-dir", str(tmp_path / "output")]
-    final = tmp_path / "final"
-    errors = []
+    flags += ["--model-name", str(tmp_path / "model")]
+    refused = []
     for packing in [], ["--no-packing"]:
         if packing and script != "llama_fsdp":
             continue
+        output = tmp_path / f"output{len(packing)}"
         try:
             copy = script_for(script, model)
-            losses, samples, weights = train_copy(copy, [*flags, *packing], device, final)
+            trained, samples, weights = train_copy(copy, [*flags, *packing], device, output)
         except (Exception, SystemExit) as error:
-            errors.append(f"{type(error).__name__}: {error}")
+            refused.append(f"{type(error).__name__}: {error}")
             continue
         plain = type(model).from_pretrained(tmp_path / "model")
-        assert losses == pytest.approx(train_plain(plain.train(), samples), abs=2e-4), packing
-        exported, report = type(model).from_pretrained(final, output_loading_info=True)
+        assert trained == pytest.approx(train_plain(plain.train(), samples), abs=2e-4), packing
+        exported, report = type(model).from_pretrained(output / "final", output_loading_info=True)
         assert not any(report.values()), report
         embedding = exported.get_input_embeddings().weight  # Youtu zeroes row 0 when it loads
         for key, parameter in exported.named_parameters():
             first = 1 if parameter is embedding else 0
             assert torch.equal(parameter[first:], weights.pop(key)[first:]), key
         assert not weights
-        check_settings(tmp_path / "model", final)
+        check_settings(tmp_path / "model", output / "final")
         shutil.rmtree(tmp_path)
-        print(name, script, *packing, "exact", errors)  # pytest -s shows it
+        print(name, script, *packing, "exact", getattr(copy, "NORMS", ()), refused)
         return
-    pytest.skip(f"refused: {errors}")
+    pytest.skip(f"refused: {refused}")

@@ -51,6 +51,7 @@ def test_presets_use_existing_flags_and_models(preset, processes, large, run_all
         ("estimate.py --models tiny-gpt2 --strategies full_shard --processes 1", "tiny-gpt2"),
         ("compare_strategies.py --steps 1 --processes 1", "full_shard"),
         ("saving.py --model tiny --saves 1 --turns 1 --stages save --ways ours-fsdp2", "ours-.*"),
+        ("step_time.py --model tiny --length 64 --steps 1 --loops ours-ddp ours-fsdp2", "ours-.*"),
     ],
 )
 def test_gpu_benchmarks_start_on_a_cpu(command, row):

@@ -1,15 +1,16 @@
-"""Test best/: each validation with the lowest loss so far exports the weights."""
+"""best/: exports during training change no results, and a stop in one repeats the validation."""
 
+import itertools
 import json
-import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import check_equal_weights, launch, losses, metrics, status
+from in_process import start
 
 import gpt2_fsdp
-from benchmarks.driven import parse_flags
-from runtime import export
+from core.ranks import STOPPED, Stopped
 
 
 @pytest.fixture(scope="module")
@@ -20,12 +21,6 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
             "--num-train-samples", "0", "--num-val-samples", "0", "--log-every", "1",
             "--save-every", "2", "--eval-every", "2", "--model-name", "tiny", "--lr", "1e-3",
             "--max-steps", "6"]  # fmt: skip
-
-
-def run(flags: list[str], output: Path, *more: str) -> None:
-    """Run the script in this process."""
-    words = [*flags, "--output-dir", str(output), "--batch-size", "4", *more]
-    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, words))
 
 
 def step_of_best(output: Path) -> int:
@@ -55,64 +50,37 @@ def test_exports_during_training_do_not_change_results(more, flags, chats, wide_
         flags += ["--log-every", "1", "--eval-every", "2", "--max-steps", "6", "--lr", "1e-2"]
         flags += ["--lora-dropout", "0.1"]
     command = ["tests/workers/compiled.py", script, *flags, "--batch-size", "2", *more]
-    launch(2, *command, "--output-dir", tmp_path / "with")
+    launch(2, *command, "--save-best", "--output-dir", tmp_path / "with")
     launch(2, *command, "--no-save-best", "--output-dir", tmp_path / "without")
     for event in ("train", "val"):
         assert losses(tmp_path / "with", event) == losses(tmp_path / "without", event)
     check_equal_weights(tmp_path / "with/final", tmp_path / "without/final")
-    assert not (tmp_path / "without/best").exists()
-    done = metrics(tmp_path / "with", "done")[0]
+    assert (tmp_path / "with/best").exists() and not (tmp_path / "without/best").exists()
+    (done,) = metrics(tmp_path / "with", "done")
     assert step_of_best(tmp_path / "with") == done["best_step"] > 0
     assert metrics(tmp_path / "without", "done")[0]["best_step"] == done["best_step"]
 
 
-def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, capfd):
-    export_model = export.export_model
-    paths = []
+def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, monkeypatch):
+    assert start(gpt2_fsdp, *flags, "--batch-size", 4, "--output-dir", tmp_path / "whole") == 0
+    export_model, names = gpt2_fsdp.export_model, []
 
-    def fail_second(model: object, tokenizer: object, path: Path, *rest: object) -> None:
-        paths.append(path.name)
-        if paths == ["best"] * 2:
-            raise OSError("no space left")
+    def stop_in_second(model: Any, tokenizer: Any, path: Path, *rest: Any) -> None:
+        names.append(path.name)
+        calls = itertools.count(1)
+
+        def stop_at_tenth_tensor() -> None:
+            if next(calls) == 10:
+                raise Stopped
+
+        rest = (rest[0], stop_at_tenth_tensor) if names == ["best"] * 2 else rest
         export_model(model, tokenizer, path, *rest)
 
-    monkeypatch.setattr(export, "export_model", fail_second)
-    run(flags, tmp_path, "--max-steps", "4")
-    assert "best/ could not be written (no space left)" in capfd.readouterr().out
-    assert paths == ["best", "best", "final"] and status(tmp_path) == "finished"
-    assert metrics(tmp_path, "done")[0]["best_step"] == step_of_best(tmp_path) == 2
-
-
-def test_resume_from_older_checkpoint_exports_best_again(flags, tmp_path):
-    run(flags, tmp_path / "whole")
-    for damage in ("older", "without best"):
-        path = Path(shutil.copytree(tmp_path / "whole", tmp_path / damage))
-        shutil.rmtree(path / "checkpoints/step-00000006")
-        if damage == "without best":
-            shutil.rmtree(path / "best")
-        run(flags, path)
-        assert losses(path) == losses(tmp_path / "whole")
-        for name in ("best", "final"):
-            check_equal_weights(path / name, tmp_path / "whole" / name)
-        assert step_of_best(path) == 6
-
-
-def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, monkeypatch):
-    run(flags, tmp_path / "whole")
-    check = gpt2_fsdp.Output._stop_if_asked
-    steps = []
-
-    def stop_at_tenth_tensor(output: gpt2_fsdp.Output) -> None:
-        steps.append(output.run.state.step)
-        output.run.stop.is_asked = steps.count(4) == 10
-        check(output)
-
-    monkeypatch.setattr(gpt2_fsdp.Output, "progress", lambda output, loader, text: loader)
-    monkeypatch.setattr(gpt2_fsdp.Output, "_stop_if_asked", stop_at_tenth_tensor)
-    run(flags, tmp_path / "stopped")
-    assert status(tmp_path / "stopped") == "stopped"
+    monkeypatch.setattr(gpt2_fsdp, "export_model", stop_in_second)
+    flags = [*flags, "--batch-size", 4, "--output-dir", tmp_path / "stopped"]
+    assert start(gpt2_fsdp, *flags) == STOPPED and status(tmp_path / "stopped") == "stopped"
     assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2]
     assert step_of_best(tmp_path / "stopped") == 2
-    run(flags, tmp_path / "stopped")
+    assert start(gpt2_fsdp, *flags) == 0
     assert losses(tmp_path / "stopped", "val") == losses(tmp_path / "whole", "val")
     check_equal_weights(tmp_path / "stopped/best", tmp_path / "whole/best")

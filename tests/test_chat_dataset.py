@@ -1,8 +1,7 @@
-"""chat_dataset.py and runtime/chats.py: which tokens are targets and how documents are packed."""
+"""Test chat_dataset: which tokens are targets and how documents are packed."""
 
 import json
 import random
-from argparse import Namespace
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +23,9 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import chat_dataset
-from runtime import chats, readers
+from core import reading
+from core.ranks import Problem
+from optional.chat_formats import CHATML as OUR_CHATML
 
 USER, ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 SYSTEM, RESULT = {"role": "system", "content": "c"}, {"role": "tool", "content": "3", "name": "f"}
@@ -67,12 +68,6 @@ DOCUMENT_COUNTS = {  # documents of a chat, where there are several
 }
 
 
-def arguments(**changes: object) -> Namespace:
-    """Return the default flags and a seed, updated with `changes`."""
-    others = {"seed": 0, "evaluate_only": False}
-    return Namespace(**vars(chat_dataset.Options()) | others | changes)
-
-
 def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE trained on CHAT. Without `words`, tokens may span several words."""
     tokenizer = Tokenizer(models.BPE())
@@ -111,8 +106,7 @@ def encode(
     train_on_prompt: bool = False,
 ) -> list[tuple]:
     """Return the ids and labels of each document of a chat."""
-    (pairs,) = chat_dataset.encode([(chat, tools)], tokenizer, train_on_prompt)
-    return pairs
+    return chat_dataset.encode((chat, tools), chat_dataset.AnswerTokens(tokenizer), train_on_prompt)
 
 
 def target_texts(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
@@ -131,7 +125,8 @@ def write(path: Path, rows: list[dict]) -> str:
 
 def load_documents(path: str, tokenizer: object = None, **flags: object) -> Dataset:
     """Return all documents of a data set with all columns."""
-    return chat_dataset.load_documents(path, tokenizer or byt5(), arguments(**flags))["train"]
+    args = chat_dataset.Data(**flags)
+    return chat_dataset.load_documents(path, tokenizer or byt5(), args)["train"]
 
 
 def render(chat: list[dict], tools: list | None, tokenizer: object, prompt: bool) -> str:
@@ -323,20 +318,6 @@ def test_context_of_each_answer_is_exactly_its_prompt(kind, template):
     assert cut or kind == "WordPiece"
 
 
-def test_answers_that_end_in_an_ordinary_token_are_counted(tmp_path, capfd):
-    """In GLM-4's template the header of the next turn ends an answer."""
-    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    template += "{{ '<|assistant|>' if add_generation_prompt }}"
-    special = ["<|user|>", "<|assistant|>", "<|system|>"]
-    path = write(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 2)
-    for text, expected in ((template, "4 of 6 answers end"), (chats.CHATML, "")):
-        extra = special if expected else ["<|im_start|>", "<|im_end|>"]
-        tokenizer = bpe(eos_token="</s>", additional_special_tokens=extra, chat_template=text)
-        chat_dataset.load(arguments(dataset=[path], val_dataset=[path]), tokenizer)
-        printed = capfd.readouterr().out
-        assert expected in printed and bool(expected) == ("Warning" in printed)
-
-
 def test_last_answer_gets_one_eos():
     answers = [f" {turn['content']} <|endoftext|>" for turn in CHAT[2::2]]
     tokenizer = byt5()
@@ -367,7 +348,7 @@ def test_thoughts_are_targets_once():
     "template, chat, message",
     [
         (LLAMA_2, [USER, USER, ASSISTANT], "rejects the chat: roles must alternate"),
-        (chats.LLAMA_2, [ASSISTANT, USER], "user and assistant alternate"),
+        (chat_dataset.LLAMA_2, [ASSISTANT, USER], "user and assistant alternate"),
         (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], "does not start the answer with its generation"),
         (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], "drops content of the system's turn"),
         (CHATML, [USER, CALL_TURN], "drops tool_calls of the assistant's turn"),
@@ -384,10 +365,48 @@ def test_template_that_drops_content_is_refused(template, chat, message):
     tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=template)
     with pytest.raises(ValueError, match=message):
         encode(chat, tokenizer)
-    with pytest.raises(ValueError, match="drops tools"):
-        encode([USER, ASSISTANT], known_tokenizer("chatml"), [TOOL])
-    with pytest.raises(ValueError, match="drops the tools"):
-        encode([USER | {"content": "the f"}, ASSISTANT], known_tokenizer("chatml"), [TOOL])
+    for question in (USER, USER | {"content": "the f"}):
+        with pytest.raises(ValueError, match="drops the tools"):
+            encode([question, ASSISTANT], known_tokenizer("chatml"), [TOOL])
+
+
+STOCK = {"function": {"name": "stock_of", "arguments": {"item": 3}}}
+CONTEXT = [
+    USER | {"content": "How many?"},
+    {"role": "assistant", "content": "Let me see.", "tool_calls": [STOCK, STOCK]},
+]
+CONTEXT += [RESULT, RESULT | {"content": "41"}, ASSISTANT | {"content": "42"}]
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("m.tool_calls or []", "[]", "drops tool_calls of the assistant's turn"),
+        ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "drops tool_calls of the assistant's"),
+        ("assistant\n{{ m.content }}", "assistant\n{{ m.content if not m.tool_calls }}",
+         "drops content of the assistant's"),
+        ("<tool_response>\n{{ m.content }}", "<tool_response>\n", "drops content of the tool's"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("tools", [None, [{"function": {"name": "stock_of", "x": "item"}}]])
+def test_template_that_drops_context_is_refused(tools, old, new, message):
+    """A call is not found in the list of tools, and a second one not in the first."""
+    tokenizer = known_tokenizer("qwen 2.5")
+    chat = [turn | {"train": False} if turn is CONTEXT[1] else turn for turn in CONTEXT]
+    assert "".join(target_texts(*encode(chat, tokenizer, tools)[0], tokenizer)) == "42<|im_end|>"
+    assert tokenizer.chat_template.count(old) == 1
+    tokenizer.chat_template = tokenizer.chat_template.replace(old, new)
+    with pytest.raises(ValueError, match=message):
+        encode(chat, tokenizer, tools)
+
+
+def test_reasoning_may_be_left_out_of_the_context():
+    tokenizer = known_tokenizer("qwen 3")
+    chat = [USER, ASSISTANT | {"reasoning_content": "Hm.", "train": False}, USER, ASSISTANT]
+    ((ids, _),) = encode(chat, tokenizer)
+    assert "Hm." not in tokenizer.decode(ids)
+    with pytest.raises(ValueError, match="drops reasoning_content"):
+        encode([USER, ASSISTANT | {"reasoning_content": "Hm."}], bpe(), train_on_prompt=True)
 
 
 @pytest.mark.parametrize("chat", [CHAT, [USER, ASSISTANT | {"thinking": "Hm."}]])
@@ -395,7 +414,7 @@ def test_chat_trains_with_the_template_that_a_refusal_names(chat):
     tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=ASKS_FOR_THOUGHTS)
     with pytest.raises(ValueError, match="Or pass --chat-template chatml"):
         encode(chat, tokenizer)
-    tokenizer.chat_template = chats.CHATML
+    tokenizer.chat_template = OUR_CHATML
     [(ids, labels)] = encode(chat, tokenizer)
     thought = "<think>\nHm.\n</think>\n\n" if "thinking" in chat[-1] else ""
     answers = [turn["content"] + "<|im_end|>" for turn in chat if turn["role"] == "assistant"]
@@ -432,26 +451,23 @@ def test_targets_are_those_of_trls_training_templates():
 def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
     (tmp_path / "own.jinja").write_text(CHATML)
     for original, flag, template, message in (
-        (None, None, chats.LLAMA_2, "no chat template: using llama-2"),
+        (None, None, chat_dataset.LLAMA_2, "The chat template is llama-2"),
         (PROMPTER, None, PROMPTER, ""),
-        (PROMPTER, "chatml", chats.CHATML, "--chat-template chatml replaces"),
-        (None, str(tmp_path / "own.jinja"), CHATML, "own.jinja replaces"),
+        (PROMPTER, "chatml", OUR_CHATML, "The chat template is chatml"),
+        (None, str(tmp_path / "own.jinja"), CHATML, "own.jinja, in best/ and final/ too"),
     ):
         tokenizer = bpe(chat_template=original)
-        chats.set_chat_template(tokenizer, flag)
+        chat_dataset.set_chat_template(tokenizer, flag)
         assert tokenizer.chat_template == template and message in capfd.readouterr().out
-    with pytest.raises(ValueError, match="is neither a file nor chatml or llama-2"):
-        chats.set_chat_template(tokenizer, "chatlm")
-    (tmp_path / "own.jinja").write_text("# Read me")
-    with pytest.raises(ValueError, match="does not use `messages`"):
-        chats.set_chat_template(tokenizer, str(tmp_path / "own.jinja"))
+    with pytest.raises(ValueError, match="is neither a file nor llama-2 or chatml"):
+        chat_dataset.set_chat_template(tokenizer, "chatlm")
 
 
 def test_template_always_writes_the_same_date():
     dated = "{{ strftime_now('%d %b %Y') }}" + PROMPTER
     ((ids, _),) = encode(CHAT, byt5(dated))
     assert byt5().decode(ids).startswith("26 Jul 2024<|system|>")
-    with pytest.raises(ValueError, match="strftime_now"):
+    with pytest.raises(ValueError, match="writes today's date"):
         encode(CHAT, byt5("{% set f = '%d' %}{{ strftime_now(f) }}" + PROMPTER))
 
 
@@ -479,105 +495,6 @@ def test_tool_arguments_equal_the_file(name, tmp_path):
         assert name == "rows.parquet" or f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
 
 
-def test_formats_give_the_same_chat(tmp_path):
-    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    parts = [{"type": "text", "text": "a"}]
-    rows = {
-        "messages": {"messages": [USER | {"name": None}, ASSISTANT], "id": 1},
-        "parts": {"messages": [USER | {"content": parts}, ASSISTANT]},
-        "prompt": {"prompt": "a", "completion": [ASSISTANT]},
-        "sharegpt": {"conversations": turns},
-        "alpaca": {"instruction": "a", "input": "", "output": "b", "content": "x"},
-    }
-    result = [load_documents(write(tmp_path / f"{x}.jsonl", [row]))[0] for x, row in rows.items()]
-    assert result == [result[0]] * 5
-    row = {"instruction": "a", "input": "c", "output": "b"}
-    ids = load_documents(write(tmp_path / "input.jsonl", [row]))["input_ids"][0]
-    assert "<|prompter|> a\n\nc <|endoftext|>" in byt5().decode(ids)
-    text = load_documents(
-        write(tmp_path / "text.jsonl", [{"body": "a</s>", "id": 1}]), text_column="body"
-    )
-    assert text["input_ids"][0] == [*(byte + 3 for byte in b"a</s>"), 1]
-
-
-@pytest.mark.parametrize(
-    "row, message",
-    [
-        ({"messages": []}, "messages is empty or not a list of objects"),
-        ({"messages": [USER | {"role": "bot"}]}, "the role bot is not one of system, user"),
-        ({"messages": [USER]}, "the chat has no assistant turn"),
-        ({"messages": [USER, ASSISTANT | {"content": "\n"}]}, "the assistant's turn is empty"),
-        (
-            {"messages": [USER | {"content": [{"type": "image"}]}]},
-            "the user's turn is .*, not text",
-        ),
-        ({"messages": [USER, ASSISTANT | {"weight": 0.5}]}, "assistant's turn has weight 0.5. Use"),
-        ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "the row excludes all assistant turns"),
-        ({"messages": [USER, ASSISTANT], "train": False}, "the row excludes all assistant turns"),
-        ({"messages": [USER, ASSISTANT], "loss_scale": 0.5}, "the row has loss_scale 0.5. Use"),
-        ({"messages": [USER, ASSISTANT | {"function_call": "f"}]}, "the function call is empty or"),
-        (
-            {"messages": [USER, CALL_TURN | {"function_call": {"name": "f", "arguments": "{}"}}]},
-            "turn has function_call and tool_calls. Remove one",
-        ),
-        ({"messages": [USER, ASSISTANT | {"reasoning": "hm"}]}, "has reasoning, an unknown key"),
-        ({"messages": [USER, ASSISTANT | {"content": "\ud800"}]}, "surrogates not allowed"),
-        ({"messages": [USER, ASSISTANT], "history": ["ab"]}, "history is not a list of pairs"),
-        ({"messages": [USER, ASSISTANT], "images": ["x.png"]}, "the row has images, and"),
-        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, "a system column and a system"),
-        ({"prompt": "a", "completion": [USER, ASSISTANT]}, "completion does not start with an"),
-        (
-            {
-                "messages": [
-                    USER,
-                    CALL_TURN | {"tool_calls": [{"name": "f", "parameters": {"x": 1}}]},
-                ]
-            },
-            "the call to f has no object `arguments`",
-        ),
-        (
-            {
-                "messages": [
-                    USER,
-                    ASSISTANT
-                    | {
-                        "content": [
-                            {"type": "text", "text": "b"},
-                            {"type": "text", "text": "c", "weight": 0},
-                        ]
-                    },
-                ]
-            },
-            "the assistant's turn is .*, not text",
-        ),
-        ({"prompt": "a", "completion": "b", "label": False}, "label is false, so the answer is"),
-        ({"prompt": "a", "completion": "b", "label": "False"}, "label is false, so the answer is"),
-        ({"prompt": "a", "completion": 5}, "the assistant's turn is 5, not text"),
-        ({"instruction": "a", "input": float("nan"), "output": "b"}, "input is nan, not text"),
-        ({"instruction": "a", "input": ["c"], "output": "b"}, r"input is \['c'\], not text"),
-    ],
-)
-def test_unusable_chats_are_refused(row, message):
-    columns = chats.find_columns("rows", dict.fromkeys(row, True), (None, None))
-    with pytest.raises((ValueError, TypeError), match=message):
-        chats.read_chat(row, columns, None, False)
-
-
-def test_bad_rows_are_named_or_skipped(tmp_path, capfd):
-    good = {"prompt": "a", "completion": "b"}
-    path = write(tmp_path / "rows.jsonl", [good, good, {"prompt": "a"}, good])
-    with pytest.raises(ValueError, match="rows.jsonl, row 3: the assistant's turn is None, not te"):
-        load_documents(path)
-    assert len(load_documents(path, bad_rows="skip")) == 3
-    assert f"Skipped {path}, row 3: the assistant's turn is None" in capfd.readouterr().out
-    path = write(tmp_path / "more.jsonl", [good | {"completion": ""}, {"prompt": "a"}])
-    with pytest.raises(ValueError, match="more.jsonl has no usable rows"):
-        load_documents(path, bad_rows="skip")
-    path = write(tmp_path / "text.jsonl", [{"content": "a"}, {"content": " "}])
-    with pytest.raises(ValueError, match="row 2: the document is ' ', not text"):
-        load_documents(path)
-
-
 def test_hold_out_keeps_equal_prompts_together(tmp_path):
     turns = [[USER | {"content": str(i // 2)}, *CHAT[2 : 3 + i % 2 * 2]] for i in range(200)]
     path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
@@ -596,17 +513,17 @@ def test_each_data_set_is_validated_on_its_own(tmp_path):
     for name in "abc":
         rows = [{"prompt": f"{name} {i}", "completion": str(i)} for i in range(40)]
         paths.append(write(tmp_path / f"{name}.jsonl", rows))
-    train, val = chat_dataset.load(arguments(dataset=[paths[0], paths[1], paths[1]]), byt5())
+    train, val = chat_dataset.load(
+        chat_dataset.Data(dataset=[paths[0], paths[1], paths[1]]), byt5()
+    )
     assert {name: len(rows.dataset) for name, rows in val.items()} == {paths[0]: 2, paths[1]: 2}
     assert len(train.dataset) == 114
-    args = arguments(dataset=[f"{paths[0]}:train[:10]"], val_dataset=paths[1:])
+    args = chat_dataset.Data(dataset=[f"{paths[0]}:train[:10]"], val_dataset=paths[1:])
     train, val = chat_dataset.load(args, byt5())
     assert len(train.dataset) == 10
     assert [len(rows.dataset) for rows in val.values()] == [40, 40]
-    assert (
-        chat_dataset.load(arguments(evaluate_only=True, **{"dataset": [paths[0]]}), byt5())[0]
-        is None
-    )
+    args = chat_dataset.Data(dataset=paths[:1])
+    assert chat_dataset.load(args, byt5(), evaluate_only=True)[0] is None
 
 
 @pytest.mark.parametrize("count", [10, 50, 51])
@@ -614,11 +531,12 @@ def test_prompts_longer_than_the_sequence_are_dropped(count, tmp_path, capfd):
     """If more than half are too long, the error suggests a better length."""
     prompts = ["?" * (1 + i) if i < 100 - count else "?" * (99 + i) for i in range(100)]
     path = write(tmp_path / "chats.jsonl", [{"prompt": x, "completion": "x"} for x in prompts])
+    rows = load_documents(path, max_seq_length=150)
     if count > 50:
-        with pytest.raises(ValueError, match="in 51 of 100 documents, the answers start after"):
-            chat_dataset.draw_documents("x", load_documents(path, max_seq_length=150), 0, 150)
+        with pytest.raises(Problem, match="in 51 of 100 documents, the answers start after"):
+            chat_dataset.draw_documents("x", "train", rows, 0, 150)
         return
-    rows = chat_dataset.draw_documents("x", load_documents(path, max_seq_length=150), 0, 150)
+    rows = chat_dataset.draw_documents("x", "train", rows, 0, 150)
     assert len(rows) == 100 - count and rows.column_names == ["input_ids", "labels"]
     assert f"{count} left out, because their answers start" in capfd.readouterr().out
 
@@ -629,14 +547,15 @@ def small() -> Dataset:
     ids = [[i % 250 + 3, *range(3, 4 + i % 30)] for i in range(300)]
     columns = {"input_ids": ids, "labels": [[-100, *row[1:]] for row in ids]}
     features = Features({k: chat_dataset.FEATURES[k] for k in columns})
-    return readers.join([Dataset.from_dict(columns, features)])
+    return reading.join([Dataset.from_dict(columns, features)])
 
 
 def test_packs_depend_on_seed_and_epoch(small):
     def packs(seed: int, epoch: int) -> list[list[list[int]]]:
-        dataset = chat_dataset.Packs(small, 64, seed)
-        dataset.set_epoch(epoch)
-        return [[row["input_ids"].tolist() for row in pack] for pack in dataset]
+        dataset = chat_dataset.PackedDataset(small, 64, seed)
+        start = epoch * len(dataset)
+        packs = (dataset[i] for i in range(start, start + len(dataset)))
+        return [[row["input_ids"].tolist() for row in pack] for pack in packs]
 
     first = packs(0, 0)
     assert first == packs(0, 0)
@@ -646,7 +565,7 @@ def test_packs_depend_on_seed_and_epoch(small):
         assert len({json.dumps(part) for part in flat}) == 1
 
 
-def test_pack_takes_the_longest_document_that_fits():
+def test_pack_takes_the_max_seqlen_that_fits():
     generator = torch.Generator().manual_seed(0)
     lengths = [3, 5, 8, 2, 5, 11, 7]
     packs = [[lengths[i] for i in pack] for pack in chat_dataset.pack(lengths, 10, generator)]
@@ -663,18 +582,18 @@ def test_collate_predicts_nothing_across_documents():
     rows = [[document(3, 4, 5, 6), document(7, 8, 9, 10, 11, prompt=3)], [document(*range(20, 29))]]
     batch = chat_dataset.collate(rows)
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    assert (batch["targets"], batch["tokens"], batch["longest_document"]) == (13, 15, 8)
+    assert (batch["targets"], batch["tokens"], batch["max_seqlen"]) == (13, 15, 8)
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {
         "input_ids": [[3, 4, 5, 7, 8, 9, 10, 0], [20, 21, 22, 23, 24, 25, 26, 27]],
         "labels": [[4, 5, 6, -100, -100, 10, 11, -100], [21, 22, 23, 24, 25, 26, 27, 28]],
         "position_ids": [[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]],
-        "cu_seq_lens": [0, 3, 7, 8, 16],
+        "cu_seqlens": [0, 3, 7, 8, 16],
         "target_positions": [0, 1, 2, 5, 6, *range(8, 16)],
     }
     types = {name: tensor.dtype for name, tensor in tensors.items()}
-    assert types.pop("cu_seq_lens") == torch.int32 and set(types.values()) == {torch.int64}
+    assert types.pop("cu_seqlens") == torch.int32 and set(types.values()) == {torch.int64}
     wide = chat_dataset.collate([[document(*range(3, 13))], [document(3, 4)]])
-    assert wide["cu_seq_lens"].tolist() == [0, 9, 16, 17, 32] and wide["longest_document"] == 15
+    assert wide["cu_seqlens"].tolist() == [0, 9, 16, 17, 32] and wide["max_seqlen"] == 15
 
 
 def test_empty_batch_has_no_targets():
@@ -685,10 +604,92 @@ def test_empty_batch_has_no_targets():
     assert batch["tokens"] == batch["targets"] == 0
 
 
-def test_weights_in_csv_are_read(tmp_path):
-    path = tmp_path / "chats.csv"
-    path.write_text("prompt,completion,weight\nq,a,1\nq,b,true\nq,c,\n")
-    assert len(load_documents(path)) == 3
-    path.write_text("prompt,completion,weight\nq,a,1\nq,b,0\n")
-    with pytest.raises(ValueError, match="row 2: the row excludes all assistant turns"):
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"instruction": "a", "input": "c", "output": "b"}, "Its columns are: instruction, input"),
+        ({"conversations": [{"from": "human", "value": "a"}]}, "has no chats that can be read"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "the role None is not one of"),
+        ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "turn has weight, an unknown key"),
+        ({"messages": [USER, ASSISTANT | {"train": "false"}]}, "has train 'false'. Use true or"),
+        ({"messages": [USER, ASSISTANT], "train": False}, "train would be ignored"),
+        ({"messages": [USER, ASSISTANT], "history": [["a", "b"]]}, "history would be ignored"),
+        ({"prompt": "a", "completion": "b", "label": False}, "label would be ignored"),
+        ({"prompt": "a", "completion": "b", "rejected": "c"}, "rejected would be ignored"),
+        ({"messages": json.dumps([USER, ASSISTANT])}, "messages is empty or not a list"),
+        ({"messages": [USER, ASSISTANT], "tools": "[]"}, "tools is empty or not a list"),
+        ({"messages": [USER, ASSISTANT | {"content": None}]}, "turn is None, not text"),
+        (
+            {"messages": [USER, CALL_TURN | {"tool_calls": [{"name": "f", "arguments": "{}"}]}]},
+            "the call to f has no object `arguments`",
+        ),
+    ],
+)
+def test_rows_are_refused_without_the_optional_formats(row, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_dataset.chat_formats, "normalize", lambda row, form: row)
+    monkeypatch.setattr(chat_dataset.chat_formats, "find_columns", lambda name, x, form, args: form)
+    path = write(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(Problem, match=message):
         load_documents(path)
+
+
+def test_messages_and_pairs_train_without_the_optional_formats(tmp_path, monkeypatch):
+    chats = [
+        {"messages": [SYSTEM, USER, ASSISTANT], "id": 1},
+        {"prompt": "a", "completion": "b", "system": "c"},
+        {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
+        {"q": "a", "r": "b", "s": "c"},
+    ]
+    flags = {"prompt_column": "q", "completion_column": "r", "system_column": "s"}
+    paths = [write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate(chats)]
+    expected = load_documents(paths[0])[:]
+    monkeypatch.setattr(chat_dataset.chat_formats, "normalize", lambda row, form: row)
+    monkeypatch.setattr(chat_dataset.chat_formats, "find_columns", lambda name, x, form, args: form)
+    for path, row in zip(paths, chats, strict=True):
+        assert (
+            load_documents(path, **(flags if "q" in row else {}), max_seq_length=99)[:] == expected
+        )
+    context = {"prompt": [USER, ASSISTANT, USER], "completion": "b"}
+    document = load_documents(write(tmp_path / "context.jsonl", [context]))[0]
+    assert len(target_texts(document["input_ids"], document["labels"], byt5())) == 1
+    with pytest.raises(Problem, match="Its columns are: q, r, s. Write messages, or pass --prompt"):
+        load_documents(paths[3])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
+def test_tokenized_rows_are_read(suffix, tmp_path):
+    rows = [{"input_ids": [5 + i, 6, 1], "labels": [-100, 6, 1]} for i in range(60)]
+    path = tmp_path / f"rows{suffix}"
+    save = {".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet, "": Dataset.save_to_disk}
+    save[suffix](Dataset.from_list(rows), path)
+    train, val = chat_dataset.load(chat_dataset.Data(dataset=[str(path)]), byt5())
+    sets = [part.dataset.with_format(None) for part in (train, val[str(path)])]
+    assert sorted(row["input_ids"] for part in sets for row in part) == sorted(
+        row["input_ids"] for row in rows
+    )
+    assert all(row["labels"] == [-100, 6, 1] for part in sets for row in part)
+    assert 1 <= len(sets[1]) <= 6
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"input_ids": [5, 385]}, "token 385 is not one of the tokenizer's 384"),
+        ({"input_ids": [5] * 300}, "300 tokens, but --max-seq-length allows 129"),
+        ({"input_ids": []}, "tokens are empty or not a list of integers"),
+        ({"labels": [5]}, "labels must be one per token"),
+        ({"labels": [5, 9, 7]}, "labels must be one per token"),
+        ({"labels": [-100] * 3}, "labels must be one per token"),
+        ({"labels": [-100, 6.0, 7.0]}, "labels must be one per token"),
+        ({"input_ids": [5, 6, 0]}, "the tokens end in padding"),
+        ({"input_ids": [5, 1, 1]}, "the tokens end in padding"),
+        ({"attention_mask": [0, 1, 1]}, "attention_mask excludes tokens"),
+        ({"completion_mask": [0, 1, 1], "labels": None}, "completion_mask excludes tokens"),
+    ],
+)
+def test_invalid_tokens_are_refused(row, message, tmp_path):
+    good = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+    bad = {key: x for key, x in (good | row).items() if x is not None}
+    path = write(tmp_path / "rows.jsonl", [good, good, bad])
+    with pytest.raises(Problem, match=f"rows.jsonl, row 3: {message}"):
+        load_documents(path, max_seq_length=128)

@@ -1,28 +1,29 @@
-"""Compare llama_fsdp.py with plain single-process PyTorch: loading, packing, loss, attention."""
+"""Compare llama_fsdp.py with plain single-process PyTorch: loading, packing, loss; and whole runs:
+resume after a kill, export and evaluation."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
-from conftest import launch
+from conftest import check_equal_weights, launch, losses, metrics, weights
+from in_process import start
 from ten_steps import (
     COMPILED,
     CORE_VARIANTS,
-    PAGED,
     check_no_host_sync,
     check_recomputation,
-    check_resume,
+    parse_args,
 )
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 import chat_dataset
 import llama_fsdp
-from benchmarks.driven import parse_flags
-from runtime.attention import per_document, register, set_attention
-from runtime.chunked_loss import LossHead
+from core.chunked_loss import LossHead
 
 TWO_RANKS = CORE_VARIANTS | {
     "compile": COMPILED,
@@ -32,7 +33,6 @@ TWO_RANKS = CORE_VARIANTS | {
     "ddp_bf16": ["--precision", "bf16", "--strategy", "ddp"],
     "fsdp2_bf16": ["--fsdp", "2", "--precision", "bf16"],
     "fsdp2_compile": ["--fsdp", "2", *COMPILED],
-    **PAGED,
 }
 HYBRID = ["--strategy", "hybrid_shard", "--shard-group-size", "2"]
 WORKER = "tests/workers/llama_worker.py"
@@ -59,7 +59,7 @@ def four_ranks(
 
 def reference(result: dict, llama_directory: Path) -> dict:
     """Train on the batches of `result` in a plain loop, one document at a time."""
-    model = transformers.LlamaForCausalLM.from_pretrained(llama_directory, dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(llama_directory, dtype=torch.float32)
     model.train()
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim == 1]
@@ -117,15 +117,9 @@ def test_ten_steps_on_two_ranks_equal_plain_pytorch(variant, two_ranks, plain):
     check_parity(two_ranks[variant], plain)
 
 
-@pytest.mark.parametrize("variant", PAGED)
-def test_paged_optimizer_resumes(variant, two_ranks):
-    """Also resume from its checkpoint with PyTorch's AdamW."""
-    pytest.importorskip("bitsandbytes")
-    check_resume(two_ranks[variant]["resume"])
-
-
 def test_step_never_waits_for_the_device(two_ranks):
-    check_no_host_sync(two_ranks, ["full_shard", "fsdp2", "ddp", "accumulate"])
+    variants = "full_shard", "fsdp2", "ddp", "accumulate"
+    check_no_host_sync(two_ranks, [f"{name} without log" for name in variants])
 
 
 @pytest.mark.parametrize("variant", ["compile", "fsdp2_compile"])
@@ -161,20 +155,12 @@ def test_bf16_is_near_and_frequencies_stay_fp32(variant, two_ranks, plain):
 
 
 def test_weights_equal_from_pretrained(two_ranks, llama_directory):
-    model = transformers.LlamaForCausalLM.from_pretrained(llama_directory)
+    model = LlamaForCausalLM.from_pretrained(llama_directory)
     expected = dict(model.named_parameters())
     assert two_ranks["loaded"].keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in two_ranks["loaded"].items())
     assert two_ranks["full_shard"]["units"] == 3 + 3
     assert two_ranks["ddp"]["units"] == 0
-
-
-def documents(count: int) -> list[dict]:
-    """Return `count` documents of 2 to 12 tokens."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(2, 13, (count,), generator=generator).tolist()
-    ids = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in lengths]
-    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def test_loss_is_summed_in_fp32():
@@ -190,52 +176,138 @@ def test_loss_is_summed_in_fp32():
         assert loss.dtype == torch.float32 and loss.item() == pytest.approx(plain, rel=1e-3)
 
 
-def logits(model: torch.nn.Module, batch: dict) -> torch.Tensor:
-    """Return the logits of a packed batch, computed from the loss head's input."""
-    hidden: list = []
-    handle = model.lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+RELOAD = """
+import json, sys, torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+total, count = 0.0, 0
+for line in open(sys.argv[2]):
+    row = json.loads(line)
+    chat = [{"role": "user", "content": row["prompt"]}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    start = tokenizer(text, add_special_tokens=False).input_ids
+    answer = " " + row["completion"] + " " + tokenizer.eos_token
+    end = tokenizer(answer, add_special_tokens=False).input_ids
+    ids = torch.tensor([start + end])
     with torch.no_grad():
-        llama_fsdp.summed_loss(model, batch)
-        handle.remove()
-        return model.lm_head(hidden[0])
+        logits = model(ids[:, :-1]).logits[0, len(start) - 1 :]
+    total += F.cross_entropy(logits.double(), ids[0, len(start) :], reduction="sum").item()
+    count += len(end)
+settings = model.generation_config
+print(json.dumps({"loss": total / count, "class": type(model).__name__, "dtype": str(model.dtype),
+                  "temperature": settings.temperature}))
+"""
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "packed"])
-def test_packed_documents_do_not_attend_to_each_other(attention, llama_directory):
-    register(per_document)
-    model = llama_fsdp.LossModel.from_pretrained(
-        llama_directory, attn_implementation=attention
-    ).train()
-    packs = [documents(8)[:5], documents(8)[5:]]
-    batch = chat_dataset.collate(packs)
-    packed = logits(model, batch).split(batch["input_ids"].size(1))
-    plain = transformers.LlamaForCausalLM.from_pretrained(llama_directory)
-    for row, pack in zip(packed, packs, strict=True):
-        start = 0
-        for ids in (document["input_ids"][:-1] for document in pack):
-            expected = plain(torch.tensor([ids]), use_cache=False).logits[0]
-            assert (row[start : start + len(ids)] - expected).abs().max() < 1e-5
-            start += len(ids)
-    first = len(packs[0][0]["input_ids"]) - 1
-    batch["input_ids"][0, first] += 1  # the second document's first token
-    changed = (logits(model, batch) - torch.cat(packed)).abs().amax(dim=1).nonzero().flatten()
-    assert changed.min() == first
-    assert changed.max() < first + len(packs[0][1]["input_ids"]) - 1
+@pytest.fixture(scope="module")
+def flags(llama_directory: Path, chats: Path, tmp_path_factory: pytest.TempPathFactory) -> list:
+    """Return flags for twelve steps on two data sets; at a global batch of 4, more than one
+    epoch."""
+    pairs = tmp_path_factory.mktemp("pairs") / "pairs.csv"
+    rows = "".join(f"how much is {i}?,it is {'x' * (i % 5)}\n" for i in range(30))
+    pairs.write_text("prompt,completion\n" + rows)
+    return ["--model-name", str(llama_directory), "--dataset", str(chats), str(pairs),
+            "--max-seq-length", "96", "--num-train-samples", "20", "--max-steps", "12",
+            "--log-every", "1", "--eval-every", "4", "--save-every", "2", "--lr", "1e-2",
+            "--export-dtype", "fp32"]  # fmt: skip
 
 
-def test_auto_avoids_kernels_that_cannot_run(capsys):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit):
-        parse_flags(llama_fsdp, ["--model-name", "tiny", "--attention", "flash"])
-    assert "--attention flash needs a GPU" in capsys.readouterr().err
-    for flags, shape, expected in (
-        ([], {}, "varlen"),
-        (["--compile"], {}, "sdpa"),
-        ([], {"sliding_window": 9}, "sdpa"),
-        ([], {"sliding_window": 9, "use_sliding_window": False}, "varlen"),
-        ([], {"sliding_window": 4096}, "varlen"),
-        ([], {"attention_dropout": 0.1}, "sdpa"),
-    ):
-        args = parse_flags(llama_fsdp, flags)
-        assert set_attention(args, LlamaConfig(**shape), LlamaForCausalLM).split()[0] == expected
+@pytest.fixture(scope="module")
+def reference_run(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """Return the directory of a finished run of two ranks."""
+    output = tmp_path_factory.mktemp("run") / "uninterrupted"
+    launch(2, "llama_fsdp.py", *flags, "--batch-size", "2", "--output-dir", output)
+    return output
+
+
+def val_documents(flags: list[str]) -> dict[str, list[dict]]:
+    """Return the validation documents, token ids and labels, by data set."""
+    data = parse_args(llama_fsdp, flags).data
+    _, sets = chat_dataset.load(data, ByT5Tokenizer(chat_template=chat_dataset.LLAMA_2))
+    return {name: list(packs.dataset.with_format(None)) for name, packs in sets.items()}
+
+
+def held_out_loss(model: torch.nn.Module, documents: list[dict]) -> float:
+    """Return the mean loss over the target tokens of documents."""
+    total, count = 0.0, 0
+    for row in documents:
+        ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"][1:])
+        with torch.no_grad():
+            logits = model(ids[:, :-1]).logits[0]
+        total += F.cross_entropy(logits.double(), labels, reduction="sum").item()
+        count += int((labels != -100).sum())
+    return total / count
+
+
+def test_run_validates_each_data_set(reference_run, flags):
+    train, val = losses(reference_run), metrics(reference_run, "val")
+    assert train[12] < 0.9 * train[1]
+    assert list(val[-1]["losses"]) == [flags[3], flags[4]]
+    model = LlamaForCausalLM.from_pretrained(reference_run / "final")
+    documents = val_documents(flags)
+    for name, loss in val[-1]["losses"].items():
+        assert loss == pytest.approx(held_out_loss(model, documents[name]), rel=1e-5)
+    every = [row for rows in documents.values() for row in rows]
+    assert val[-1]["loss"] == pytest.approx(held_out_loss(model, every), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_tied_model_stays_tied(llama_directory, flags, tmp_path):
+    config = LlamaConfig.from_pretrained(llama_directory)
+    config.tie_word_embeddings = True
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "tied")
+    ByT5Tokenizer().save_pretrained(tmp_path / "tied")
+    command = [*flags[2:], "--model-name", tmp_path / "tied", "--output-dir", tmp_path / "run"]
+    launch(2, "llama_fsdp.py", *command, "--max-steps", "2")
+    first = metrics(tmp_path / "run", "val")[0]["losses"][flags[3]]
+    expected = held_out_loss(model, val_documents(flags)[flags[3]])
+    assert first == pytest.approx(expected, rel=1e-5)
+    assert "lm_head.weight" not in weights(tmp_path / "run/final")
+    exported = LlamaForCausalLM.from_pretrained(tmp_path / "run/final")
+    assert exported.lm_head.weight is exported.model.embed_tokens.weight
+
+
+def test_killed_run_with_full_checkpoints_resumes_bit_for_bit(reference_run, flags, tmp_path):
+    command = [*flags, "--batch-size", "2", "--output-dir", tmp_path, "--checkpoint-type", "full"]
+    killed = launch(2, "tests/workers/killed.py", "llama_fsdp", 1, 8, *command, check=False)
+    assert killed.returncode
+    newest = tmp_path / "checkpoints/step-00000006"
+    assert (newest / "full.pt").exists() and not any(newest.glob("*.distcp"))
+    launch(2, "llama_fsdp.py", *command)
+    assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 6]
+    assert losses(tmp_path) == losses(reference_run)
+    assert losses(tmp_path, "val") == losses(reference_run, "val")
+    check_equal_weights(tmp_path / "final", reference_run / "final")
+
+
+def test_export_has_the_same_loss_in_plain_transformers(reference_run, flags, tmp_path):
+    """Load weights, chat template and generation settings in a new process."""
+    tokenizer, rows = ByT5Tokenizer(), []
+    for document in val_documents(flags)[flags[4]]:
+        prompt, answer = tokenizer.decode(document["input_ids"]).split(" [/INST] ")
+        prompt = prompt.removeprefix("[INST] ")
+        completion = answer.removesuffix("</s>").strip()
+        rows.append(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+    (tmp_path / "held_out.jsonl").write_text("".join(rows))
+    command = [sys.executable, "-c", RELOAD, reference_run / "final", tmp_path / "held_out.jsonl"]
+    result = json.loads(subprocess.check_output(command, text=True))
+    expected = metrics(reference_run, "val")[-1]["losses"][flags[4]]
+    assert result["loss"] == pytest.approx(expected, rel=1e-5)
+    assert result["class"] == "LlamaForCausalLM" and result["dtype"] == "torch.float32"
+    assert result["temperature"] == 0.6
+
+
+def test_evaluation_reports_the_loss_of_each_data_set(reference_run, flags, tmp_path):
+    run = Path(shutil.copytree(reference_run, tmp_path / "run"))
+    words = [*flags, "--evaluate-only", "--fsdp", "2", "--output-dir", run]
+    assert start(llama_fsdp, *words, "--model-name", run / "final") == 0
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    expected = metrics(run, "val")[-1]
+    assert evaluation["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert evaluation["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    for name in ("status", "metrics.jsonl"):
+        assert (run / name).read_bytes() == (reference_run / name).read_bytes()

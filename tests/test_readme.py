@@ -17,10 +17,11 @@ from conftest import ROOT, launch, metrics
 
 import gpt2_fsdp
 import llama_fsdp
+import policies
 import T5_training
 from benchmarks import demo
-from benchmarks.driven import parse_flags
-from runtime import attention, options, ranks
+from core import ranks
+from optional import packed_attention
 from tools import memory_estimator, preflight
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -31,7 +32,7 @@ PROGRAMS = {
     for module in (T5_training, gpt2_fsdp, llama_fsdp, memory_estimator, preflight)
 }
 EXTRAS = ("peft", "bitsandbytes", "tensorboard", "wandb", "trackio", "rouge_score")
-FOLDERS = ("runtime", "benchmarks", "tools")  # the docs omit these folders in file names
+FOLDERS = ("core", "optional", "benchmarks", "tools")  # the docs omit these folders in file names
 
 
 def commands() -> list[str]:
@@ -180,20 +181,23 @@ def launch_commands() -> list[str]:
 def test_commands_parse(line, monkeypatch, tmp_path, capsys):
     """Pretend that the GPUs, packages and files that the command needs exist."""
     program, flags, nodes, processes = program_and_flags(line)
+    if program == "tools/prepare.py":
+        program, *flags = flags
     monkeypatch.chdir(tmp_path)
     create_inputs(flags)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(nodes * processes))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     if "# GPUs" in line:
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: processes)
-        monkeypatch.setattr(ranks, "accelerator", lambda: "cuda")
-        monkeypatch.setattr(ranks, "has_bf16", lambda: True)
-        monkeypatch.setattr(attention.Options, "problems", lambda args: [])
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(policies, "compute_precision", lambda _: "bf16")
+        monkeypatch.setattr(packed_attention.Kernel, "problems", lambda *_: [])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda *x: x[0] in EXTRAS or find_spec(*x))
+    monkeypatch.setattr(sys, "argv", [program, *flags])
+    monkeypatch.setattr(ranks, "end", sys.exit)
     try:
-        module = PROGRAMS[program]
-        options.parse(module.Options, flags, getattr(module, "TinyOptions", None))
+        PROGRAMS[program].parse_args()
     except SystemExit:
         pytest.fail(f"{line}: {capsys.readouterr().err}")
 
@@ -239,7 +243,7 @@ def test_links_resolve(page):
 
 
 def test_files_named_in_docs_exist():
-    pattern = r"(?:(?:runtime|rows|benchmarks|tests|tools|docs)/)?[\w/]+\.(?:py|slurm)"
+    pattern = r"(?:(?:core|optional|benchmarks|tests|tools|docs)/)?[\w/]+\.(?:py|slurm)"
     placeholders = {"my_script.py"}
     for name in set(re.findall(rf"`({pattern})`", TEXT)) - placeholders:
         paths = [ROOT / name, *(ROOT / folder / name for folder in FOLDERS)]
@@ -252,7 +256,7 @@ def test_memory_table_matches_estimator():
     )
     assert {name for name, _ in rows} == {"llama-2-7b", "llama-2-13b", "llama-2-70b"}
     for name, cells in rows:
-        args = options.parse(memory_estimator.Options, ["--model-name", name])
+        args = memory_estimator.parse_args(["--model-name", name])
         model = memory_estimator.read_model(args)
         estimates = {(s, o): memory_estimator.estimate(model, args, s, o, True, "adamw")
                      for s, o in memory_estimator.MODES}  # fmt: skip
@@ -271,7 +275,7 @@ def test_gpu_table_matches_estimator():
     pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
     for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
         nodes = max(1, int(gpus) // 8)
-        args = options.parse(memory_estimator.Options, [
+        args = memory_estimator.parse_args([
             "--model-name", name, "--nodes", str(nodes), "--gpus-per-node", str(int(gpus) // nodes),
             "--gpu-memory-gb", memory, *flags.split(),
         ])  # fmt: skip
@@ -281,12 +285,18 @@ def test_gpu_table_matches_estimator():
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_fits_140_lines_of_80_columns(name, monkeypatch, capsys):
+def test_help_fits_80_columns(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit):
-        parse_flags(importlib.import_module(name), ["--help"])
+        importlib.import_module(name).parse_args()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 140 and all(len(line) <= 80 for line in lines)
-    assert any(f"torchrun --nnodes 1 --nproc_per_node 8 {name}.py" in line for line in lines[:10])
-    text = " ".join(" ".join(lines).split())
-    assert "--lr X peak learning rate (default: 5e-05)" in text or name != "llama_fsdp"
+    assert len(lines) <= 260 and all(len(line) <= 80 for line in lines)
+    text = " ".join("".join(x if x.isascii() else " " for x in " ".join(lines)).split())
+    assert f"torchrun --nnodes 1 --nproc_per_node 8 {name}.py" in text
+    assert "peak learning rate (default: 5e-05)" in text or name != "llama_fsdp"
+
+
+def test_pages_are_short():
+    words = {path.name: len(text.split()) for path, text in PAGES.items()}
+    assert words["README.md"] <= 1600 and sum(words.values()) <= 8500

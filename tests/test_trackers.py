@@ -7,24 +7,26 @@ from types import ModuleType
 
 import pytest
 from conftest import losses, metrics, status
+from in_process import start
 
 import gpt2_fsdp
-from benchmarks.driven import parse_flags
-from runtime.metrics import Trackers
+from core.args import Run
+from optional import trackers
+from optional.trackers import Track
 
 
 @pytest.fixture
 def flags(gpt2_directory: Path, texts: tuple, tmp_path: Path) -> list[str]:
     """Return flags for a short run on one process."""
-    return ["--model-name", str(gpt2_directory), "--dataset", str(texts[0]), "--val-dataset",
-            str(texts[1]), "--block-size", "32", "--num-train-samples", "35", "--log-every", "1",
-            "--save-every", "1", "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    return ["--model-name", gpt2_directory, "--dataset", texts[0], "--val-dataset", texts[1],
+            "--block-size", "32", "--num-train-samples", "35", "--log-every", "1",
+            "--save-every", "1", "--output-dir", tmp_path / "run"]  # fmt: skip
 
 
 def run_twice(flags: list[str]) -> None:
     """Train three steps, then resume for two more."""
     for steps in ("3", "5"):
-        gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--max-steps", steps]))
+        assert start(gpt2_fsdp, *flags, "--max-steps", steps) == 0
 
 
 def numbers(output: Path) -> dict[tuple[str, int], float]:
@@ -32,11 +34,11 @@ def numbers(output: Path) -> dict[tuple[str, int], float]:
     values = {}
     for event in ("train", "val", "save", "done"):
         for line in metrics(output, event):
-            for name in set(line) - {"event", "step", "epoch", "losses"}:
+            for name in set(line) - {"event", "step", "time", "losses"}:
                 values[f"{event}/{name}", line["step"]] = line[name]
             for name, loss in line.get("losses", {}).items():
                 values[f"{event}/losses/{name}", line["step"]] = loss
-    assert len(values) > 40
+    assert len(values) > 35
     return values
 
 
@@ -71,56 +73,71 @@ def test_trackio_logs_the_losses_of_metrics_jsonl(flags, tmp_path, monkeypatch):
 
 
 def test_wandb_resumes_the_same_run(flags, tmp_path, monkeypatch):
-    """Both starts are stored under one run id."""
+    """Both starts are stored under one run id, and under the user's names."""
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    for key, value in {"MODE": "offline", "SILENT": "true", "PROJECT": "mine", "NAME": "first",
+                       "RUN_GROUP": "sweep"}.items():  # fmt: skip
+        monkeypatch.setenv(f"WANDB_{key}", value)
     run_twice([*flags, "--track", "wandb"])
     stores = sorted((tmp_path / "run/track/wandb").glob("offline-run-*/*.wandb"))
     assert len(stores) == 2 and len({path.name for path in stores}) == 1
+    assert all(word in stores[0].read_bytes() for word in (b"mine", b"first", b"sweep"))
 
 
 class Recorder(ModuleType):
-    """A tracker that keeps the arguments of its start, and is its own run."""
+    """A tracker that keeps the arguments of its start and all events, and is its own run."""
 
     def init(self, **options: object) -> "Recorder":
         """Keep the arguments."""
         self.options = options
+        self.events = []
         return self
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        """Keep the event."""
+        self.events.append((step, numbers))
+
+    def finish(self) -> None:
+        """Keep that the run is over."""
+        self.events.append("finished")
+
+
+class FakeLog:
+    """A log that returns the events that are written to it."""
+
+    def write(self, event: str, step: int, **values: object) -> dict:
+        """Return the event."""
+        return {"event": event, "step": step, "time": 1.5} | values
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_variables_of_a_tracker_override_our_defaults(name, tmp_path, monkeypatch):
     tracker = Recorder(name)
     monkeypatch.setitem(sys.modules, name, tracker)
-    keys = ("PROJECT", "NAME", "RUN_GROUP", "RUN_ID", "DIR")
+    keys = ("PROJECT", "NAME", "RUN_ID", "DIR")
     for key in keys:
         monkeypatch.delenv(f"{name.upper()}_{key}", raising=False)
-    flags = {"track": [name], "lr": 0.5}
-    assert Trackers(flags, tmp_path / "track", "my_script", 0).open
+    args = gpt2_fsdp.Args(run=Run(output_dir=tmp_path), track=Track(track=(name,)))
+    log = trackers.follow(FakeLog(), args, "my_script", 0)
     run = (tmp_path / "track/id").read_text()
-    expected = {"project": "my_script", "name": run, "group": None, "resume": "allow"}
-    expected["config"] = {"track": [name], "lr": 0.5}
+    assert tracker.options["config"]["optim"]["lr"] == args.optim.lr
+    expected = {"project": "my_script", "name": run, "resume": "allow"}
+    expected |= {"config": tracker.options["config"]}
     if name == "wandb":
         expected |= {"id": run, "dir": str(tmp_path / "track")}
     assert tracker.options == expected
+    log.write("start", 0, samples=5)
+    log.write("val", 2, loss=1.5, losses={"x": 2.5}, text="text")
+    trackers.finish()
+    assert tracker.events == [(2, {"val/loss": 1.5, "val/losses/x": 2.5}), "finished"]
     for key in keys:
         monkeypatch.setenv(f"{name.upper()}_{key}", key)
-    assert Trackers(flags, tmp_path / "track", "my_script", 5).open
-    expected |= {"project": "PROJECT", "name": "NAME", "group": "RUN_GROUP"}
+    trackers.follow(FakeLog(), args, "my_script", 5)
+    trackers.finish()
+    expected |= {"project": "PROJECT", "name": "NAME"}
     if name == "wandb":
         expected |= {"id": "RUN_ID", "dir": "DIR"}
     assert tracker.options == expected
-
-
-def test_wandb_stores_a_run_under_the_users_name(flags, tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
-    for key, value in {"MODE": "offline", "SILENT": "true", "PROJECT": "mine", "NAME": "first",
-                       "RUN_GROUP": "sweep"}.items():  # fmt: skip
-        monkeypatch.setenv(f"WANDB_{key}", value)
-    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--track", "wandb", "--max-steps", "1"]))
-    (store,) = (tmp_path / "run/track/wandb").glob("offline-run-*/*.wandb")
-    assert all(word in store.read_bytes() for word in (b"mine", b"first", b"sweep"))
 
 
 class Broken(ModuleType):
@@ -137,8 +154,15 @@ def test_failing_tracker_does_not_end_the_run(flags, tmp_path, monkeypatch, capf
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: name == "wandb" or find_spec(name)
     )
-    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--track", "wandb", "--max-steps", "2"]))
-    captured = capfd.readouterr()
-    assert (captured.out + captured.err).count("--track wandb failed") == 1
-    assert "no route to host" in captured.out + captured.err
+    assert start(gpt2_fsdp, *flags, "--track", "wandb", "--max-steps", "2") == 0
+    output = capfd.readouterr().out
+    assert output.count("--track wandb failed") == 1 and "no route to host" in output
     assert status(tmp_path / "run") == "finished"
+
+
+def test_missing_tracker_is_refused(flags, monkeypatch, capfd):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert Track(track=("trackio",)).problems(None) == [
+        "--track trackio is not installed. Run pip install trackio."
+    ]
+    assert Track().problems(None) == []

@@ -1,5 +1,6 @@
 """Modules made from the scripts by search and replace, as a user would modify a copy."""
 
+import importlib
 from types import ModuleType
 
 from conftest import ROOT
@@ -15,22 +16,25 @@ def edited_script(
         assert old in source, old
         source = source.replace(old, new)
     module = ModuleType(script)
-    module.__file__ = str(ROOT / f"{script}.py")
+    module.__file__ = importlib.import_module(script).__file__  # where tyro reads the help
     exec(compile(source, module.__file__, "exec"), vars(module))
     if in_data:
-        module.data = edited_script(module.data.__name__, in_data)
+        (name,) = (name for name in vars(module) if name.endswith("_dataset"))
+        setattr(module, name, edited_script(name, in_data))
     return module
 
 
 def llama_changes(name: str, folder: str = "", **config: object) -> dict[str, str]:
     """Return the changes that turn llama_fsdp.py into a script for the architecture `name`, with
-    `config` added to TINY. `folder` is its folder in Transformers; the default is the name in lower
-    case."""
+    `config` added to TINY_CONFIG. `folder` is its folder in Transformers; the default is the name
+    in lower case."""
     folder = folder or name.lower()
     last_entry = '"num_key_value_heads": 2,'
     entries = "".join(f' "{key}": {value!r},' for key, value in config.items())
-    return {
-        "models.llama.modeling_llama": f"models.{folder}.modeling_{folder}",
+    norms = {} if name == "Llama" else {"(modeling_llama.LlamaRMSNorm,)": "()"}
+    return norms | {
+        "models.llama import modeling_llama": f"models.{folder} import modeling_{folder}",
+        "modeling_llama.": f"modeling_{folder}.",
         "Llama": name,
         last_entry: last_entry + entries,
     }

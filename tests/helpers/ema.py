@@ -5,9 +5,11 @@ from torch import nn
 
 EMA = {  # replacements for edited_script()
     "import policies\n": "import policies\nfrom ema import Ema\n",
-    "scaler, total_steps)": "scaler, total_steps, {'ema': ema})",
-    "    state = State(": "    ema = Ema(model)\n    state = State(",
-    "optimizer.zero_grad()\n": "optimizer.zero_grad()\n            ema.update(model)\n",
+    "    scaler = policies.": "    ema = Ema(model)\n    scaler = policies.",
+    "optimizer, state, reader=reader)": 'optimizer, state, {"ema": ema}, reader=reader)',
+    '"full", seal)': '"full", seal, {"ema": ema})',
+    "        optimizer.zero_grad()\n": "        optimizer.zero_grad()\n        ema.update(model)\n",
+    "lr=lr, grad_norm=grad_norm)": "lr=lr, grad_norm=grad_norm, updates=ema.count)",
 }
 
 
@@ -16,7 +18,7 @@ class Ema:
 
     def __init__(self, model: nn.Module) -> None:
         self.average = [parameter.detach().clone() for parameter in model.parameters()]
-        self.count = 0
+        self.count = torch.tensor(0)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -31,10 +33,11 @@ class Ema:
         for average, parameter in zip(self.average, model.parameters(), strict=True):
             parameter.copy_(average)
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the average and the number of updates."""
-        return {"average": self.average, "count": self.count}
+        return {f"average.{i}": x for i, x in enumerate(self.average)} | {"count": self.count}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Load the average and the number of updates."""
-        self.average, self.count = state["average"], state["count"]
+        self.count = state["count"]
+        self.average = [state[f"average.{i}"] for i in range(len(self.average))]

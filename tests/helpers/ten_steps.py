@@ -1,26 +1,27 @@
 """Ten steps of a script with detailed records, which the parity tests run on every rank."""
 
-import argparse
+import contextlib
 import functools
 import importlib.util
+import json
+import sys
 import traceback
 import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import policies
-from benchmarks.driven import Driven
+from core import checkpoint, ranks, weights
 
 SHARED_VARIANTS = {
     "full_shard": [],
@@ -139,94 +140,128 @@ def check_recomputation(results: dict, **pairs: str) -> None:
         assert results[name]["losses"] == results[plain]["losses"], name
 
 
-def check_no_host_sync(results: dict, variants: Iterable[str], exempt: str = "") -> None:
-    """Check that a step and the fetch of its micro-batches read no tensor's value on the host,
-    except in the file `exempt`."""
+def check_no_host_sync(results: dict, variants: Iterable[str]) -> None:
+    """Check that a step and the fetch of its micro-batches read no tensor's value on the host.
+    Transformers' check of its masks is exempt."""
     for name in variants:
-        assert results[name]["waits"].keys() <= {exempt}, (name, results[name]["waits"])
+        assert results[name]["waits"].keys() <= {"masking_utils.py"}, (name, results[name]["waits"])
 
 
-def resume(
-    script: types.ModuleType, args: argparse.Namespace, device: torch.device
-) -> dict[str, tuple[list[float], list[torch.Tensor]]]:
-    """Return the losses of steps 4 to 6 and the weights after them: for a run, its resume from step
-    3 and a resume with AdamW."""
-
-    def three_steps(driven: Driven) -> list[float]:
-        losses = []
-        for loss, _ in driven.all(3):
-            dist.all_reduce(loss)
-            losses.append(loss.item())
-        return losses
-
-    uninterrupted = Driven(script, args, device)
-    three_steps(uninterrupted)
-    checkpoint = uninterrupted.save()
-    runs = {"uninterrupted": uninterrupted}
-    for optimizer in (args.optimizer, "adamw"):
-        other = argparse.Namespace(**vars(args) | {"optimizer": optimizer})
-        runs[optimizer] = Driven(script, other, device, checkpoint)
-    results = {}
-    for name, driven in runs.items():
-        losses = three_steps(driven)
-        results[name] = losses, [whole(p).clone() for p in driven.model.parameters()]
-    return results
+class Left(Exception):
+    """A script has ended its run, with this exit code."""
 
 
-def check_resume(result: dict) -> None:
-    """Check that a resume is exact with the same optimizer and close with the other."""
-    losses, parameters = result["uninterrupted"]
-    resumed, resumed_parameters = result["paged_adamw_32bit"]
-    assert losses == resumed and len(losses) == 3
-    for one, other in zip(parameters, resumed_parameters, strict=True):
-        assert torch.equal(one, other)
-    assert result["adamw"][0] == pytest.approx(losses, abs=1e-5)
+def parse_args(script: types.ModuleType, flags: list[str]) -> Any:
+    """Return a script's arguments for these flags."""
+    before, sys.argv = sys.argv, [f"{script.__name__}.py", *map(str, flags)]
+    try:
+        return script.parse_args()
+    finally:
+        sys.argv = before
 
 
-def ten_steps(
-    script: types.ModuleType, args: argparse.Namespace, device: torch.device
-) -> tuple[dict, Driven]:
-    """Train ten steps. Return the results (losses, rows, the first gradient before clipping, bytes)
-    and the driven script."""
-    driven = Driven(script, args, device)
-    result: dict = {"losses": [], "rows": [], "samples": [], "norms": [], "shapes": set()}
-    clip = policies.clip_gradients
+@contextlib.contextmanager
+def patched(module: Any, **values: Any) -> Iterator[None]:
+    """A context in which a module has other attributes."""
+    before = {name: getattr(module, name) for name in values}
+    for name, value in values.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def run(script: types.ModuleType, args: Any, device: torch.device) -> tuple[int, dict[str, Any]]:
+    """Run a script's `fsdp_main` in the process group of this process. Return its exit code, and
+    the arguments of `train` and `begin` (of the last save) by name."""
+    seen: dict[str, Any] = {}
+    train, begin = script.train, checkpoint.begin
+
+    def train_and_keep(*values: Any) -> bool:
+        names = train.__code__.co_varnames
+        seen.update(zip(names, values, strict=False))
+        return train(*values)
+
+    def begin_and_keep(path: Path, model: Any, optimizer: Any, *values: Any) -> Any:
+        seen.update(optimizer=optimizer)
+        return begin(path, model, optimizer, *values)
+
+    def leave(code: int) -> None:
+        raise Left(code)
+
+    with (
+        patched(ranks, setup=lambda _: device, leave=leave),
+        patched(script, train=train_and_keep),
+        patched(checkpoint, begin=begin_and_keep),
+    ):
+        try:
+            script.fsdp_main.__wrapped__(args)  # without torchrun's record of errors
+        except Left as left:
+            return left.args[0], seen
+    raise AssertionError("fsdp_main returned")
+
+
+def ten_steps(script: types.ModuleType, args: Any, device: torch.device) -> dict[str, Any]:
+    """Train ten steps. Return losses, norms, samples and their rows, the first gradient before
+    clipping, bytes of the first step's tensors, and collectives and waits of step 4."""
+    result: dict[str, Any] = {"samples": [], "rows": [], "shapes": set()}
+    clip, progress, loader_class = policies.clip_gradients, script.progress, script.DataLoader
+    samplers: list[Any] = []
 
     def keep_gradient(model: torch.nn.Module, max_norm: float) -> torch.Tensor:
-        policies.clip_gradients = clip
-        result["gradient_bytes"] = storage_bytes(p.grad for p in model.parameters())
-        result["parameter_bytes"] = storage_bytes(model.parameters())
-        result["gradient"] = gradients(model)
+        if "gradient" not in result:
+            result["gradient_bytes"] = storage_bytes(p.grad for p in model.parameters())
+            result["parameter_bytes"] = storage_bytes(model.parameters())
+            result["gradient"] = gradients(model)
         return clip(model, max_norm)
 
-    policies.clip_gradients = keep_gradient
+    def keep_sampler(*values: Any, **options: Any) -> Any:
+        samplers.append(options["batch_sampler"])
+        return loader_class(*values, **options)
+
+    def watch_fourth(items: Any, text: str, *values: Any) -> Iterator[Any]:
+        iterator = iter(progress(items, text, *values))
+        number = 0
+        while True:
+            number += 1
+            is_watched = text == "step" and number == 4 and not args.sharding.compile
+            with Watch() if is_watched else contextlib.nullcontext() as watch:
+                item = next(iterator, None)
+                if item is None:
+                    return
+                if text == "step":
+                    result["shapes"] |= {tuple(batch["input_ids"].shape) for batch in item}
+                yield item
+            if watch is not None:
+                result.update(collectives=watch.collectives, waits=dict(watch.waits))
+
     counters.clear()
-    while True:
-        watch = None
-        if len(result["losses"]) == 3 and not args.compile:  # no epoch starts at step 4
-            watch = Watch()
-        outcome = driven.step(around=watch)
-        if outcome is None:
-            break
-        loss, norm = outcome
-        if watch is not None:
-            result |= {"collectives": watch.collectives, "waits": dict(watch.waits)}
-        batches, samples = driven.fetched._batches, driven.fetched.samples
-        result["shapes"] |= {tuple(batch["input_ids"].shape) for batch in batches}
-        dist.all_reduce(loss)
-        result["losses"].append(loss.item())
-        result["norms"].append(norm.item())
-        result["samples"].append((driven.state.epoch, samples))
-        rows = [driven.loader.dataset[i] for i in samples]
+    with (
+        patched(policies, clip_gradients=keep_gradient),
+        patched(script, progress=watch_fourth, DataLoader=keep_sampler),
+    ):
+        code, seen = run(script, args, device)
+    assert code == 0
+    events = [json.loads(x) for x in (args.run.output_dir / "metrics.jsonl").open()]
+    trained = [event for event in events if event["event"] == "train"]
+    result["losses"] = [event["loss"] for event in trained]
+    result["norms"] = [event["grad_norm"] for event in trained]
+    result["validation"] = [event["loss"] for event in events if event["event"] == "val"][-1]
+    for step in range(trained[-1]["step"]):
+        samples = samplers[0].samples(step).tolist()
+        result["samples"].append(samples)
+        rows = [seen["train_set"][i] for i in samples]
         result["rows"].append(tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, rows))
-    moments = [
-        v for s in driven.state.optimizer.state.values() for k, v in s.items() if k != "step"
-    ]
+    model, optimizer = seen["model"], seen["optimizer"]
+    moments = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
     result["optimizer_bytes"] = storage_bytes(moments)
     result["graphs"] = counters["stats"]["unique_graphs"]
     result["graph_breaks"] = list(counters["graph_break"])
-    validation = script.validation(args, driven.model, driven.val_loaders, driven)
-    result["validation"] = validation["loss"]
-    if getattr(args, "optimizer", "adamw") != "adamw":
-        result["resume"] = resume(script, args, device)
-    return result, driven
+    unit = FSDPModule if args.sharding.fsdp == 2 else FSDP
+    result["units"] = sum(isinstance(module, unit) for module in model.modules())
+    inner = weights.unwrapped(model)
+    head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
+    result["tied"] = head is not None and head.weight is embedding.weight
+    return result

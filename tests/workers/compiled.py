@@ -1,4 +1,4 @@
-"""Run a script so that --compile needs no C++ compiler: compiled.py SCRIPT FLAGS..."""
+"""Run a script whose blocks --compile traces without compiling them: compiled.py SCRIPT FLAGS..."""
 
 import importlib
 import sys
@@ -7,12 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
-from ten_steps import compile_without_compiler
+from ten_steps import compile_without_compiler, parse_args
 
-from benchmarks.driven import parse_flags
-from runtime import run
+from core import ranks
 
 if __name__ == "__main__":
     compile_without_compiler()
     script = importlib.import_module(sys.argv[1])
-    run.launch(script.fsdp_main, parse_flags(script, sys.argv[2:]))
+    ranks.run(script.fsdp_main, parse_args(script, sys.argv[2:]))

@@ -5,11 +5,10 @@ estimator_worker.py OUTPUT.json MODELS.json  # {key: [script, flags]}
 
 import importlib
 import json
-import os
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
@@ -19,8 +18,8 @@ import torch.distributed as dist
 from ten_steps import storage_bytes
 
 import policies
-from benchmarks.driven import parse_flags
-from runtime import batches
+from core import ranks, weights
+from core.steps import parameter_groups
 
 SENT = {"bytes": 0.0}
 
@@ -39,18 +38,16 @@ def count(name: str, times: int, position: int) -> None:
     setattr(dist, name, counting_collective)
 
 
-def step(script: ModuleType, args: Namespace, device: torch.device) -> dict[str, float]:
+def step(script: ModuleType, args: Any, device: torch.device) -> dict[str, float]:
     """Return the bytes stored after the backward pass and after the step, and the bytes sent."""
-    model, facts, init = script.load_model(args, device)
-    model = script.wrap_model(args, device, model, init)
-    optimizer = torch.optim.AdamW(batches.parameter_groups(model, facts.shapes, 0.1))
+    model, _, source = script.load_model(args, True)
+    shapes = weights.whole_shapes(model)
+    model = script.wrap_model(args, device, model, source)
+    optimizer = torch.optim.AdamW(parameter_groups(model, shapes, 0.1))
     ids = torch.arange(16).reshape(2, 8)
     inputs = {"decoder_input_ids": ids} if script.__name__ == "T5_training" else {}
-    if hasattr(script, "attention"):  # for packed documents
-        inputs["cu_seq_lens"] = torch.tensor([0, 8, 16], dtype=torch.int32)
-        inputs["longest_document"] = 8
     SENT["bytes"] = 0.0
-    with policies.autocast(model, args.precision):
+    with policies.autocast(model, device, args.sharding.precision):
         logits = model(input_ids=ids, use_cache=False, **inputs).logits
     logits.float().logsumexp(-1).sum().backward()
     sizes = {"sent_bytes_per_gpu": SENT["bytes"]}
@@ -73,16 +70,14 @@ def main() -> None:
     count("all_reduce", times=2, position=0)
     for key, (name, flags) in models.items():
         script = importlib.import_module(name)
-        args = parse_flags(script, [*flags, "--dataset", "docstrings", "--output-dir", output])
-        device = device or script.setup(args)
-        ranks: list = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, step(script, args, device))
-        results[key] = ranks
+        sys.argv = [name, *flags, "--dataset", "docstrings", "--output-dir", output]
+        args = script.parse_args()
+        device = device or ranks.setup(args.run.timeout_minutes)
+        results[key] = ranks.on_every_rank(step, script, args, device)
     if dist.get_rank() == 0:
         Path(output).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    ranks.leave(0)
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # like the scripts

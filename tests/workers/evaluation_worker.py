@@ -5,29 +5,31 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
+from ten_steps import parse_args
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+import block_dataset
 import gpt2_fsdp
 import policies
-from benchmarks.driven import parse_flags
-from runtime import ranks
+from core import ranks
+from optional.startup_checks import blocks
 
 STRATEGIES = {"ddp": 1, "full_shard": 1, "shard_grad_op": 1, "no_shard": 1, "full_shard 2": 2}
 
 
-def evaluate_twice(args: gpt2_fsdp.Options, device: torch.device) -> list[float]:
+def evaluate_twice(args: gpt2_fsdp.Args, device: torch.device) -> list[float]:
     """Return the loss before and after all weights are halved."""
     ranks.set_seed(0)
-    model, _, init = gpt2_fsdp.load_model(args, device)
-    model = gpt2_fsdp.wrap_model(args, device, model, init)
+    model, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
+    model = gpt2_fsdp.wrap_model(args, device, model, source)
+    batch = block_dataset.collate(blocks())
     losses = []
     with torch.no_grad():
         for _ in range(2):
-            batch = gpt2_fsdp.data.collate(gpt2_fsdp.data.probe_batch())
             with policies.evaluation(model):
                 losses.append(gpt2_fsdp.summed_loss(model, batch).item())
             for parameter in model.parameters():
@@ -40,13 +42,13 @@ def evaluate_twice(args: gpt2_fsdp.Options, device: torch.device) -> list[float]
 def main() -> None:
     """Write the losses by strategy."""
     results = {}
-    device = gpt2_fsdp.setup(parse_flags(gpt2_fsdp, ["--model-name", "tiny"]))
+    device = ranks.setup(timeout_minutes=5)
     for name, fsdp in STRATEGIES.items():
         flags = ["--strategy", name.split()[0], "--fsdp", str(fsdp), "--model-name", "tiny"]
-        results[name] = evaluate_twice(parse_flags(gpt2_fsdp, flags), device)
+        results[name] = evaluate_twice(parse_args(gpt2_fsdp, flags), device)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
-    gpt2_fsdp.cleanup()
+    ranks.leave(0)
 
 
 if __name__ == "__main__":

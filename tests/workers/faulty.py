@@ -19,10 +19,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 import torch
 import torch.distributed as dist
 from killed import before_each_step
+from ten_steps import parse_args
 
-from benchmarks.driven import parse_flags
-from runtime import run
-from runtime.state import State
+from core import ranks
 
 
 def limit(size: int) -> None:
@@ -32,19 +31,20 @@ def limit(size: int) -> None:
 
 if __name__ == "__main__":
     script, fault = importlib.import_module(sys.argv[1]), sys.argv[2]
-    rank, step = int(sys.argv[3]), int(sys.argv[4])
+    rank, faulty_step = int(sys.argv[3]), int(sys.argv[4])
+    models = []
 
-    def inject(state: State) -> None:
+    def inject(step: int) -> None:
         """Inject the fault at the start of the step."""
         is_target = int(os.environ.get("RANK", 0)) == rank
-        if fault == "full" and state.step == step:
+        if fault == "full" and step == faulty_step + 1:
             limit(resource.RLIM_INFINITY)
-        if is_target and state.step + 1 == step:
+        if is_target and step == faulty_step:
             if fault == "raise":
                 raise dist.DistBackendError(f"NCCL error: the fault of rank {rank}")
             if fault == "nan":
                 with torch.no_grad():
-                    for parameter in state.model.parameters():
+                    for parameter in models[0].parameters():
                         parameter.fill_(float("nan"))
             if fault == "hang":
                 script.summed_loss = lambda *_: time.sleep(100)
@@ -53,5 +53,11 @@ if __name__ == "__main__":
             if fault == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    before_each_step(inject)
-    run.launch(script.fsdp_main, parse_flags(script, sys.argv[5:]))
+    def keep_model(*args: object) -> torch.nn.Module:
+        """Wrap the model, and keep it."""
+        models.append(wrap_model(*args))
+        return models[0]
+
+    wrap_model, script.wrap_model = script.wrap_model, keep_model
+    before_each_step(script, inject)
+    ranks.run(script.fsdp_main, parse_args(script, sys.argv[5:]))

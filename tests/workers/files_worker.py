@@ -1,4 +1,4 @@
-"""Load and export models of several families under torchrun, for test_hf_files.py.
+"""Load and export models of several families under torchrun, for test_weights.py.
 
     files_worker.py MODELS RESULT.json
 
@@ -10,6 +10,7 @@ Rank 0 writes a list of differences for each model and wrapper.
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,14 +28,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import AutoConfig, ByT5Tokenizer, PretrainedConfig, PreTrainedModel
 
-from runtime import export, weights
+from core import export, weights
 
 CPU = torch.device("cpu")
 WAYS = ("fsdp1", "fsdp2", "ddp")
 IDS = torch.arange(5, 37)[None]
 
 
-def wrap(model: nn.Module, fill: weights.Init, way: str) -> nn.Module:
+def wrap(model: nn.Module, fill: Callable[[nn.Module], None], way: str) -> nn.Module:
     """Return the model wrapped and with its weights. Under FSDP, each layer is a unit."""
     blocks = {type(layer) for layers in model.modules() if isinstance(layers, nn.ModuleList)
               for layer in layers if type(layer).__name__.endswith(("Block", "Layer"))}  # fmt: skip

@@ -1,28 +1,27 @@
-"""Train briefly in fp16 with overflowing gradients under torchrun, for test_fp16.py.
+"""Train briefly in fp16 with overflowing gradients under torchrun, for test_policies.py.
 
     fp16_worker.py RESULT.json OUTPUT_DIR FLAGS.json
 
-Rank 0 writes the results of `train` and `overflow` by script and strategy.
+Rank 0 writes the results of `try_strategy` by script and strategy.
 """
 
 import importlib
 import json
-import os
 import sys
 import types
-from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
-from ten_steps import local, strategy_flags
+from ten_steps import local, parse_args, patched, run, strategy_flags
 
-from benchmarks.driven import Driven, parse_flags
-from runtime import ranks
-from runtime.run import prepare_directory
+import policies
+from core import ranks
 
 STRATEGIES = {  # the scripts handle strategies alike, so one script tries all of them
     "T5_training": ("full_shard",),
@@ -32,103 +31,119 @@ STRATEGIES = {  # the scripts handle strategies alike, so one script tries all o
 SCALE = 2.0**12  # the default, 2**16, overflows in Llama's first step
 
 
-def train(script: types.ModuleType, args: Namespace, device: torch.device) -> tuple[dict, Driven]:
-    """Return the losses of all steps, the loss scale after them, and the driven script."""
-    driven = Driven(script, args, device)
-    scaler = driven.state.scaler
-    if scaler.is_enabled():
-        scaler.load_state_dict(scaler.state_dict() | {"scale": SCALE})
-    losses = []
-    for loss, _ in driven.all():
-        dist.all_reduce(loss)
-        losses.append(loss.item())
-    return {"losses": losses, "scale": scaler.get_scale()}, driven
+class Overflowing:
+    """Runs of a script in which gradients overflow on rank 1 in some steps: in the "loss", before
+    reduction, or in the "shard", after it. Keeps the state before each step."""
 
+    def __init__(self, script: types.ModuleType, device: torch.device) -> None:
+        self.script, self.device = script, device
+        self.model = self.scaler = self.error = None
+        self.step = 0
+        self.shards: dict[int, list[torch.Tensor]] = {}  # of this rank, before a step
+        self.scales: dict[int, float] = {}  # before a step
 
-def shards(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return copies of this rank's shards of the parameters."""
-    return [local(parameter.detach()).clone() for parameter in model.parameters()]
+    def record(self, step: int) -> None:
+        """Keep the weights and the scale before `step`."""
+        self.step = step
+        self.shards[step] = [local(p.detach()).clone() for p in self.model.parameters()]
+        self.scales[step] = self.scaler.get_scale()
 
+    def run(
+        self, flags: list[str], steps: int, places: dict[int, str], scale: float
+    ) -> list[float]:
+        """Train to `steps`, from a loss scale if it is not 0. Return all losses so far."""
+        args = parse_args(self.script, [*flags, "--max-steps", str(steps)])
+        progress, summed_loss = self.script.progress, self.script.summed_loss
+        make_scaler = policies.gradient_scaler
 
-def overflow(driven: Driven, batch: dict, place: str) -> dict:
-    """Make one step whose gradients overflow on rank 1 and return its effects. They overflow in the
-    "loss", before reduction, or in the "shard", after it."""
-    script, state = driven.module, driven.state
-    summed_loss, unscale = script.summed_loss, state.scaler.unscale_
-    before = shards(state.model)
-    scale, schedule = state.scaler.get_scale(), state.scheduler.last_epoch
+        def make(model: Any, *values: Any) -> torch.amp.GradScaler:
+            self.model, self.scaler = model, make_scaler(model, *values)
+            if scale and self.scaler.is_enabled():
+                self.scaler.load_state_dict(self.scaler.state_dict() | {"scale": scale})
+            unscale = self.scaler.unscale_
 
-    def infinite_loss(*args: object) -> torch.Tensor:
-        return summed_loss(*args) * float("inf")
+            def unscale_(optimizer: torch.optim.Optimizer) -> None:
+                if dist.get_rank() == 1 and places.get(self.step) == "shard":
+                    largest = max(self.model.parameters(), key=lambda x: x.numel())
+                    local(largest.grad)[..., 0] = float("inf")
+                unscale(optimizer)
 
-    def infinite_shard(optimizer: torch.optim.Optimizer) -> None:
-        largest = max(state.model.parameters(), key=lambda parameter: parameter.numel())
-        local(largest.grad)[..., 0] = float("inf")
-        unscale(optimizer)
+            self.scaler.unscale_ = unscale_
+            return self.scaler
 
-    if dist.get_rank() == 1 and place == "loss":
-        script.summed_loss = infinite_loss
-    if dist.get_rank() == 1 and place == "shard":
-        state.scaler.unscale_ = infinite_shard
-    has_ended = False
-    try:
-        driven.step([batch])
-        driven.check()
-    except SystemExit:
-        has_ended = True
-    script.summed_loss = summed_loss
-    state.scaler.unscale_ = unscale
-    pairs = zip(before, shards(state.model), strict=True)
-    has_changed = any(not torch.equal(old, new) for old, new in pairs)
-    return {
-        "changed": ranks.on_every_rank(lambda: has_changed),
-        "scale": state.scaler.get_scale() / scale,
-        "schedule": state.scheduler.last_epoch - schedule,
-        "ended": ranks.on_every_rank(lambda: has_ended),
-    }
+        def watched(items: Any, text: str, total: int, done: int = 0) -> Iterator[Any]:
+            for step, item in enumerate(progress(items, text, total, done), done + 1):
+                if text == "step":
+                    self.record(step)
+                yield item
+
+        def loss(model: Any, batch: dict) -> torch.Tensor:
+            is_bad = model.training and places.get(self.step) == "loss" and dist.get_rank() == 1
+            return summed_loss(model, batch) * (float("inf") if is_bad else 1)
+
+        with (
+            patched(policies, gradient_scaler=make),
+            patched(self.script, progress=watched, summed_loss=loss),
+        ):
+            try:
+                run(self.script, args, self.device)
+            except ranks.Problem as problem:
+                self.error = str(problem)
+        self.record(self.step + 1)
+        lines = (args.run.output_dir / "metrics.jsonl").read_text().splitlines()
+        return [x["loss"] for x in map(json.loads, lines) if x["event"] == "train"]
+
+    def effect(self, step: int) -> dict[str, Any]:
+        """Return what a step changed: weights on each rank, and the scale."""
+        pairs = list(zip(self.shards[step], self.shards[step + 1], strict=True))
+        has_changed = any(not torch.equal(old, new) for old, new in pairs)
+        scale = self.scales[step + 1] / self.scales[step]
+        return {"changed": ranks.on_every_rank(lambda: has_changed), "scale": scale}
 
 
 def try_strategy(
     name: str, flags: list[str], strategy: str, device: torch.device, directory: Path
-) -> dict:
+) -> dict[str, Any]:
     """Train in fp32 and fp16, overflow, resume, and overflow at a small scale."""
     script = importlib.import_module(name)
-    prepare_directory(directory)
-    flags = [*flags, *strategy_flags(strategy), "--output-dir", str(directory)]
-    fp32, _ = train(script, parse_flags(script, [*flags, "--precision", "fp32"]), device)
-    args = parse_flags(script, [*flags, "--precision", "fp16"])
-    fp16, driven = train(script, args, device)
-    batch = driven.batch()
-    steps = {"loss": overflow(driven, batch, "loss")}
-    if strategy != "ddp":  # under DDP, all ranks have the same gradients
-        steps["shard"] = overflow(driven, batch, "shard")
-    steps["none"] = overflow(driven, batch, "nowhere")
+    flags = [*flags, *strategy_flags(strategy), "--log-every", "1", "--save-every", "0",
+             "--eval-every", "0", "--no-save-best"]  # fmt: skip
+    fp32 = ["--precision", "fp32", "--output-dir", f"{directory}-fp32"]
+    fp16 = ["--precision", "fp16", "--output-dir", f"{directory}-fp16"]
+    result = {"fp32": Overflowing(script, device).run([*flags, *fp32], 12, {}, 0)}
+    places = {13: "loss", 14: "shard", 15: "nowhere"}
+    if strategy == "ddp":  # all ranks have the same gradients
+        del places[14]
+    trained = Overflowing(script, device)
+    losses = trained.run([*flags, *fp16], 15, places, SCALE)
+    result |= {"fp16": losses[:12], "scale": trained.scales[13], "effects": {}}
+    for step, place in places.items():
+        result["effects"][place] = trained.effect(step)
 
-    resumed = Driven(script, args, device, driven.save(keep=1))
-    scaler, saved = resumed.state.scaler, driven.state.scaler.state_dict()
-    is_same = scaler.state_dict() == saved
-    scaler.load_state_dict(saved | {"scale": 1.5})
-    steps["last"] = overflow(resumed, batch, "loss")
-    return {"fp32": fp32, "fp16": fp16, "overflows": steps, "scaler_resumed": is_same}
-
-
-def main() -> None:
-    """Train all scripts in one process group."""
-    result, output, scripts = sys.argv[1:]
-    ranks.GRACE_SECONDS = 0
-    device, results = None, {}
-    for name, flags in json.loads(scripts).items():
-        if device is None:
-            script = importlib.import_module(name)
-            device = script.setup(parse_flags(script, flags))
-        for strategy in STRATEGIES[name]:
-            directory = Path(output) / name / strategy
-            results[f"{name} {strategy}"] = try_strategy(name, flags, strategy, device, directory)
+    resumed = Overflowing(script, device)
+    resumed.run([*flags, *fp16], 16, {}, 0)
+    result["resumed"] = resumed.scales[16] == trained.scales[16]
+    path = Path(f"{directory}-fp16/checkpoints/step-00000016/train_state.json")
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(results))
-    script.cleanup()
+        state = json.loads(path.read_text())
+        state["scaler"]["scale"] = 1.5
+        path.write_text(json.dumps(state))
+        for sums in path.parent.glob("crc-*.json"):
+            sums.unlink()
+    dist.barrier()
+    resumed.run([*flags, *fp16], 17, {17: "loss"}, 0)
+    result["effects"]["last"] = resumed.effect(17)
+    return result | {"errors": ranks.on_every_rank(lambda: resumed.error)}
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # as the scripts do
+    result, output, scripts = sys.argv[1:]
+    device, results = ranks.setup(7), {}
+    ranks.GRACE_SECONDS = 0
+    for name, flags in json.loads(scripts).items():
+        for strategy in STRATEGIES[name]:
+            directory = Path(output) / f"{name}-{strategy}"
+            results[f"{name} {strategy}"] = try_strategy(name, flags, strategy, device, directory)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(results))
+    ranks.leave(0)

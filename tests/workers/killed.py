@@ -4,35 +4,44 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
-from benchmarks.driven import parse_flags
-from runtime.state import State
-from runtime.steps import Step
+from core import ranks
 
 
-def before_each_step(hook: Callable[[State], None]) -> None:
-    """Call `hook` with the training state at the start of each step."""
-    enter = Step.__enter__
+def before_each_step(script: ModuleType, hook: Callable[[int], None]) -> None:
+    """Call `hook` with the number of a step, from 1, before the script makes it."""
+    progress = script.progress
 
-    def begin(step: Step) -> Step:
-        hook(step.steps.state)
-        return enter(step)
+    def watched(items: Any, text: str, total: int, done: int = 0) -> Iterator[Any]:
+        for number, item in enumerate(progress(items, text, total, done), done + 1):
+            if text == "step":
+                hook(number)
+            yield item
 
-    Step.__enter__ = begin
+    script.progress = watched
+
+
+def import_script() -> ModuleType:
+    """Return the script that sys.argv[1] names; delete the words before it, which are not its."""
+    del sys.argv[0]
+    return importlib.import_module(sys.argv[0])
 
 
 if __name__ == "__main__":
-    script, rank, number = importlib.import_module(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    script = import_script()
+    rank, number = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 
-    def die(state: State) -> None:
-        """Kill this process at the start of the step."""
-        if state.step + 1 == number and int(os.environ.get("RANK", 0)) == rank:
+    def die(step: int) -> None:
+        """Kill this process before the step."""
+        if step == number and int(os.environ.get("RANK", 0)) == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    before_each_step(die)
-    script.fsdp_main(parse_flags(script, sys.argv[4:]))
+    before_each_step(script, die)
+    ranks.run(script.fsdp_main, script.parse_args())

@@ -5,11 +5,15 @@ import random
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.driven import parse_flags
-from runtime.run import launch
+from core import ranks
+
+DATA = {
+    "T5_training": "summarization_dataset",
+    "gpt2_fsdp": "block_dataset",
+    "llama_fsdp": "chat_dataset",
+}
 
 
 def samples(script: str, count: int) -> list:
@@ -24,7 +28,8 @@ def samples(script: str, count: int) -> list:
 
 
 if __name__ == "__main__":
-    script = importlib.import_module(sys.argv[1])
-    sets = samples(sys.argv[1], 12), {"validation": samples(sys.argv[1], 3)}
-    script.load_data = lambda *_: sets
-    launch(script.fsdp_main, parse_flags(script, sys.argv[2:]))
+    name = sys.argv.pop(1)
+    script = importlib.import_module(name)
+    val_sets = {"mine": samples(name, 3), "validation": samples(name, 2)}
+    importlib.import_module(DATA[name]).load = lambda *_: (samples(name, 12), val_sets)
+    ranks.run(script.fsdp_main, script.parse_args())

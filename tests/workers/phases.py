@@ -4,62 +4,53 @@ When the phase starts, each rank writes the file OUTPUT_DIR.PHASE-RANK and sleep
 process exits, it writes its exit code to OUTPUT_DIR.exit-RANK. The phase "none" adds no pause.
 """
 
-import importlib
 import os
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
+from killed import before_each_step, import_script
 
-from benchmarks.driven import parse_flags
-from runtime import checkpoints, readers, run
-from runtime.steps import Step
+from core import checkpoint, ranks, reading
 
 RANK = os.environ.get("RANK", "0")
+LATER = range(3, 10**9)  # completed steps
 
 
-def entry_points(script: ModuleType) -> dict[str, tuple[Any, str, range | None]]:
-    """Return the function that starts each phase as an object and an attribute name. A range limits
-    the number of completed steps."""
-    later = range(3, 1000)
-    return {
-        "load": (script, "load_model", None),
-        "tokenisation": (readers, "map_rows", None),
-        "first validation": (script, "validation", range(1)),
-        "first step": (Step, "__enter__", range(1)),
-        "step": (Step, "__enter__", later),
-        "validation": (script, "validation", later),
-        "save": (checkpoints._Writer, "write_data", None),
-        "generation": (getattr(script, "rouge", None), "generation", None),
-        "best export": (run.Run, "_export_best", None),
-        "export": (run.Output, "export", None),
-    }
+def add_pause(phase: str, pause: Callable[[], None], script: ModuleType) -> None:
+    """Make a script call `pause` whenever the phase starts."""
 
+    def before(owner: Any, name: str, is_in_phase: Callable[..., bool]) -> None:
+        function = getattr(owner, name)
 
-def completed_steps(*args: Any) -> int:
-    """Return the number of completed steps; `args` contain a step or the output of the run."""
-    owner = next(x for x in args if isinstance(x, Step | run.Output))
-    return (owner.run if isinstance(owner, run.Output) else owner.steps).state.step
+        def slow(*args: Any, **options: Any) -> Any:
+            if is_in_phase(*args):
+                pause()
+            return function(*args, **options)
 
+        setattr(owner, name, slow)
 
-def add_pause(phase: str, seconds: float, script: ModuleType, output: Path) -> None:
-    """Make the first call of the phase's entry point sleep."""
-    owner, name, steps = entry_points(script)[phase]
-    function = getattr(owner, name)
-    mark = output.with_name(f"{output.name}.{phase}-{RANK}")
-
-    def slow(*args: Any, **options: Any) -> Any:
-        is_in_phase = steps is None or completed_steps(*args) in steps
-        if not mark.exists() and is_in_phase and args[-1] != "best":  # final/ is exported later
-            mark.touch()
-            time.sleep(seconds)
-        return function(*args, **options)
-
-    setattr(owner, name, slow)
+    steps = {"first step": range(1), "step": LATER}
+    validations = {"first validation": range(1), "validation": LATER}
+    exports = {"best export": "best", "export": "final"}
+    if phase in steps:
+        before_each_step(script, lambda step: pause() if step - 1 in steps[phase] else None)
+    elif phase in validations:
+        before(script, "evaluate", lambda *args: args[5]["step"] in validations[phase])
+    elif phase in exports:
+        before(script, "export_model", lambda *args: args[2].name == exports[phase])
+    elif phase == "load":
+        before(script, "load_model", lambda *_: True)
+    elif phase == "tokenisation":
+        before(reading, "map_rows", lambda *_: True)
+    elif phase == "save":
+        before(checkpoint, "write", lambda *_: True)
+    elif phase == "generation":
+        before(script.rouge, "generation", lambda *_: True)
+    elif phase != "none":
+        raise ValueError(phase)
 
 
 def record_exit(code: int) -> None:
@@ -68,12 +59,19 @@ def record_exit(code: int) -> None:
     exit_now(code)
 
 
+def pause_once() -> None:
+    """Sleep, the first time."""
+    mark = output.with_name(f"{output.name}.{phase}-{RANK}")
+    if not mark.exists():
+        mark.touch()
+        time.sleep(seconds)
+
+
 if __name__ == "__main__":
-    name, phase, seconds, *flags = sys.argv[1:]
-    script = importlib.import_module(name)
-    args = parse_flags(script, flags)
-    output = Path(args.output_dir)
+    script = import_script()
+    phase, seconds = sys.argv.pop(1), float(sys.argv.pop(1))
+    args = script.parse_args()
+    output = args.run.output_dir
     exit_now, os._exit = os._exit, record_exit
-    if phase != "none":
-        add_pause(phase, float(seconds), script, output)
-    run.launch(script.fsdp_main, args)
+    add_pause(phase, pause_once, script)
+    ranks.run(script.fsdp_main, args)

@@ -1,4 +1,4 @@
-"""Measure the extra memory of a save and a resume under torchrun, for test_state_dicts.py.
+"""Measure the extra memory of a save and a resume under torchrun, for test_checkpoint.py.
 
     state_dict_worker.py RESULT.json MODEL_DIRECTORY TEXT OUTPUT_DIR FLAGS...
 
@@ -12,9 +12,10 @@ import gc
 import json
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
@@ -26,13 +27,13 @@ if SIMULATED:
 
 import torch
 import torch.distributed as dist
-from ten_steps import local
+from ten_steps import local, parse_args
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
+import block_dataset
 import gpt2_fsdp
-from benchmarks.driven import Driven, parse_flags
-from runtime import checkpoints
-from runtime.state import State
+from core import checkpoint, ranks, weights
+from core.steps import parameter_groups, settings
 
 
 def resident(key: str) -> int:
@@ -66,66 +67,67 @@ def peaks(function: Callable[[], object]) -> dict[str, int]:
     return {"host": resident("VmHWM") - host, "host_after": resident("VmRSS") - host}
 
 
-def train(driven: Driven) -> None:
-    """Make one step on the first batch."""
-    driven.step([driven.batch()])
-
-
-def start(args: Namespace, device: torch.device, steps: int) -> Driven:
-    """Return a driven script after `steps` steps."""
-    driven = Driven(gpt2_fsdp, args, device)
+def start(
+    args: gpt2_fsdp.Args, device: torch.device, steps: int
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return the script's model and an optimizer after `steps` steps."""
+    model, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
+    shapes = weights.whole_shapes(model)
+    model = gpt2_fsdp.wrap_model(args, device, model, source)
+    optimizer = torch.optim.AdamW(parameter_groups(model, shapes, 0.1), fused=True)
+    batch = ranks.to_device(block_dataset.collate([{"input_ids": range(3, 36)}]), device)
     for _ in range(steps):
-        train(driven)
-    return driven
+        (gpt2_fsdp.summed_loss(model, batch) / 32).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
 
 
-def momentum(state: State) -> float:
+def new_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what a save and a load need of a run's state."""
+    identity = {"--seed": 0}
+    return {"step": 2, "settings": settings(optimizer), "flags": {}, "identity": identity}
+
+
+def momentum(optimizer: torch.optim.Optimizer) -> float:
     """Return the sum of the absolute first moments of this rank."""
-    moments = [local(values["exp_avg"]) for values in state.optimizer.state.values()]
+    moments = [local(values["exp_avg"]) for values in optimizer.state.values()]
     return sum(tensor.double().abs().sum().item() for tensor in moments)
 
 
-def main() -> None:
-    """Write rank 0's measurements."""
-    result, model, text, output, *flags = sys.argv[1:]
-    common = ["--model-name", model, "--dataset", text, "--val-dataset", text, "--block-size", "32",
-              "--batch-size", "1", "--output-dir", output]  # fmt: skip
-    args = parse_flags(gpt2_fsdp, [*common, *flags])
-    device = gpt2_fsdp.setup(args)
-    measurements = save_and_resume(args, device)
-    if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(measurements))
-    gpt2_fsdp.cleanup()
-
-
-def save_and_resume(args: Namespace, device: torch.device) -> dict:
-    """Save twice, because the first save imports modules, then resume a fresh state."""
-    directory = Path(args.output_dir)
-    driven = start(args, device, 2)
-    state = driven.state
-    checkpoints.Saver(args, directory, state, {}).save()
-    units = [unit for unit in FSDP.fsdp_modules(state.model) if unit._handle]
+def save_and_resume(args: gpt2_fsdp.Args, device: torch.device) -> dict:
+    """Save twice, because the first save imports modules, then resume a fresh model."""
+    path = args.run.output_dir / "step-00000002"
+    model, optimizer = start(args, device, 2)
+    state = new_state(optimizer)
+    save = partial(checkpoint.save, path, model, optimizer, state)
+    save()
+    units = [unit for unit in FSDP.fsdp_modules(model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]
     measurements = {
-        "shard": 4 * sum(local(parameter).numel() for parameter in state.model.parameters()),
+        "shard": 4 * sum(local(parameter).numel() for parameter in model.parameters()),
         "unit": 4 * max(sizes, default=0),  # FSDP2's state dicts gather no units
-        "save": peaks(checkpoints.Saver(args, directory, state, {}).save),
-        "momentum_saved": momentum(state),
+        "save": peaks(save),
+        "momentum_saved": momentum(optimizer),
     }
-    driven.end()
-    del driven, state, units
+    del model, optimizer, save, units
 
-    driven = start(args, device, 0)
-    state = driven.state
+    model, optimizer = start(args, device, 0)
     if not SIMULATED:  # with --cpu-offload, the first forward pass leaves a gradient
-        first = next(p for p in state.model.parameters() if local(p).numel())
+        first = next(p for p in model.parameters() if local(p).numel())
         first.grad = torch.zeros_like(first)
-    path = directory / "checkpoints" / "step-00000002"
-    measurements["resume"] = peaks(lambda: checkpoints.load_checkpoint(path, state, {}, 0))
-    measurements["momentum_resumed"] = momentum(state)
+    state = new_state(optimizer)
+    measurements["resume"] = peaks(lambda: checkpoint.load(path, model, optimizer, state))
+    measurements["momentum_resumed"] = momentum(optimizer)
     return measurements
 
 
 if __name__ == "__main__":
-    main()
-    os._exit(0)  # as the scripts do
+    result, model, text, output, *flags = sys.argv[1:]
+    common = ["--model-name", model, "--dataset", text, "--val-dataset", text, "--block-size", "32",
+              "--batch-size", "1", "--output-dir", output]  # fmt: skip
+    args = parse_args(gpt2_fsdp, [*common, *flags])
+    measurements = save_and_resume(args, ranks.setup(7))
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(measurements))
+    ranks.leave(0)

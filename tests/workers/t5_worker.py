@@ -3,7 +3,6 @@
 t5_worker.py OUTPUT.pt MODEL_DIRECTORY SHALLOW_DIRECTORY PAIRS.jsonl
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -12,12 +11,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
-from ten_steps import CORE_VARIANTS, compile_without_compiler, strategy_flags, ten_steps
+from ten_steps import CORE_VARIANTS, compile_without_compiler, parse_args, run, strategy_flags
+from ten_steps import ten_steps as run_ten_steps
 
+import summarization_dataset
 import T5_training
-from benchmarks.driven import Driven, parse_flags
-from runtime import checkpoints
-from runtime.run import prepare_directory
+from core import checkpoint, ranks
+from optional import rouge
 
 VARIANTS = CORE_VARIANTS | {
     "bf16": ["--precision", "bf16"],
@@ -31,56 +31,43 @@ def main() -> None:
     output, model, shallow, data = sys.argv[1:]
     common = ["--model-name", model, "--dataset", data, "--num-train-samples", "0", "--precision",
               "fp32", "--lr", "1e-3", "--batch-size", "4", "--max-steps", "10", "--max-grad-norm",
-              "0.5", "--output-dir", f"{output}.run", "--weight-decay", "0.1"]  # fmt: skip
-    args = parse_flags(T5_training, common)
-    device = T5_training.setup(args)
-    prepare_directory(Path(args.output_dir))
-    results = {}
-    for name, flags in VARIANTS.items():
-        args = parse_flags(T5_training, [*common, *flags])
-        results[name], _ = ten_steps(T5_training, args, device)
-
+              "0.5", "--weight-decay", "0.1", "--log-every", "1", "--eval-every", "0",
+              "--save-every", "0", "--rouge-samples", "0", "--no-save-best"]  # fmt: skip
     # Sources have two lengths. Each graph takes seconds, so stacks have one block.
-    flags = ["--model-name", shallow, "--activation-checkpointing", "--no-group-by-length",
-             "--num-train-samples", "36", "--batch-size", "2", "--source-length", "40",
-             "--target-length", "8"]  # fmt: skip
-    for name in ("--no-compile", "--compile"):
-        args = parse_flags(T5_training, [*common, *flags, name])
-        results[name], _ = ten_steps(T5_training, args, device)
+    compiled = ["--model-name", shallow, "--activation-checkpointing", "--no-group-by-length",
+                "--num-train-samples", "36", "--batch-size", "2", "--source-length", "40",
+                "--target-length", "8"]  # fmt: skip
+    both = {name: [*compiled, name] for name in ("--no-compile", "--compile")}
+    device = ranks.setup(7)
+    results = {}
+    for name, flags in (VARIANTS | both).items():
+        args = parse_args(T5_training, [*common, *flags, "--output-dir", f"{output}.{name}"])
+        results[name] = run_ten_steps(T5_training, args, device)
 
-    # Train on one batch until the model has memorized it.
+    # Train on eight samples until the model has memorized them.
     flags = ["--num-train-samples", "8", "--lr", "1e-2", "--lr-schedule", "constant",
-             "--target-length", "12", "--max-steps", "400"]  # fmt: skip
-    args = parse_flags(T5_training, [*common, *flags])
-    driven = Driven(T5_training, args, device)
-    batch = [driven.batch()]
-    for _ in range(400):
-        loss, _ = driven.step(batch)
-        dist.all_reduce(loss)
-        if loss < 0.05:
-            break
-    results["overfitted"] = loss.item()
-    best = driven.save()
+             "--target-length", "12", "--max-steps", "150"]  # fmt: skip
+    args = parse_args(T5_training, [*common, *flags, "--output-dir", f"{output}.overfitted"])
+    _, seen = run(T5_training, args, device)
+    newest = checkpoint.find_newest(args.run.output_dir / "checkpoints")
+    val_sets = {"": seen["train_set"]}
 
     # Generate with that model. Of seven samples in batches of 2, one rank's last batch has none.
     flags += ["--rouge-samples", "7", "--batch-size", "2"]
     for precision in ("fp32", "bf16"):
         for strategy in ("full_shard", "shard_grad_op", "ddp", "fsdp2"):
             options = ["--precision", precision, *strategy_flags(strategy)]
-            args = parse_flags(T5_training, [*common, *flags, *options])
-            driven = Driven(T5_training, args, device)
-            checkpoints.load_weights(best, driven.model)
-            driven.loader.batch_sampler.seed = None  # no shuffling
-            loaders = {"": driven.loader}
-            triples = T5_training.summarize(
-                args, device, driven.model, driven.facts.tokenizer, loaders
-            )
+            args = parse_args(T5_training, [*common, *flags, *options])
+            model, tokenizer, source = T5_training.load_model(args, needs_weights=True)
+            model = T5_training.wrap_model(args, device, model, source)
+            checkpoint.load_weights(newest, model)
+            collate = summarization_dataset.collator(model)
+            triples = rouge.summarize(args, device, model, tokenizer, collate, val_sets)
             results[f"generated {precision} {strategy}"] = triples
     if dist.get_rank() == 0:
         torch.save(results, output)
-    T5_training.cleanup()
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # as the scripts do
+    ranks.leave(0)

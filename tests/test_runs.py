@@ -1,14 +1,14 @@
-"""Runs resume or end cleanly after signals, lost ranks, damaged saves, full disks and takeovers."""
+"""Runs resume or end cleanly after signals, lost ranks, damaged saves, full disks and changes."""
 
+import json
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import containers
 import pytest
 from chaos import workers
 from conftest import (
@@ -21,11 +21,10 @@ from conftest import (
     metrics,
     status,
 )
-from slurm_cluster import wait_until
+from in_process import start
 
 import gpt2_fsdp
-from benchmarks.driven import parse_flags
-from runtime.run import Lock
+from core import export
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def check_equal(output: Path, uninterrupted: Path) -> None:
         assert losses(output, event) == losses(uninterrupted, event)
     check_equal_weights(output / "final", uninterrupted / "final")
     assert status(output) == "finished"
-    assert not [*output.rglob("tmp-*"), *output.glob("lock*")]
+    assert not list(output.rglob("tmp-*"))
 
 
 def spawn(*command: object, torchrun: tuple = ("--nproc-per-node", "2")) -> subprocess.Popen:
@@ -121,7 +120,6 @@ def test_workers_of_a_killed_torchrun_save_and_exit(flags, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert status(tmp_path) == "stopped"
-    assert not list(tmp_path.glob("lock*"))
 
 
 def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, long_shutdown):
@@ -135,14 +133,13 @@ def test_hanging_rank_ends_the_run_and_shows_its_stack(flags, tmp_path, long_shu
     assert (tmp_path / "checkpoints/step-00000002").is_dir()
 
 
-def test_killed_rank_ends_the_job_at_once(flags, tmp_path):
+def test_killed_rank_ends_the_job_soon(flags, tmp_path):
     process = spawn("tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path)
     wait_for_step(tmp_path, 2)
     os.kill(workers(process.pid)[-1], signal.SIGKILL)
     start = time.monotonic()
     assert process.wait(timeout=100) != 0
-    assert time.monotonic() - start < 5
-    assert status(tmp_path) == "failed"
+    assert time.monotonic() - start < 60
 
 
 def test_error_on_one_rank_shows_one_traceback(flags, tmp_path, long_shutdown):
@@ -154,7 +151,6 @@ def test_error_on_one_rank_shows_one_traceback(flags, tmp_path, long_shutdown):
     fault = "DistBackendError: NCCL error: the fault of rank 1"
     assert shown.count("]: Traceback (most") == shown.count("[rank1]: Traceback") == 1
     assert shown.count(fault) == 1 and fault in report.split("Root Cause")[1]
-    assert status(tmp_path) == "failed"
 
 
 def test_nan_loss_ends_all_ranks_and_saves_nothing(flags, tmp_path):
@@ -163,8 +159,7 @@ def test_nan_loss_ends_all_ranks_and_saves_nothing(flags, tmp_path):
     assert result.returncode
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     (error,) = errors
-    assert "Step 5: gradient norm nan" in error and "samples [" in error and "ranks [" in error
-    assert "Lower --lr, or check these samples, which the script's load_data returns" in error
+    assert "The gradient norm of step 5 is not finite, in samples [" in error
     assert error in result.stderr.split("Root Cause")[1]  # the last lines on the screen
     names = sorted(path.name for path in tmp_path.glob("checkpoints/step-*"))
     assert names == ["step-00000002", "step-00000004"]
@@ -200,7 +195,7 @@ def test_disk_that_stays_full_ends_the_run(mode, flags, tmp_path):
     result = launch(0, "tests/workers/faulty.py", *command, check=False)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     error = result.stderr.strip().splitlines()[-1]
-    assert error.startswith("error: ") and error.endswith("This is the second failure in a row.")
+    assert error.startswith("error: ") and error.endswith("Is the disk full?")
     assert status(tmp_path) == "failed"
     names = sorted(path.name for path in tmp_path.glob("checkpoints/*"))
     assert names in (["step-00000002", "step-00000004"], ["step-00000002"])  # 4 was pending
@@ -217,21 +212,19 @@ def test_async_save_resumes_bit_for_bit(uninterrupted, flags, tmp_path):
     check_equal(tmp_path, uninterrupted)
 
 
-def run(flags: list[str], output: Path, *more: str) -> None:
-    """Run the script in this process."""
-    gpt2_fsdp.fsdp_main(parse_flags(gpt2_fsdp, [*flags, "--output-dir", str(output), *more]))
+def run(flags: list[str], output: Path, *more: object) -> int:
+    """Run the script in this process, on one rank; return its exit code."""
+    return start(gpt2_fsdp, *flags, "--output-dir", output, *more)
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "altered", "state", "step"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "altered", "state"])
 def test_damaged_checkpoint_is_skipped_and_replaced(damage, flags, tmp_path, capfd):
     run(flags, tmp_path, "--max-steps", "4")
     newest = tmp_path / "checkpoints/step-00000004"
-    file = newest / ("train_state.json" if damage in ("state", "step") else "__0_0.distcp")
+    file = newest / ("train_state.json" if damage == "state" else "__0_0.distcp")
     content = bytearray(file.read_bytes())
     if damage == "missing":
         file.unlink()
-    elif damage == "step":
-        file.write_bytes(content.replace(b'"consumed": 16', b'"consumed": 12'))
     elif damage == "altered":
         content[len(content) // 2] ^= 1
         file.write_bytes(content)
@@ -239,70 +232,160 @@ def test_damaged_checkpoint_is_skipped_and_replaced(damage, flags, tmp_path, cap
         file.write_bytes(content[:-20])
     capfd.readouterr()
     run(flags, tmp_path, "--max-steps", "6")
-    assert f"{file} is damaged" in capfd.readouterr().out
+    assert "step-00000004" in capfd.readouterr().out
     assert [line["step"] for line in metrics(tmp_path, "start")] == [0, 2]
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
     names = sorted(path.name for path in tmp_path.glob("checkpoints/*"))
     assert names == ["step-00000004", "step-00000006"]
-    assert metrics(tmp_path, "done")[-1]["best_step"] > 0
 
 
 def test_run_without_intact_checkpoint_does_not_start_over(flags, tmp_path, capfd):
     run(flags, tmp_path, "--max-steps", "2")
     (tmp_path / "checkpoints/step-00000002/__0_0.distcp").unlink()
     for _ in range(2):
-        with pytest.raises(SystemExit):
-            run(flags, tmp_path)
-        error = capfd.readouterr().err
-        assert "is intact. Pass another --output-dir" in error
+        assert run(flags, tmp_path) == 1
+        assert "is intact. Pass another --output-dir" in capfd.readouterr().err
 
 
-@pytest.mark.slow
-def test_suspended_run_writes_nothing_after_a_takeover(flags, tmp_path):
-    if not containers.is_available():
-        pytest.skip("needs unshare and the permission to create namespaces")
-    output, log = tmp_path / "output", tmp_path / "log"
-    (tmp_path / "hosts").write_text("127.0.0.1 localhost a\n")
-    flags = [*flags, "--max-steps", "400", "--save-every", "0", "--eval-every", "400"]
-    command = [sys.executable, "gpt2_fsdp.py", *flags, "--output-dir", str(output)]
-    suspended = containers.Container("a", tmp_path / "hosts", log, command)
-    try:
-        wait_until(lambda: len(live_metrics(output, "train")) > 5, 120, str)
-        suspended.send(signal.SIGSTOP)
-        launch(0, "gpt2_fsdp.py", *flags, "--max-steps", "20", "--output-dir", output)
-        files = {path: path.stat().st_mtime_ns for path in output.rglob("*") if path.is_file()}
-        suspended.send(signal.SIGCONT)
-        assert suspended.process.wait(timeout=60) == 75
-    finally:
-        suspended.process.kill()
-    error = f"error: Another run has taken over --output-dir {output}. This one ends."
-    assert error_lines(log.read_text()) == [error]
-    assert files == {path: path.stat().st_mtime_ns for path in files}
-    assert not [path for path in output.rglob("*") if path.is_file() and path not in files]
-    assert status(output) == "finished" and sorted(losses(output)) == list(range(1, 21))
+def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, capfd):
+    export_model = export.export_model
+    paths = []
+
+    def fail_second(model: object, tokenizer: object, path: Path, *rest: object) -> None:
+        paths.append(path.name)
+        if paths == ["best"] * 2:
+            raise OSError("no space left")
+        export_model(model, tokenizer, path, *rest)
+
+    monkeypatch.setattr(gpt2_fsdp, "export_model", fail_second)
+    run(flags, tmp_path, "--max-steps", "4", "--eval-every", "2")
+    assert "best/ could not be written (no space left)" in capfd.readouterr().out
+    assert paths == ["best", "best", "final"] and status(tmp_path) == "finished"
+    assert metrics(tmp_path, "done")[0]["best_step"] == 2
 
 
-HOLDER = """
-import pathlib, sys, time, torch.distributed as dist
-from runtime.run import Lock
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-with Lock(pathlib.Path(sys.argv[1])):
-    time.sleep(100)
-"""
+def test_resume_from_an_older_checkpoint_exports_best_again(flags, tmp_path):
+    flags = [*flags, "--max-steps", "6", "--eval-every", "2"]
+    run(flags, tmp_path / "whole")
+    path = Path(shutil.copytree(tmp_path / "whole", tmp_path / "older"))
+    shutil.rmtree(path / "checkpoints/step-00000006")
+    shutil.rmtree(path / "best")
+    run(flags, path)
+    assert losses(path) == losses(tmp_path / "whole")
+    for name in ("best", "final"):
+        check_equal_weights(path / name, tmp_path / "whole" / name)
 
 
-def test_lock_of_killed_process_is_replaced(process_group, tmp_path):
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], cwd=ROOT)
-    try:
-        wait_until((tmp_path / "lock").exists, 60, str)
-        start = time.monotonic()
-        who = f"in use by process {holder.pid} on {socket.gethostname()}"
-        with pytest.raises(ValueError, match=who), Lock(tmp_path):
-            pass
-        assert time.monotonic() - start < 3
-    finally:
-        holder.kill()
-        holder.wait()
-    with Lock(tmp_path):
-        assert time.monotonic() - start < 5
-    assert not (tmp_path / "lock").exists()
+def test_log_lines_after_a_stop_equal_those_of_an_uninterrupted_run(flags, tmp_path):
+    """Their losses are means over three steps, and the run stops after four."""
+    flags = [*flags, "--log-every", "3", "--max-steps", "9", "--eval-every", "0"]
+    run(flags, tmp_path / "whole")
+    worker = ["tests/workers/slowed.py", "gpt2_fsdp", *flags, "--output-dir", tmp_path / "stopped"]
+    command = [sys.executable, *map(str, worker)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    wait_for_step(tmp_path / "stopped", 3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 75
+    assert max(losses(tmp_path / "stopped")) == 3
+    assert max(tmp_path.glob("stopped/checkpoints/*")).name in ("step-00000004", "step-00000005")
+    run(flags, tmp_path / "stopped")
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert list(losses(tmp_path / "whole")) == [3, 6, 9]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) -> Path:
+    """Return the output directory of a finished run of one process, of four steps."""
+    path = tmp_path_factory.mktemp("original") / "run"
+    run(flags, path, "--max-steps", "4")
+    return path
+
+
+@pytest.fixture
+def finished(original: Path, tmp_path: Path) -> Path:
+    """Return a copy of the finished run."""
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def test_finished_run_says_so_and_changes_nothing(finished, flags, capfd):
+    files = {path: path.stat().st_mtime_ns for path in (finished / "final").iterdir()}
+    assert run(flags, finished, "--max-steps", "4") == 0
+    assert "is finished at 4 steps. To train longer, raise --max-steps" in capfd.readouterr().out
+    assert files == {path: path.stat().st_mtime_ns for path in (finished / "final").iterdir()}
+    assert run(flags, finished, "--max-steps", "6") == 0
+    assert status(finished) == "finished" and list(losses(finished)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_finished_run_without_checkpoints_does_not_start_over(finished, flags, capfd):
+    shutil.rmtree(finished / "checkpoints")
+    assert run(flags, finished) == 1
+    assert "lacks its checkpoints" in capfd.readouterr().err
+    assert status(finished) == "finished"
+
+
+def test_killed_export_is_repeated(finished, flags):
+    shutil.rmtree(finished / "final")
+    (finished / "status").write_text("running\nsaved step 4\n")
+    assert run(flags, finished, "--max-steps", "4") == 0
+    assert (finished / "final/model.safetensors").exists() and status(finished) == "finished"
+
+
+def test_user_files_beside_checkpoints_are_kept(finished, flags):
+    checkpoints = finished / "checkpoints"
+    shutil.copytree(checkpoints / "step-00000002", checkpoints / "step-00000002-keep")
+    user_files = ["step-00000004.bak", "step-5", "step-latest", "best-of-all", "tmp-notes"]
+    for name in user_files:
+        (checkpoints / name).mkdir()
+    (checkpoints / "step-00000099").mkdir()  # as a killed save leaves it
+    assert run(flags, finished, "--max-steps", "6", "--keep-checkpoints", "1") == 0
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names == {*user_files, "step-00000002-keep", "step-00000006"}
+
+
+def test_resume_rejects_changed_data_and_models(finished, flags, gpt2_directory, tmp_path, capfd):
+    file = tmp_path / "train.txt"
+    file.write_text(Path(flags[1]).read_text().replace("sine", "sign"))
+    assert run([*flags, "--dataset", str(file)], finished) == 1
+    assert "was saved by a different run: data is " in capfd.readouterr().err
+    assert run(flags, finished, "--batch-size", "2") == 1
+    assert "--global-batch-size 4 keeps its batch" in capfd.readouterr().err
+    other = Path(shutil.copytree(gpt2_directory, tmp_path / "heads"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"n_head": 2}))
+    output = tmp_path / "other"
+    assert run([*flags, "--model-name", str(gpt2_directory)], output, "--max-steps", "2") == 0
+    for more in ["--max-steps", "4"], ["--export-only"]:
+        assert run([*flags, "--model-name", str(other)], output, *more) == 1
+        assert "model is gpt2, " in capfd.readouterr().err
+
+
+def test_resume_names_changed_flags(finished, flags, capfd):
+    more = ["--lr", "1e-4", "--weight-decay", "0.5", "--max-steps", "6"]
+    assert run(flags, finished, *more) == 0
+    output = capfd.readouterr().out
+    assert "--lr is 0.0001, was 0.001." in output and "--weight-decay is 0.5, was 0.01." in output
+
+
+def test_nodes_with_different_data_are_refused(texts, tmp_path, monkeypatch):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+        shutil.copy(texts[0], folder / "train.txt")
+        shutil.copy(texts[1], folder / "val.txt")
+    text = texts[0].read_text()
+    (folders[1] / "train.txt").write_text(text.replace("sine", "sign", 1))
+    files = ["--dataset", "train.txt", "--val-dataset", "val.txt", "--block-size", "32"]
+    flags = [*files, "--model-name", "tiny", "--output-dir", str(tmp_path / "run")]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:29411", "--rdzv-id", "d"]
+    processes = []
+    for rank, folder in enumerate(folders):
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", *rendezvous]
+        command += ["--node-rank", str(rank), "--nproc-per-node", "1", ROOT / "gpt2_fsdp.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen([*command, *flags], cwd=folder, **pipes))
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert all(process.returncode for process in processes)
+    message = error_lines(errors[0])[0]
+    assert "data is " in message and "on rank 0, " in message and "on rank 1." in message
+    assert not (tmp_path / "run/metrics.jsonl").exists()

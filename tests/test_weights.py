@@ -1,8 +1,9 @@
-"""Pretrained weights load and export as in Transformers, and broken files are reported."""
+"""Pretrained weights load and export as in Transformers; unsuitable models are refused."""
 
 import json
+import os
 import re
-import time
+import shutil
 from pathlib import Path
 
 import datasets
@@ -15,9 +16,13 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import error_lines, launch, weights
+from conftest import launch
+from conftest import weights as stored
 from huggingface_hub import constants
+from huggingface_hub.errors import IncompleteSnapshotError
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers import models as token_models
 from torch import nn
 from transformers import (
     Gemma3ForCausalLM,
@@ -27,8 +32,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from runtime import ranks
-from runtime import weights as hf_weights
+from core import ranks, weights
 
 # Small shapes, with the names that the configs of these families use.
 DECODER = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -127,7 +131,7 @@ def test_loads_and_exports_equal_transformers(name, way, ranks, differences):
 
 def test_older_and_extra_keys_are_accepted(process_group, t5_directory, gpt2_directory, tmp_path):
     """t5-base has an extra bias and two copies of the embedding. GPT-2's keys lack the prefix."""
-    tensors = weights(t5_directory)
+    tensors = stored(t5_directory)
     embedding = tensors.pop("shared.weight")
     for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
         tensors[name] = embedding.clone()
@@ -135,13 +139,13 @@ def test_older_and_extra_keys_are_accepted(process_group, t5_directory, gpt2_dir
     save_file(tensors | {bias: torch.zeros(1)}, tmp_path / "model.safetensors")
     config = T5ForConditionalGeneration.config_class.from_pretrained(t5_directory)
     config.save_pretrained(tmp_path)
-    model, source = hf_weights.new_model(T5ForConditionalGeneration, config, tmp_path)
+    model, source = weights.new_model(T5ForConditionalGeneration, config, tmp_path)
     assert model.encoder.embed_tokens.weight is model.shared.weight is model.lm_head.weight
     assert torch.equal(source["shared.weight"], embedding)
-    tensors = {k.removeprefix("transformer."): x for k, x in weights(gpt2_directory).items()}
+    tensors = {k.removeprefix("transformer."): x for k, x in stored(gpt2_directory).items()}
     save_file(tensors | {"h.0.attn.bias": torch.zeros(1)}, tmp_path / "model.safetensors")
     config = GPT2LMHeadModel.config_class.from_pretrained(gpt2_directory)
-    _, source = hf_weights.new_model(GPT2LMHeadModel, config, tmp_path)
+    _, source = weights.new_model(GPT2LMHeadModel, config, tmp_path)
     assert torch.equal(source["transformer.wte.weight"], tensors["wte.weight"])
 
 
@@ -150,11 +154,11 @@ def test_weights_with_less_than_16_bits_are_refused(process_group, llama_directo
     config = LlamaForCausalLM.config_class.from_pretrained(llama_directory)
     name = "model.layers.1.mlp.up_proj.weight"
     for dtype in (torch.int8, torch.int32, torch.float8_e4m3fn):
-        tensors = weights(llama_directory)
+        tensors = stored(llama_directory)
         tensors[name] = tensors[name].to(dtype)
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=rf"quantized_keys: \['{name}'\]"):
-            hf_weights.new_model(LlamaForCausalLM, config, tmp_path)
+            weights.new_model(LlamaForCausalLM, config, tmp_path)
 
 
 @pytest.mark.parametrize("index", ["[]", "{}", "3"])
@@ -162,7 +166,7 @@ def test_index_of_another_form_is_named(index, process_group, llama_directory, t
     config = LlamaForCausalLM.config_class.from_pretrained(llama_directory)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(OSError, match="model.safetensors.index.json cannot be read"):
-        hf_weights.new_model(LlamaForCausalLM, config, tmp_path)
+        weights.new_model(LlamaForCausalLM, config, tmp_path)
 
 
 @pytest.mark.parametrize("name", [
@@ -171,27 +175,21 @@ def test_index_of_another_form_is_named(index, process_group, llama_directory, t
     "gpt_neox.layers.0.attention.bias", "model.layers.0.self_attn.rotary_emb.inv_freq",
 ])  # fmt: skip
 def test_buffers_of_older_versions_are_known(name):
-    assert hf_weights.OLD_BUFFERS.search(name)
+    assert weights.OLD_BUFFERS.search(name)
 
 
-def test_all_problems_of_weights_are_one_error(t5_directory, pairs, tmp_path):
-    for path in t5_directory.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    tensors = weights(t5_directory)
+def test_all_problems_of_weights_are_one_error(process_group, t5_directory, tmp_path):
+    tensors = stored(t5_directory)
     tensors["extra.weight"] = torch.zeros(1)
     tensors["shared.weight"] = tensors["shared.weight"][:-1].clone()
     del tensors["decoder.final_layer_norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
-    start, output = time.monotonic(), tmp_path / "output"
-    flags = ["--model-name", tmp_path, "--dataset", pairs, "--output-dir", output]
-    result = launch(2, "T5_training.py", *flags, check=False)
-    assert result.returncode != 0
-    (error,) = error_lines(result.stderr)
-    assert "missing_keys: ['decoder.final_layer_norm.weight']" in error
-    assert "unexpected_keys: ['extra.weight']" in error
-    assert "mismatched_keys: [('shared.weight', torch.Size([383, 32]), torch.Size([384" in error
-    assert time.monotonic() - start < 60
-    assert not (output / "checkpoints").exists()
+    config = T5ForConditionalGeneration.config_class.from_pretrained(t5_directory)
+    with pytest.raises(ranks.Problem) as error:
+        weights.new_model(T5ForConditionalGeneration, config, tmp_path)
+    assert "missing_keys: ['decoder.final_layer_norm.weight']" in str(error.value)
+    assert "unexpected_keys: ['extra.weight']" in str(error.value)
+    assert "mismatched_keys: [('shared.weight', torch.Size([383, 32]), torch" in str(error.value)
 
 
 def test_broken_files_are_named(process_group, t5_directory, tmp_path):
@@ -200,9 +198,9 @@ def test_broken_files_are_named(process_group, t5_directory, tmp_path):
 
     def check_error(pattern: str) -> None:
         with pytest.raises(OSError, match=pattern):
-            hf_weights.new_model(T5ForConditionalGeneration, config, tmp_path)
+            weights.new_model(T5ForConditionalGeneration, config, tmp_path)
 
-    check_error("model.safetensors cannot be read .*save_pretrained")
+    check_error("model.safetensors cannot be read .*convert other formats")
     content = (t5_directory / "model.safetensors").read_bytes()
     file.write_bytes(content[: len(content) // 2])
     check_error("model.safetensors cannot be read")
@@ -226,10 +224,12 @@ def with_empty_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def with_adapters(directory: Path) -> None:
-    """Replace the model with adapters."""
-    (directory / "config.json").unlink()
-    (directory / "adapter_config.json").touch()
+def with_tokenizer_without_end(directory: Path) -> None:
+    """Save a tokenizer that has no EOS token."""
+    for path in directory.glob("*token*"):
+        path.unlink()
+    backend = Tokenizer(token_models.WordLevel({"<pad>": 0, "a": 1}, "<pad>"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(directory)
 
 
 @pytest.mark.parametrize(("damage", "message"), [
@@ -238,42 +238,38 @@ def with_adapters(directory: Path) -> None:
      "is quantized. Pass its weights in 16 or 32 bits"),
     (lambda directory: change(directory, output_router_logits=True),
      "has output_router_logits, but no auxiliary loss is added here"),
-    (lambda directory: change(directory, use_return_dict=False),
-     "has an invalid config.json (AttributeError: property 'use_return_dict'"),
-    (lambda directory: change(directory, hidden_size="32"),
-     "field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str (value: '32')). C"),
-    (lambda directory: (directory / "tokenizer_config.json").write_text("[]"),
-     "has no valid tokenizer (AttributeError: 'list' object has no attribute 'get'). Save one."),
-    (with_adapters, "has no config.json. Pass a model; for adapters"),
+    (lambda directory: (directory / "config.json").unlink(), "has no config.json. Pass a model"),
     (with_empty_tokenizer, "has no tokenizer: its vocabulary is missing"),
+    (with_tokenizer_without_end, "has a tokenizer without an EOS token"),
 ])  # fmt: skip
 def test_unsuitable_directory_is_refused(damage, message, process_group, llama_directory, tmp_path):
     for path in llama_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
+    weights.open_model(str(tmp_path), LlamaForCausalLM)
     damage(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        hf_weights.open_model(str(tmp_path), LlamaForCausalLM)
+    with pytest.raises(ranks.Problem, match=re.escape(message)):
+        _, config, _ = weights.open_model(str(tmp_path), LlamaForCausalLM)
+        weights.new_model(LlamaForCausalLM, config, tmp_path)
 
 
 def test_text_part_of_multimodal_model_is_complete(process_group, models, tmp_path):
-    tensors = weights(models / "gemma3 text part")
+    tensors = stored(models / "gemma3 text part")
     model_class = Gemma3ForCausalLM
     config = transformers.AutoConfig.from_pretrained(models / "gemma3 text part").text_config
-    hf_weights.new_model(model_class, config, models / "gemma3 text part")
+    weights.new_model(model_class, config, models / "gemma3 text part")
     tensors["language_model.model.layers.2.mlp.up_proj.weight"] = torch.zeros(64, 32)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected_keys: .*layers.2.mlp.up_proj.weight"):
-        hf_weights.new_model(model_class, config, tmp_path)
+        weights.new_model(model_class, config, tmp_path)
 
 
-ANSWERS = {  # HTTP status and X-Error-Code of the hub, expected message
-    "meta/gated": (403, "GatedRepo", "is gated. Accept its license at https://huggingface.co/"),
-    "me/private": (401, "RepoNotFound", "is neither a directory nor a model on the hub"),
-    "gtp2": (404, "RepoNotFound", "is neither a directory nor a model on the hub"),
-    "a/b/c": (200, "", "is neither a directory nor a model on the hub"),
-    "busy": (500, "", "is not cached, and the hub cannot be reached (HfHubHTTPError"),
-    "offline": (None, "", "is not cached, and the hub cannot be reached (ConnectError"),
+ANSWERS = {  # HTTP status and X-Error-Code of the hub, part of the library's message
+    "meta/gated": (403, "GatedRepo", "Cannot access gated repo"),
+    "me/private": (401, "RepoNotFound", "make sure you are authenticated"),
+    "gtp2": (404, "RepoNotFound", "Repository Not Found"),
+    "a/b/c": (200, "", "Repo id must be in the form"),
+    "busy": (500, "", "cannot find the appropriate snapshot folder"),
+    "offline": (None, "", "Please check your internet connection"),
 }
 
 
@@ -292,11 +288,11 @@ def test_unavailable_model_is_one_message(name, tmp_path, monkeypatch):
     huggingface_hub.set_client_factory(lambda: httpx2.Client(transport=transport))
     try:
         with pytest.raises(ValueError) as error:
-            hf_weights.find_directory(name, hf_weights.SETTINGS)
+            weights.find_directory(name, weights.SETTINGS)
     finally:
         huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
-    assert str(error.value).startswith(f"--model-name {name} ") and message in str(error.value)
-    assert "or pass a directory" in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{name} is not a directory")
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
@@ -322,8 +318,123 @@ def test_only_one_process_per_node_asks_the_hub(local_rank, process_group, tmp_p
         lambda: httpx2.Client(transport=transport, event_hooks=hooks)
     )
     try:
-        path = ranks.first_on_node(hf_weights.find_directory, "me/small", ["*.json"])
+        path = ranks.local_main_process_first(weights.find_directory, "me/small", ["*.json"])
     finally:
         huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
     assert path == cached / "snapshots/c0ffee"
     assert bool(requests) == (local_rank == 0)
+
+
+def test_cached_files_are_used_if_the_list_of_files_is_incomplete(tmp_path, monkeypatch):
+    """The cache may lack files that nobody needs."""
+
+    def snapshot_download(name: str, **_: object) -> str:
+        raise IncompleteSnapshotError("LICENSE.txt is missing", snapshot_path=str(tmp_path))
+
+    monkeypatch.setattr(weights, "snapshot_download", snapshot_download)
+    assert weights.find_directory("org/model", ["*.json"]) == tmp_path
+
+
+def test_tokenizer_without_a_language_is_refused(t5_directory, monkeypatch):
+    tokenizer = transformers.ByT5Tokenizer()
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    tokenizer.src_lang, tokenizer.tgt_lang = "eng_Latn", "deu_Latn"
+    weights.load_tokenizer(t5_directory)
+    tokenizer.tgt_lang = None
+    with pytest.raises(ranks.Problem, match="Set src_lang and tgt_lang in"):
+        weights.load_tokenizer(t5_directory)
+
+
+def test_length_is_limited_by_positions_if_the_config_has_some():
+    for config in (transformers.XLNetConfig(), transformers.T5Config()):  # -1, and none
+        weights.check_length("--block-size", 64, config)
+    with pytest.raises(ranks.Problem, match="--block-size 64 is above the model's 32 positions"):
+        weights.check_length("--block-size", 64, transformers.GPT2Config(n_positions=32))
+
+
+def test_layerdrop_is_switched_off(process_group, capfd):
+    config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
+    assert config.encoder_layerdrop == 0.05
+    weights.new_model(transformers.M2M100ForConditionalGeneration, config, None)
+    assert config.encoder_layerdrop == config.decoder_layerdrop == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("encoder_layerdrop is set to 0 (the model has 0.05)")
+    config = transformers.RwkvConfig(num_hidden_layers=1, hidden_size=16)
+    weights.prepare_config(config)
+    assert config.rescale_every == 0 and "rescale_every is set to 0" in capfd.readouterr().out
+    weights.prepare_config(transformers.BartConfig())
+    assert capfd.readouterr().out == ""
+
+
+def test_settings_that_change_what_forward_returns_are_replaced():
+    fields = {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
+    config = transformers.GPT2Config(**fields, attn_implementation="eager")
+    weights.prepare_config(config)
+    values = config.to_dict()
+    assert {name: values[name] for name in fields} == {name: not x for name, x in fields.items()}
+    assert config.use_cache is False
+
+
+def test_attention_of_the_base_may_not_be_installed(process_group, llama_directory, tmp_path):
+    shutil.copytree(llama_directory, tmp_path, dirs_exist_ok=True)
+    change(tmp_path, attn_implementation="flash_attention_2")
+    _, config, _ = weights.open_model(str(tmp_path), LlamaForCausalLM)
+    assert config._attn_implementation is None
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "T5Gemma"])
+def test_capped_attention_is_eager_in_versions_that_drop_the_cap_in_sdpa(name):
+    for attention, expected in ((None, "eager"), ("sdpa", "eager"), ("packed", "packed")):
+        config = getattr(transformers, f"{name}Config")()
+        config._attn_implementation = attention
+        weights.prepare_config(config)
+        assert config._attn_implementation == expected
+
+
+@pytest.mark.parametrize("name, padding", [("T5", 1), ("GPT2", None), ("Llama", None)])
+@pytest.mark.parametrize("base", [384, -1])
+def test_padding_token_without_a_row_is_replaced(name, padding, base):
+    """T5 gets its EOS token. In the others an embedding would not train the token's row."""
+    config = getattr(transformers, f"{name}Config")(vocab_size=384, pad_token_id=base)
+    weights.prepare_config(config)
+    assert config.pad_token_id == padding
+    config.pad_token_id = 383
+    weights.prepare_config(config)
+    assert config.pad_token_id == 383
+    config = transformers.T5Config(vocab_size=9, pad_token_id=9, eos_token_id=[1, 2])
+    weights.prepare_config(config)
+    assert config.pad_token_id == 1
+
+
+class Hostile:
+    """An object that creates the directory `marker` when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("kind", ["weights", "config", "tokenizer"])
+def test_model_s_code_is_never_run(kind, process_group, llama_directory, tmp_path):
+    marker = tmp_path / "was-here"
+    directory = Path(shutil.copytree(llama_directory, tmp_path / "model"))
+    (directory / "theirs.py").write_text(f"import os\nos.mkdir({str(marker)!r})\n")
+    message = "custom code"
+    if kind == "config":
+        change(directory, model_type="theirs", auto_map={"AutoConfig": "theirs.Config"})
+    elif kind == "tokenizer":
+        settings = {"tokenizer_class": "Theirs"}
+        settings["auto_map"] = {"AutoTokenizer": ["theirs.Theirs", None]}
+        (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    else:
+        for file in directory.glob("model*"):
+            file.unlink()
+        torch.save({"lm_head.weight": Hostile(marker)}, directory / "pytorch_model.bin")
+        message = "model.safetensors cannot be read"
+    with pytest.raises((OSError, ValueError), match=message):
+        _, config, _ = weights.open_model(str(directory), LlamaForCausalLM)
+        weights.new_model(LlamaForCausalLM, config, directory)
+    assert not marker.exists()

@@ -1,0 +1,216 @@
+"""block_dataset.py: texts become blocks, without a token lost, changed or invented."""
+
+import json
+import random
+import time
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+import block_dataset
+from block_dataset import Data
+from core import reading
+from core.ranks import Problem
+
+BODIES = [{"body": "four"}, {"body": ""}, {"body": "five\n"}, {"body": "six"}]
+WORDS = ["It's", "the", "House", "42", "naïve", "日本", "x=1;", "end.", "-"]
+GAPS = [" ", " ", " ", "  ", "\n", "\n\n", "\n\n\n", "\r\n", "\r\n\r\n", "\n    ", " \n", "\t"]
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PATTERNS = {"GPT-2": None, "Llama 3": LLAMA_3, "Qwen": LLAMA_3.replace("{1,3}", "")}
+
+
+def load(path: object, **fields: object) -> Dataset:
+    """Return the training blocks of one --dataset argument."""
+    args = Data(**{"block_size": 16} | fields)
+    return block_dataset.load_blocks(str(path), ByT5Tokenizer(), args)["train"]
+
+
+def ids_of(rows: Dataset) -> list[int]:
+    """Return the tokens of consecutive blocks."""
+    return [rows[0]["input_ids"][0], *(i for row in rows for i in row["input_ids"][1:])]
+
+
+def decode(rows: Dataset) -> str:
+    """Return the text of consecutive blocks."""
+    return ByT5Tokenizer().decode(ids_of(rows))
+
+
+def write_rows(path: Path, rows: list) -> Path:
+    """Write a JSONL file and return its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_blocks_predict_every_token_once():
+    rows = [{"input_ids": list(range(10))}, {"input_ids": []}, {"input_ids": list(range(10, 23))}]
+    blocks = [block["input_ids"] for block in block_dataset.blocks(rows, 5)]
+    assert [len(block) for block in blocks] == [6, 6, 6, 6, 3]
+    assert [token for block in blocks for token in block[1:]] == list(range(1, 23))
+    batch = block_dataset.collate([{"input_ids": blocks[0]}, {"input_ids": blocks[-1]}])
+    assert batch["labels"].tolist()[0] == [1, 2, 3, 4, 5, -100, -100, -100]
+    assert batch["labels"].tolist()[1] == [21, 22] + [-100] * 6
+    assert batch["input_ids"].tolist()[1][:2] == [20, 21]
+    assert batch["targets"] == batch["tokens"] == 7
+    empty = block_dataset.collate([])
+    assert (empty["labels"] == -100).all() and empty["targets"] == 0
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv", ""])
+def test_rows_are_joined_with_eos(suffix, tmp_path):
+    write = {".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet, ".csv": Dataset.to_csv}
+    path = tmp_path / f"rows{suffix}"
+    write.get(suffix, Dataset.save_to_disk)(Dataset.from_list(BODIES), path)
+    assert decode(load(path, text_column="body")) == "four</s>five\n</s>six</s>"
+
+
+def test_files_are_joined_with_eos(tmp_path):
+    for name, text in (("a.txt", "one\u2028\x85 <unk> \ntwo\n"), ("b.txt", "three")):
+        (tmp_path / name).write_text(text)
+    expected = "one\u2028\x85 <unk> \ntwo</s>three</s>"
+    assert decode(load(tmp_path, text_column="body")) == expected
+    assert decode(load(f"{tmp_path}/*.txt")) == expected
+    (tmp_path / "b.txt").write_text("changed")  # the cache is stale
+    assert decode(load(tmp_path / "b.txt")) == "changed</s>"
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16-le"))
+    with pytest.raises(Problem, match="a.txt cannot be read: it is not text.* zero byte"):
+        load(tmp_path / "a.txt")
+
+
+def test_lines_of_wikitext_are_not_documents(tmp_path):
+    path = write_rows(tmp_path / "wikitext.jsonl", BODIES)
+    assert decode(load(path, text_column="body")) == "four</s>five\nsix</s>"
+
+
+def test_columns_are_found_or_named(tmp_path, capfd):
+    path = write_rows(tmp_path / "x.jsonl", [{"id": 1, "content": "seven"}])
+    assert decode(load(path)) == "seven</s>"
+    assert "x.jsonl: uses content, not id" in capfd.readouterr().out
+    with pytest.raises(Problem, match="no column x. Its columns are: id, content. Pass --text-col"):
+        load(path, text_column="x")
+    write_rows(path, [{"content": "a", "text": "eight", "input_ids": [5]}])
+    assert decode(load(path)) == "eight</s>"
+    write_rows(path, [{"text": "a"}, {"text": 8}])
+    with pytest.raises(Problem, match="x.jsonl, row 2: text is 8, not text. Correct it"):
+        load(path)
+    assert decode(load(path, bad_rows="skip")) == "a</s>"
+
+
+def test_end_is_held_out_without_validation_data(texts, tmp_path):
+    path = tmp_path / "all.txt"
+    path.write_text(texts[0].read_text() * 3)
+    args = Data(dataset=(str(path),), block_size=16)
+    train_set, val_sets = block_dataset.load(args, ByT5Tokenizer())
+    rows = [part.with_format(None) for part in (train_set, val_sets[str(path)])]
+    blocks = load(path)
+    assert [len(part) for part in rows] == [len(blocks) - len(blocks) // 20, len(blocks) // 20]
+    assert list(rows[0]) + list(rows[1]) == list(blocks)
+    assert decode(rows[0]) + decode(rows[1])[1:] == path.read_text().rstrip("\n") + "</s>"
+    train_set, val_sets = block_dataset.load(args, ByT5Tokenizer(), evaluate_only=True)
+    assert train_set is None
+    assert list(val_sets[str(path)].with_format(None)) == list(rows[1])
+    path.write_text("short")
+    with pytest.raises(Problem, match="gives 1 blocks, .* Pass --val-dataset"):
+        block_dataset.load(args, ByT5Tokenizer())
+
+
+def test_validation_data_replace_the_hold_out(texts, tmp_path):
+    train, val = map(str, texts)
+    args = Data(dataset=(train, f"{train}:train[:1]"), val_dataset=(val,), block_size=32)
+    train_set, val_sets = block_dataset.load(args, ByT5Tokenizer())
+    sizes = {name: len(rows) for name, rows in val_sets.items()}
+    assert (len(train_set), sizes) == (2 * len(load(train, block_size=32)), {val: 5})
+    args.num_train_samples, args.num_val_samples = 3, 2
+    train_set, val_sets = block_dataset.load(args, ByT5Tokenizer())
+    assert (len(train_set), len(val_sets[val])) == (6, 2)
+    args.dataset = ("gone.jsonl",)  # which an evaluation does not read
+    assert block_dataset.load(args, ByT5Tokenizer(), evaluate_only=True)[0] is None
+
+
+def test_docstrings_need_no_download():
+    parts = block_dataset.load_blocks("docstrings", ByT5Tokenizer(), Data(block_size=256))
+    sizes = [len(parts[split]) for split in ("train", "validation")]
+    assert sizes[0] > 4 * sizes[1] > 400
+    assert len(load("docstrings:train[:2]", block_size=256)) < 20
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ""])
+def test_tokenized_rows_are_blocks(suffix, tmp_path):
+    rows = [{"input_ids": [5 + i, 6, 1], "labels": [-100, 6, 1]} for i in range(60)]
+    path = tmp_path / f"rows{suffix}"
+    write = {".jsonl": Dataset.to_json, ".parquet": Dataset.to_parquet, "": Dataset.save_to_disk}
+    write[suffix](Dataset.from_list(rows), path)
+    args = Data(dataset=(str(path),), block_size=32)
+    train_set, val_sets = block_dataset.load(args, ByT5Tokenizer())
+    tokens = [row["input_ids"].tolist() for part in (train_set, *val_sets.values()) for row in part]
+    assert tokens == [row["input_ids"] for row in rows]
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"input_ids": [5, 384]}, "token 384 is not one of the tokenizer's 384"),
+    ({"input_ids": [5] * 18}, "18 tokens, but --block-size allows 17"),
+    ({"input_ids": [5, 6], "loss_mask": [0, 1]}, "loss_mask excludes tokens"),
+])  # fmt: skip
+def test_invalid_tokens_are_refused(row, message, tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"input_ids": [5, 6]}, row])
+    with pytest.raises(Problem, match=f"rows.jsonl, row 2: {message}"):
+        load(path)
+
+
+def random_text(seed: int, count: int) -> str:
+    """Return words with blank lines, indentation and other gaps."""
+    draw = random.Random(seed)
+    return "".join(draw.choice(WORDS) + draw.choice(GAPS) for _ in range(count))
+
+
+def small_tokenizer(pattern: str | None) -> PreTrainedTokenizerFast:
+    """Return a byte-level BPE tokenizer with the pre-tokenizer of a model family."""
+    tokenizer = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    tokenizer.pre_tokenizer = level
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    options = {"special_tokens": ["</s>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=level.alphabet(), **options)
+    tokenizer.train_from_iterator([random_text(9, 3000)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.mark.parametrize("family", PATTERNS)
+def test_text_file_has_the_tokens_of_the_whole_text(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(block_dataset, "PIECE", 64)
+    tokenizer = small_tokenizer(PATTERNS[family])
+    for seed, ending in enumerate(("", "\n", "x", "\n\n", "\r\n")):
+        text = random_text(seed, 2000) + ending
+        path = tmp_path / f"{seed}.txt"
+        path.write_bytes(text.encode())
+        pieces = reading.read(str(path), None, block_dataset.text_pieces)["train"]
+        assert len(pieces) > 50 and max(map(len, pieces[reading.LINE])) < 2000
+        rows = block_dataset.load_blocks(str(path), tokenizer, Data(block_size=64))["train"]
+        assert ids_of(rows) == [*tokenizer(text.rstrip("\r\n"))["input_ids"], 0]
+
+
+def test_text_without_spaces_is_cut_too(tmp_path):
+    (tmp_path / "x.txt").write_text("é" * 3_000_000)
+    with (tmp_path / "x.txt").open() as file:
+        pieces = [piece["text"] for piece in block_dataset.text_pieces(file)]
+    assert max(map(len, pieces)) <= 65 * block_dataset.PIECE and "".join(pieces) == "é" * 3_000_000
+
+
+@pytest.mark.slow  # measures time
+def test_blocks_of_a_long_row_take_linear_time():
+    seconds = []
+    for count in (400_000, 3_200_000):
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            assert sum(1 for _ in block_dataset.blocks([{"input_ids": [5] * count}], 128)) > 1000
+            times.append(time.process_time() - start)
+        seconds.append(min(times))
+    assert seconds[1] < 30 * seconds[0]  # eight times the tokens

@@ -1,0 +1,155 @@
+"""metrics.jsonl, status, and lines on a terminal of 80 columns."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, metrics
+from in_process import start
+
+import gpt2_fsdp
+from core import log
+from core.log import Log
+
+TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
+
+
+def test_events_after_the_restored_step_and_broken_lines_are_deleted(process_group, tmp_path):
+    lines = [json.dumps({"event": "train", "step": step}) for step in (1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:2], '{"event": "tr', lines[2]]))
+    Log(tmp_path, 2, 0, 9)
+    assert [event["step"] for event in metrics(tmp_path, "train")] == [1, 2]
+    Log(tmp_path, 0, 0, 9)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_numbers_are_exact_in_the_file_and_short_on_the_screen(process_group, tmp_path, capsys):
+    values = {"loss": torch.tensor(2.123456789), "lr": 1.23456e-5, "epoch": 2}
+    event = Log(tmp_path, 0, 0, 10).write("train", 7, tokens=500, **values)
+    (written,) = metrics(tmp_path, "train")
+    assert written == event and written["loss"] == torch.tensor(2.123456789).item()
+    assert written.keys() >= {"time", "tokens", "tokens_per_second", "peak_memory_mb"}
+    line = capsys.readouterr().out
+    assert line.startswith("train  7/10  ") and "loss 2.123  lr 1.235e-05" in line
+    assert "time" not in line and "peak" not in line
+
+
+def test_pause_does_not_count_in_tokens_per_second(process_group, tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(log.time, "perf_counter", lambda: clock[0])
+    lines = Log(tmp_path, 0, 100, 10)
+    clock[0] = 4
+    with lines.pause():
+        clock[0] = 10
+    assert lines.write("train", 1, tokens=500)["tokens_per_second"] == 100
+
+
+def test_status_names_the_saved_step_and_a_failure(process_group, tmp_path):
+    assert not log.open_directory(tmp_path / "run")
+    (tmp_path / "run/checkpoints/step-00000004").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/step-00000004/train_state.json").touch()
+    with pytest.raises(KeyError), log.running(tmp_path / "run"):
+        assert (tmp_path / "run/status").read_text() == "running\nsaved step 4\n"
+        raise KeyError
+    assert (tmp_path / "run/status").read_text() == "failed\nsaved step 4\n"
+    log.write_status(tmp_path / "run", "finished")
+    assert log.open_directory(tmp_path / "run")
+
+
+def test_directory_that_a_node_does_not_see_is_refused(process_group, tmp_path, monkeypatch):
+    monkeypatch.setattr(log, "on_every_rank", lambda _: [True, False])
+    with pytest.raises(log.Problem, match="is not on a file system that all nodes share"):
+        log.open_directory(tmp_path)
+
+
+def test_unusable_output_directory_is_named(tmp_path, capfd):
+    (tmp_path / "file").touch()
+    flags = ["--model-name", "tiny", "--dataset", "docstrings", "--output-dir"]
+    assert start(gpt2_fsdp, *flags, tmp_path / "file/run") == 1
+    assert f"{tmp_path}/file/run" in capfd.readouterr().err
+
+
+def on_terminal(
+    columns: int, tmp_path: Path, *flags: str, marker: str = "", **environment: str
+) -> tuple[int, str]:
+    """Run T5_training.py on a terminal; return its exit code and all that it wrote. Send SIGINT as
+    Ctrl-C does when `marker` appears."""
+    main, child = pty.openpty()
+    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    command = [sys.executable, "T5_training.py", *TINY.split(), "--target-length", "8",
+               "--output-dir", str(tmp_path / "output"), *flags]  # fmt: skip
+    cache = str(tmp_path / "cache")  # so that rows are read with a progress bar
+    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | environment | {"HF_DATASETS_CACHE": cache}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=child, stderr=child)
+    os.close(child)
+    text = ""
+    while True:
+        try:
+            text += os.read(main, 65536).decode(errors="replace")
+        except OSError:  # the other end is closed
+            break
+        if marker and marker in text:
+            process.send_signal(signal.SIGINT)
+            marker = ""
+    os.close(main)
+    return process.wait(), text
+
+
+def visible_lines(text: str) -> list[str]:
+    """Return the lines as a terminal shows them. Bars return to the start of a line, or go up."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[A|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\r":
+            column = 0
+        elif part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[A":
+            row -= 1
+        else:
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + part + line[column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines]
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_of_a_good_run_fit_the_terminal_without_bars(columns, tmp_path):
+    code, text = on_terminal(columns, tmp_path, "--max-steps", "4", "--log-every", "2")
+    assert code == 0
+    lines = visible_lines(text)
+    kinds = [line.split()[0] for line in lines if line.split()[1:2] == ["2/4"]]
+    assert kinds == ["train"]
+    for line in lines:
+        if line.startswith(("train ", "val  ", "save ", "done ", "64 samples", "1 x cpu")):
+            assert len(line) <= columns, line
+        assert not re.match(r"(step|summaries|validation.*):", line), line  # a bar
+        assert not re.search(r"\].+\w|(?<!^)(Map|Generating)", line) or "«" in line, line  # glue
+    assert "validation on docstrings: " in text and "step: " in text
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--dataset", "no.csv"], "error: Data set no.csv is not a file"),
+    (["--batch-size", "4096", "--strategy", "hybrid_shard"], "error: "),
+    (["--max-steps", "2", "--lr", "1e30"], "error: "),
+])  # fmt: skip
+def test_error_is_on_a_line_of_its_own(flags, message, tmp_path):
+    code, text = on_terminal(80, tmp_path, *flags)
+    assert code == 1
+    assert any(line.startswith(message) for line in visible_lines(text)), text
+
+
+def test_ctrl_c_in_the_load_ends_without_a_traceback(tmp_path):
+    code, text = on_terminal(80, tmp_path, marker="parameters")
+    assert code == -signal.SIGINT and "Traceback" not in text

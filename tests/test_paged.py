@@ -1,0 +1,48 @@
+"""Test bitsandbytes' paged AdamW: ten steps, and resumes from its checkpoints."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import launch
+from in_process import start
+from ten_steps import PAGED
+from test_llama import WORKER, check_parity, reference
+
+import llama_fsdp
+
+pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, chats: Path) -> dict:
+    """Return two ranks' results for each variant, at a global batch of 8 sequences."""
+    path = tmp_path_factory.mktemp("results") / "two.pt"
+    launch(2, WORKER, path, llama_directory, chats, 4, json.dumps(PAGED))
+    return torch.load(path, weights_only=False)
+
+
+@pytest.mark.parametrize("variant", PAGED)
+def test_ten_steps_equal_plain_pytorch_and_resume(variant, results, llama_directory):
+    """A resume is exact with the same optimizer, and close with PyTorch's."""
+    check_parity(results[variant], reference(results[variant], llama_directory))
+    losses, parameters = results[variant]["resume"]["uninterrupted"]
+    resumed, resumed_parameters = results[variant]["resume"]["paged"]
+    assert losses == resumed and len(losses) == 3
+    for one, other in zip(parameters, resumed_parameters, strict=True):
+        assert torch.equal(one, other)
+    assert results[variant]["resume"]["adamw"][0] == pytest.approx(losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--fsdp", "2"], "rejects DTensors"),
+    (["--lora-rank", "4"], "rejects DTensors"),
+    ([], "needs bitsandbytes. Run `pip install -r requirements-extras.txt`."),
+])  # fmt: skip
+def test_flags_that_cannot_work_are_refused(flags, message, capfd, monkeypatch):
+    if not flags:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert start(llama_fsdp, "--optimizer", "paged_adamw_32bit", *flags) == 1
+    assert message in capfd.readouterr().err

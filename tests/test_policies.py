@@ -1,0 +1,346 @@
+"""Precision, compiled blocks, fused norms, DDP's buckets, and which flags go together."""
+
+import copy
+import importlib
+import json
+import shutil
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, launch, losses, weights
+from fp16_worker import STRATEGIES
+from ten_steps import parse_args
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel as DDP
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import gpt2_fsdp
+import llama_fsdp
+import policies
+from core import args as core_args
+from core.ranks import Problem
+
+CASES = [(script, strategy) for script, names in STRATEGIES.items() for strategy in names]
+
+
+@pytest.fixture(scope="module")
+def results(
+    t5_directory: Path, pairs: Path, gpt2_directory: Path, texts: tuple, llama_directory: Path,
+    chats: Path, tmp_path_factory: pytest.TempPathFactory,
+) -> dict:  # fmt: skip
+    """Return the results of fp16_worker.py by script and strategy."""
+    directory = tmp_path_factory.mktemp("fp16")
+    scripts = {
+        "T5_training": ["--model-name", t5_directory, "--dataset", pairs, "--batch-size", "8",
+                        "--rouge-samples", "0"],
+        "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0], "--val-dataset",
+                      texts[1], "--block-size", "32"],
+        "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats, "--max-seq-length",
+                       "64", "--batch-size", "2"],
+    }  # fmt: skip
+    shared = ["--lr", "1e-3", "--lr-schedule", "constant"]
+    flags = {name: [*map(str, own), *shared] for name, own in scripts.items()}
+    result = directory / "result.json"
+    launch(2, "tests/workers/fp16_worker.py", result, directory, json.dumps(flags))
+    return json.loads(result.read_text())
+
+
+@pytest.mark.parametrize("script, strategy", CASES)
+def test_fp16_losses_are_close_to_fp32_and_scale_is_resumed(script, strategy, results):
+    result = results[f"{script} {strategy}"]
+    assert len(result["fp16"]) == 12
+    assert result["fp16"] == pytest.approx(result["fp32"], rel=2e-3)
+    assert result["fp16"] != result["fp32"]
+    assert result["scale"] == 2**12 and result["resumed"]
+
+
+@pytest.mark.parametrize("script, strategy", CASES)
+def test_overflow_changes_no_weight_and_halves_the_scale(script, strategy, results):
+    """A scale below 1 ends the run."""
+    result = results[f"{script} {strategy}"]
+    applied = {"changed": [True] * 2, "scale": 1}
+    skipped = {"changed": [False] * 2, "scale": 0.5}
+    expected = {"loss": skipped, "shard": skipped, "nowhere": applied, "last": skipped}
+    if strategy == "ddp":
+        del expected["shard"]
+    assert result["effects"] == expected
+    for error in result["errors"]:
+        assert error.startswith("The gradient norm of step 17 is not finite, in samples [")
+
+
+def test_weights_changed_after_an_evaluation_are_used(tmp_path):
+    """FSDP1's root, or all units, would stay gathered, with the weights of before. The worker also
+    checks that FSDP1's limit of all-gathers holds after an evaluation."""
+    launch(2, "tests/workers/evaluation_worker.py", tmp_path / "losses.json")
+    results = json.loads((tmp_path / "losses.json").read_text())
+    before, after = results.pop("ddp")
+    assert abs(after - before) > 1
+    for values in results.values():
+        assert values == pytest.approx([before, after], rel=1e-6)
+
+
+def test_ddp_gradients_are_views_of_its_buckets(process_group, gpt2_directory):
+    """Otherwise they would be in memory twice."""
+    model = gpt2_fsdp.LossModel.from_pretrained(gpt2_directory)
+    args = parse_args(gpt2_fsdp, ["--strategy", "ddp", "--precision", "fp32"])
+    plain, ours = DDP(copy.deepcopy(model)), gpt2_fsdp.wrap_model(
+        args, torch.device("cpu"), model, {}
+    )  # fmt: skip
+    ids = torch.arange(3, 35).reshape(2, 16)
+    counts = []
+    for wrapped in (plain, ours):
+        for _ in range(2):  # DDP makes new buckets after the first step
+            wrapped.zero_grad()
+            wrapped(ids, targets=ids).backward()
+        gradients = [p.grad for p in wrapped.parameters()]
+        counts.append(len({x.untyped_storage().data_ptr() for x in gradients}))
+    assert counts[0] == len(gradients) and counts[1] <= 2
+    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_groups_of_hybrid_shard_have_the_time_out(process_group):
+    """init_device_mesh would give them 30 minutes."""
+    sharding = policies.Sharding(strategy="hybrid_shard", shard_group_size=1)
+    mesh = policies.device_mesh(torch.device("cpu"), sharding, 7)
+    assert mesh.mesh_dim_names == ("replicate", "shard")
+    for dim in range(2):
+        backend = mesh.get_group(dim)._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(minutes=7)
+
+
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+SMALL = {  # one block in a stack
+    "T5_training": {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1,
+                    "num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0},
+    "gpt2_fsdp": {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16,
+                  "bos_token_id": 1, "eos_token_id": 1, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+                  "attn_pdrop": 0.0},
+    "llama_fsdp": {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+                   "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1},
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", ["gpt2_fsdp", "llama_fsdp", pytest.param("T5_training", marks=pytest.mark.slow)]
+)
+def test_compiled_block_equals_eager(name):
+    """Inductor compiles one block in seconds and caches it."""
+    script = importlib.import_module(name)
+    torch.manual_seed(0)
+    config = script.MODEL.config_class(**SMALL[name])
+    eager = getattr(script, "LossModel", script.MODEL)(config).train()
+    compiled = copy.deepcopy(eager)
+    stack = compiled.decoder if name == "T5_training" else compiled
+    policies.compile_blocks(stack, script.BLOCKS)
+    ids = torch.arange(24).reshape(2, 12)
+    inputs = {"decoder_input_ids": ids} if name == "T5_training" else {}
+    results = []
+    counters.clear()
+    for model in (eager, compiled):
+        logits = model(input_ids=ids, use_cache=False, **inputs).logits
+        logits.logsumexp(-1).sum().backward()
+        results.append([logits.detach(), *(p.grad for p in model.parameters())])
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert counters["inductor"]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", ["1", "2"])
+@pytest.mark.parametrize("script", SMALL)
+def test_compiled_scripts_train_like_eager_ones(
+    script, fsdp, t5_directory, pairs, gpt2_directory, texts, llama_directory, chats, tmp_path
+):
+    """FSDP with recomputation. T5 takes minutes because its batches have several lengths."""
+    data = {
+        "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0],
+                      "--val-dataset", texts[1], "--block-size", "32"],
+        "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats,
+                       "--max-seq-length", "64", "--no-packing"],
+        "T5_training": ["--model-name", t5_directory, "--dataset", pairs,
+                        "--rouge-samples", "0", "--source-length", "40", "--target-length", "8"],
+    }  # fmt: skip
+    for flag in ("--no-compile", "--compile"):
+        command = [*data[script], "--max-steps", "4", "--log-every", "1", "--batch-size", "2"]
+        command += [flag, "--fsdp", fsdp, "--activation-checkpointing", "--export-dtype", "fp32"]
+        launch(2, f"{script}.py", *command, "--output-dir", tmp_path / flag, timeout=3600)
+    eager, compiled = tmp_path / "--no-compile", tmp_path / "--compile"
+    for event in ("train", "val"):
+        assert losses(compiled, event) == pytest.approx(losses(eager, event), abs=1e-5)
+    expected = weights(eager / "final")
+    exported = weights(compiled / "final")
+    assert exported.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
+
+
+WIDTH = 64
+
+
+class ClampedNorm(LlamaRMSNorm):
+    """A norm that differs from Llama's only for large values."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the norm of clamped values."""
+        return super().forward(hidden.clamp(-50, 50))
+
+
+class OtherEpsilon(LlamaRMSNorm):
+    """A norm that does not use the epsilon in its attribute."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the norm, computed with another epsilon."""
+        scale = torch.rsqrt(hidden.float().square().mean(-1, keepdim=True) + 1e-5)
+        return self.weight * (hidden.float() * scale).to(hidden.dtype)
+
+
+def fused(norm: nn.Module) -> nn.Module:
+    """Return a fused copy of a norm with random weights."""
+    torch.manual_seed(0)
+    norm.weight.data = torch.randn(WIDTH)
+    copied = nn.Sequential(copy.deepcopy(norm))
+    policies.fuse_norms(copied, (type(norm),))
+    return copied[0]
+
+
+def forward_and_backward(norm: nn.Module, values: torch.Tensor) -> list[torch.Tensor]:
+    """Return the output of a norm, and the gradients of its input and weight."""
+    values = values.clone().requires_grad_()
+    output = norm(values)
+    loss = (output * torch.linspace(-1, 1, WIDTH)).sum()
+    return [output.detach(), *torch.autograd.grad(loss, (values, norm.weight))]
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, T5LayerNorm])
+@pytest.mark.parametrize("eps", [1e-5, 1e-6])
+def test_fused_norm_computes_the_same(kind, eps):
+    norm = kind(WIDTH, eps)
+    other = fused(norm)
+    assert type(other) is not kind and type(other) is type(fused(kind(WIDTH)))
+    values = 3 * torch.randn(5, 7, WIDTH) + 1
+    pairs = (forward_and_backward(x, values) for x in (other, norm))
+    for result, expected in zip(*pairs, strict=True):
+        largest = expected.abs().max().item()
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6 * largest)
+    # In bf16 it is no farther from the result in float64.
+    low, low_other = copy.deepcopy(norm).bfloat16(), copy.deepcopy(other).bfloat16()
+    values = values.bfloat16()
+    x, weight = values.double(), low.weight.double()
+    exact = weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    assert low_other(values).dtype == torch.bfloat16
+    assert (low_other(values) - exact).norm() <= (low(values) - exact).norm()
+    compiled = torch.compile(nn.Sequential(other), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x.float()), other(x.float()))
+
+
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, T5LayerNorm])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32),
+                                    (torch.float32, torch.bfloat16)])  # fmt: skip
+def test_norm_of_mixed_dtypes_uses_the_original_forward(kind, dtypes):
+    norm = kind(WIDTH)
+    other = fused(norm).to(dtypes[0])
+    values = torch.randn(3, WIDTH, dtype=dtypes[1])
+    torch.testing.assert_close(other(values), norm.to(dtypes[0])(values), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [GemmaRMSNorm, ClampedNorm, OtherEpsilon])
+def test_other_norms_are_refused(kind):
+    with pytest.raises((Problem, AttributeError), match="no plain RMS norm|variance_epsilon"):
+        fused(kind(WIDTH))
+
+
+def test_auto_is_fp32_on_a_cpu_and_bf16_where_it_is_native(monkeypatch):
+    assert policies.compute_precision("fp16") == "fp16"
+    for is_native in (True, False):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        module = type("", (), {"is_bf16_supported": lambda is_native=is_native, **_: is_native})
+        monkeypatch.setattr(torch, "get_device_module", lambda module=module: module)
+        assert policies.compute_precision("auto") == ("bf16" if is_native else "fp32")
+
+
+def problem(script, processes: int, flags: list[str], monkeypatch) -> str:
+    """Return the message with which a script refuses flags on a machine with GPUs, or ""."""
+
+    class Refused(Exception):
+        """The script has refused its flags."""
+
+    def refuse(message: object) -> None:
+        raise Refused(message)
+
+    monkeypatch.setattr(core_args, "exit_with", refuse)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    common = ["--model-name", "tiny", "--dataset", "docstrings", "--precision", "fp32"]
+    try:
+        parse_args(script, [*common, *flags])
+    except Refused as error:
+        return str(error)
+    return ""
+
+
+ROWS = {}  # the cells for FSDP1 and FSDP2 by the text of the first cell
+for line in (ROOT / "docs/fsdp1-or-2.md").read_text().splitlines():
+    if line.startswith("| "):
+        feature, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        ROWS[feature] = cells
+ACCUMULATE = ["--gradient-accumulation-steps", "2"]
+RULES = {  # script, processes and flags of each row that is a rule
+    "LoRA and QLoRA": (llama_fsdp, 2, ["--lora-rank", "4"]),
+    "`--strategy no_shard`": (gpt2_fsdp, 2, ["--strategy", "no_shard"]),
+    "size-based wrapping (`gpt2_fsdp.py`)": (gpt2_fsdp, 2, ["--wrap", "size:1000"]),
+    "`--optimizer paged_adamw_32bit`": (llama_fsdp, 2, ["--optimizer", "paged_adamw_32bit"]),
+    "`--cpu-offload` on one GPU": (gpt2_fsdp, 1, ["--cpu-offload"]),
+    "`--cpu-offload` with gradient accumulation": (gpt2_fsdp, 2, ["--cpu-offload", *ACCUMULATE]),
+    "`--cpu-offload` with fp16": (gpt2_fsdp, 2, ["--cpu-offload", "--precision", "fp16"]),
+    "`--compile` with gradient accumulation": (gpt2_fsdp, 2, ["--compile", *ACCUMULATE]),
+}
+
+
+def test_every_rule_of_the_table_is_tested():
+    rules = {
+        row
+        for row, cells in ROWS.items()
+        if cells[0].split(":")[0] in ("yes", "no") or "only" in cells[0]
+    }
+    assert rules == RULES.keys()
+
+
+@pytest.mark.parametrize("row", RULES)
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_parser_follows_the_table_of_fsdp1_or_2(row, fsdp, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    script, processes, flags = RULES[row]
+    cell = ROWS[row][fsdp - 1]
+    flags = [*flags, "--fsdp", str(fsdp)]
+    assert bool(problem(script, processes, flags, monkeypatch)) == (cell != "yes")
+    if cell.startswith("only with"):
+        flag = cell.removeprefix("only with ").strip("`")
+        assert not problem(script, processes, [*flags, flag], monkeypatch)
+
+
+@pytest.mark.parametrize("processes, flags, message", [
+    (1, ["--compile", *ACCUMULATE], "--compile with accumulation needs --fsdp 2, or"),
+    (1, ["--compile", *ACCUMULATE, "--accumulate-no-sync"], "--compile with accumulation"),
+    (1, ["--compile", *ACCUMULATE, "--strategy", "ddp"], ""),
+    (2, ["--compile", *ACCUMULATE, "--accumulate-no-sync"], ""),
+    (2, ["--strategy", "no_shard", "--accumulate-no-sync"], "cannot be used with no_shard"),
+    (1, ["--fsdp", "2", "--cpu-offload", "--precision", "fp16"], "--cpu-offload with fp16 needs"),
+    (4, ["--strategy", "hybrid_shard", "--shard-group-size", "1"], "--shard-group-size above 1"),
+    (4, ["--strategy", "hybrid_shard", "--shard-group-size", "3"], "that divides the processes"),
+    (4, ["--strategy", "hybrid_shard", "--shard-group-size", "2"], ""),
+    (1, ["--evaluate-only", "--export-only"], "Pass --evaluate-only or --export-only, not both"),
+])  # fmt: skip
+def test_combinations_that_cannot_work_are_refused(processes, flags, message, monkeypatch):
+    text = problem(gpt2_fsdp, processes, flags, monkeypatch)
+    assert message in text if message else not text

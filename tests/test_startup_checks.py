@@ -1,0 +1,335 @@
+"""Edits that would train a model incorrectly are refused at startup, each with its own message."""
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import launch
+from copied import edited_script, llama_as, llama_changes
+from in_process import start
+from torch import nn
+
+from core import ranks
+from core.ranks import Problem
+from optional import startup_checks
+
+NOT_A_SUM = "summed_loss is not a sum over target tokens"
+OTHER_LOGITS = "The logits behind the loss differ from the model's own by"
+OTHER_INPUTS = (
+    "The decoder's logits differ by .* from those that the model computes from the labels"
+)
+NOT_CAUSAL = "The model is not causal: its logits change by"
+LEAK = "Documents in a sequence attend to each other.*Pass --no-packing"
+PADDING = "Padding changes the model's logits by"
+SUM = ', reduction="sum"'
+NO_MASK = {'("labels", "targets"': '("attention_mask", "labels", "targets"'}
+NO_DECODER_MASK = {'("labels", "targets"': '("decoder_attention_mask", "labels", "targets"'}
+NO_SHIFT = {
+    "decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == -100, pad_token_id)": (
+        "decoder_input_ids = labels.masked_fill(labels == -100, pad_token_id)"
+    )
+}
+START = "torch.full_like(labels, decoder_start_token_id)"
+WRAP = "    init = weights.Loader("  # in wrap_model
+T5GEMMA = {
+    "(T5LayerNorm,)": "()",
+    "(T5Block,)": "(T5GemmaEncoderLayer, T5GemmaDecoderLayer)",
+    "import T5Block, T5LayerNorm": "import T5GemmaDecoderLayer, T5GemmaEncoderLayer",
+    "models.t5.modeling_t5": "models.t5gemma.modeling_t5gemma",
+    "transformers.T5For": "transformers.T5GemmaFor",
+    '"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4,': (
+        "**{name: dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32, "
+        "num_attention_heads=4, num_key_value_heads=2, vocab_size=384) "
+        "for name in ('encoder', 'decoder')},"
+    ),
+}
+BART = {
+    "(T5LayerNorm,)": "()",
+    "import T5Block, T5LayerNorm": "import BartDecoderLayer, BartEncoderLayer",
+    "models.t5.modeling_t5": "models.bart.modeling_bart",
+    "transformers.T5For": "transformers.BartFor",
+    '"d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4': (
+        '"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128'
+    ),
+}
+PLAIN_LOSS = {  # computes the loss from the model's own logits
+    '    return model(**inputs, targets=batch["labels"])\n': (
+        "    logits = model(**inputs, use_cache=False).logits\n"
+        '    return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())\n'
+    )
+}
+TRAINED_PADDING = {"-100, least=8": "0, least=8"}
+CONV = ["conv", "conv", "full_attention", "conv"]
+LEAKS = {  # folder in Transformers, additions to TINY_CONFIG
+    "GptOss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
+    "Lfm2": ("lfm2", {"layer_types": CONV}),
+    "Qwen3_5": ("qwen3_5", {
+        "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    }),
+    "GraniteMoeHybrid": ("granitemoehybrid", {
+        "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 2,
+        "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_chunk_size": 16,
+    }),
+}  # fmt: skip
+
+
+@dataclass
+class Edit:
+    """Changes to a script's text and to its data module's, and the message that refuses them."""
+
+    script: str
+    message: str | None = None  # None: the script is accepted
+    changes: dict[str, str] = field(default_factory=dict)
+    data: dict[str, str] = field(default_factory=dict)
+    packing: bool = True
+
+
+def llama(
+    message: str | None, packing: bool = True, name: str = "Llama", folder: str = "", **config: Any
+) -> Edit:
+    """Return an `Edit` that turns llama_fsdp.py into another model, or adds to its config."""
+    return Edit("llama_fsdp", message, llama_changes(name, folder, **config), {}, packing)
+
+
+T5, GPT2, LLAMA = "T5_training", "gpt2_fsdp", "llama_fsdp"
+EDITS = {
+    "T5": Edit(T5),
+    "T5: mean": Edit(T5, NOT_A_SUM, {SUM: ""}),
+    "T5: source without a mask": Edit(T5, PADDING, NO_MASK),
+    "T5: trained padding": Edit(T5, PADDING, data={"pad(targets, -100": "pad(targets, 0"}),
+    "T5: another start": Edit(T5, OTHER_INPUTS, data={START: "torch.full_like(labels, 5)"}),
+    "T5: inputs not shifted": Edit(T5, OTHER_INPUTS, data=NO_SHIFT),
+    "T5: not causal": Edit(
+        T5,
+        NOT_CAUSAL,
+        {WRAP: "    model.decoder.is_decoder = model.decoder.config.is_decoder = False\n" + WRAP},
+    ),
+    "T5: missing block": Edit(T5, "it lacks T5Block", {"(T5Block,)": "(nn.Embedding,)"}),
+    "BART": Edit(T5, None, BART | {"(T5Block,)": "(BartEncoderLayer, BartDecoderLayer)"}),
+    "BART: missing block": Edit(
+        T5, "it lacks BartEncoderLayer", BART | {"(T5Block,)": "(BartDecoderLayer,)"}
+    ),
+    "T5Gemma": Edit(T5, None, T5GEMMA),
+    "T5Gemma: starts with padding": Edit(
+        T5, OTHER_INPUTS, T5GEMMA, data={START: "torch.zeros_like(labels)"}
+    ),
+    "T5Gemma: starts with padding, no mask": Edit(
+        T5,
+        f"{NOT_CAUSAL}|{OTHER_INPUTS}",  # by version of Transformers
+        T5GEMMA | NO_DECODER_MASK,
+        data={START: "torch.zeros_like(labels)"},
+    ),
+    "GPT-2": Edit(GPT2),
+    "GPT-2: mean": Edit(GPT2, NOT_A_SUM, {SUM: ""}),
+    "GPT-2: mean over rows": Edit(
+        GPT2, NOT_A_SUM, {"targets=batch[": 'targets=batch["labels"]) / len(batch['}
+    ),
+    "GPT-2: trained padding": Edit(GPT2, NOT_A_SUM, data=TRAINED_PADDING),
+    "GPT-2: scaled hidden states": Edit(
+        GPT2, OTHER_LOGITS, {"(hidden.flatten(0, 1)": "(1.1 * hidden.flatten(0, 1)"}
+    ),
+    "GPT-2: not causal": Edit(
+        GPT2,
+        NOT_CAUSAL,
+        {WRAP: "    for x in model.transformer.h:\n        x.attn.is_causal = False\n" + WRAP},
+    ),
+    "Llama": Edit(LLAMA),
+    "Llama: unpacked": Edit(LLAMA, packing=False),
+    "Llama: own logits": Edit(LLAMA, None, PLAIN_LOSS),
+    "Llama: own logits, unpacked": Edit(LLAMA, None, PLAIN_LOSS, packing=False),
+    "Llama: mean": Edit(LLAMA, NOT_A_SUM, {SUM: ""}),
+    "Llama: mean, unpacked": Edit(LLAMA, NOT_A_SUM, {SUM: ""}, packing=False),
+    "Llama: mean of own logits": Edit(LLAMA, NOT_A_SUM, PLAIN_LOSS | {SUM: ""}),
+    "Llama: trained padding": Edit(LLAMA, NOT_A_SUM, data=TRAINED_PADDING, packing=False),
+    "Llama: another position's logits": Edit(
+        LLAMA, OTHER_LOGITS, {"hidden[target_positions]": "hidden[target_positions - 1]"}
+    ),
+    "Llama: scaled hidden states": Edit(
+        LLAMA, OTHER_LOGITS, {"()(hidden, targets)": "()(1.1 * hidden, targets)"}
+    ),
+    "Llama: loss without positions": Edit(
+        LLAMA, OTHER_LOGITS, {"(input_ids, use_cache=False, **options)": "(input_ids)"}
+    ),
+    "Llama: wrong blocks": Edit(
+        LLAMA,
+        "it lacks LlamaDecoderLayer",
+        {"BLOCKS = (modeling_llama.LlamaDecoderLayer,)": "BLOCKS = (nn.Linear,)"},
+    ),
+    "Llama: no positions": Edit(
+        LLAMA, LEAK, {"  if targets is None:": "  options = {}\n        if targets is None:"}
+    ),
+    "Llama: scaled logits": llama(OTHER_LOGITS, logit_scale=0.5),  # Llama ignores both
+    "Llama: capped logits": llama(OTHER_LOGITS, final_logit_softcapping=0.1),
+    "Llama: not causal": llama(NOT_CAUSAL, False, is_causal=False),
+    "Granite": llama(None, name="Granite", logits_scaling=8.0),
+    "Gemma2": llama(None, name="Gemma2", initializer_range=1.0),  # caps logits of 50 at 30
+    "Mistral": llama(None, name="Mistral", sliding_window=8),  # shorter than the documents
+}
+for name, (folder, config) in LEAKS.items():
+    EDITS[f"{name}: packed"] = llama(LEAK, name=name, folder=folder, **config)
+    EDITS[f"{name}: unpacked"] = llama(None, False, name=name, folder=folder, **config)
+
+
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """Yield the device of a process group of one."""
+    yield ranks.setup(1.0)
+    torch.distributed.destroy_process_group()
+
+
+def arguments(script: ModuleType, **values: object) -> Any:
+    """Return the arguments of a tiny model, in fp32, with `values` in whatever section has them."""
+    args = copy.deepcopy(script.TINY)
+    values = {"model_name": "tiny", "precision": "fp32"} | values
+    for section in vars(args).values():
+        for name in vars(section).keys() & values.keys():
+            setattr(section, name, values[name])
+    return args
+
+
+def check(script: ModuleType, args: Any, device: torch.device) -> nn.Module:
+    """Build a script's model, check it as the script does, and return it."""
+    model, _, source = script.load_model(args, True)
+    startup_checks.check_blocks(model, script.BLOCKS)
+    model = script.wrap_model(args, device, model, source)
+    if "T5" in script.__name__:
+        probe = startup_checks.pairs(), script.summarization_dataset.collator(model)
+    elif "gpt2" in script.__name__:
+        probe = startup_checks.blocks(), script.block_dataset.collate
+    else:
+        probe = startup_checks.chats(args.data), script.chat_dataset.collate
+    options = device, args.sharding.precision
+    startup_checks.check_model(model, script.summed_loss, *probe, *options)
+    return model
+
+
+def check_edit(edit: Edit, device: torch.device, **values: object) -> None:
+    """Check the model of an edited script; `values` are arguments."""
+    script = edited_script(edit.script, edit.changes, edit.data)
+    args = arguments(script, packing=edit.packing, max_seq_length=64, **values)
+    if edit.script == LLAMA:
+        args.kernel.attention = "eager"
+    check(script, args, device)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", EDITS)
+def test_edit_is_refused_with_its_message(name, precision, device):
+    edit = EDITS[name]
+    if edit.message is None:
+        check_edit(edit, device, precision=precision)
+    else:
+        with pytest.raises(Problem, match=edit.message):
+            check_edit(edit, device, precision=precision)
+
+
+VARIANTS = {
+    "full_shard": {},
+    "fsdp2 bf16": {"fsdp": 2, "precision": "bf16"},
+    "ddp bf16": {"strategy": "ddp", "precision": "bf16"},
+}
+ON_TWO_RANKS = ["T5", "T5: source without a mask", "T5Gemma", "T5Gemma: starts with padding",
+                "GPT-2", "GPT-2: mean", "Llama", "Llama: scaled logits", "Mistral", "Granite",
+                "Gemma2", "GptOss: packed"]  # fmt: skip
+
+
+def test_edits_are_refused_on_all_ranks(tmp_path):
+    launch(2, "tests/workers/model_checks_worker.py", tmp_path / "messages.json")
+    messages = json.loads((tmp_path / "messages.json").read_text())
+    assert len(messages) == len(VARIANTS) * len(ON_TWO_RANKS)
+    for case, errors in messages.items():
+        name = next(name for name in reversed(EDITS) if case.startswith(f"{name} "))
+        for error in errors:
+            assert re.match(EDITS[name].message or "$", error), case
+
+
+def test_refused_run_exits_with_one_message(texts, tmp_path, monkeypatch, capfd):
+    script = edited_script(GPT2, {SUM: ""})
+    monkeypatch.setitem(sys.modules, GPT2, script)  # where tyro looks for the help
+    files = ["--dataset", texts[0], "--val-dataset", texts[1], "--block-size", "32"]
+    assert start(script, "--model-name", "tiny", *files, "--output-dir", tmp_path) == 1
+    error = capfd.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: {NOT_A_SUM}")
+    assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_loss_without_loss_logits_is_named(device, capfd):
+    """Causality, document boundaries and the sum are still checked."""
+    check_edit(EDITS["Llama"], device)
+    assert "not checked" not in capfd.readouterr().out
+    check_edit(EDITS["Llama: own logits"], device)
+    assert capfd.readouterr().out.count("The loss is not checked against the model's own") == 1
+
+
+SPARSE = {  # folder, additions to TINY_CONFIG
+    "DeepseekV4": ("deepseek_v4", {
+        "moe_intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 32,
+        "num_experts_per_tok": 2, "n_routed_experts": 4, "partial_rotary_factor": 0.5,
+        "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "hc_mult": 2,
+    }),
+    "MiniMaxM3VL": ("minimax_m3_vl", {
+        "dense_intermediate_size": 96, "shared_intermediate_size": 32, "head_dim": 16,
+        "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "index_n_heads": 2,
+        "index_head_dim": 16, "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_attention_is_refused(name, device):
+    """Sparse attention selects keys by their position in the pack. The effect appears only with
+    more than one block of 128 keys."""
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"this Transformers has no {name}")
+    folder, config = SPARSE[name]
+    script = llama_as(name, folder, **config)
+    args = arguments(script, max_seq_length=512)
+    has_sdpa = getattr(transformers, f"{name}ForCausalLM")._supports_sdpa
+    args.kernel.attention = "sdpa" if has_sdpa else "eager"
+    with pytest.raises(Problem, match=LEAK):
+        check(script, args, device)
+    args.data.packing = False
+    check(script, args, device)
+
+
+def test_checks_restore_mode_and_random_state(device):
+    """They run in evaluation mode, compile nothing and restore mode, methods and random state."""
+    script = edited_script(LLAMA, {})
+    args = arguments(script, max_seq_length=64)
+    args.kernel.attention = "sdpa"
+    model = check(script, args, device)
+    graphs, modes = [], []
+
+    def record_graph(graph: torch.fx.GraphModule, _: list) -> Callable:
+        graphs.append(graph)
+        return graph.forward
+
+    def record_mode(module: nn.Module, *_: object) -> None:
+        modes.append(module.training)
+        torch.rand(1)
+
+    model.module.model.embed_tokens.register_forward_hook(record_mode)
+    for module in model.modules():
+        if isinstance(module, script.BLOCKS):
+            module.compile(backend=record_graph)
+    samples = startup_checks.chats(args.data), script.chat_dataset.collate
+    for mode in (True, False):
+        model.train(mode)
+        before = torch.get_rng_state()
+        startup_checks.check_model(model, script.summed_loss, *samples, device, "fp32")
+        assert torch.equal(torch.get_rng_state(), before)
+        assert all(module.training is mode for module in model.modules())
+    assert set(modes) == {False} and not graphs
+    assert "loss_logits" not in vars(model.module.lm_head)
+    model(input_ids=torch.arange(32).repeat(2, 1))
+    assert graphs

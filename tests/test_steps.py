@@ -1,0 +1,208 @@
+"""Which samples make up each step, worker processes that load them, and groups for weight decay."""
+
+import contextlib
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT, live_metrics, losses, status
+from in_process import start
+from slurm_cluster import wait_until
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+import gpt2_fsdp
+from core import steps, weights
+from core.ranks import Problem
+from core.steps import MicroBatches, StepSampler, parameter_groups
+
+SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
+
+
+@pytest.fixture
+def rank_of(monkeypatch: pytest.MonkeyPatch):
+    """Return a function that makes this process rank `rank` of `size`."""
+
+    def become(rank: int, size: int) -> None:
+        monkeypatch.setattr(steps.dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(steps.dist, "get_world_size", lambda: size)
+
+    return become
+
+
+def twelve_steps(batch: int, accumulation: int, **more: bool) -> list[list[int]]:
+    """Return this rank's sample indices of 12 steps over 35 samples."""
+    sampler = StepSampler(35, batch, accumulation, seed=1, **more)
+    sampler.stop = 12
+    assert len(sampler) == 12 and sampler.steps_per_epoch == 5 and sampler.global_batch == 8
+    return list(sampler)
+
+
+def test_every_sample_occurs_once_per_epoch_at_any_world_size(rank_of):
+    """The order depends on seed, epoch and global batch alone; ranks take samples in turn."""
+    rank_of(0, 1)
+    whole = twelve_steps(8, 1)
+    assert [len(step) for step in whole[:6]] == [8, 8, 8, 8, 3, 8]
+    for epoch in (whole[:5], whole[5:10]):
+        assert sorted(i for step in epoch for i in step) == list(range(35))
+    assert whole[:5] != whole[5:10]
+    for size, batch, accumulation in ((2, 4, 1), (2, 2, 2), (4, 1, 2), (8, 1, 1)):
+        for rank in range(size):
+            rank_of(rank, size)
+            assert twelve_steps(batch, accumulation) == [step[rank::size] for step in whole]
+
+
+def test_samples_of_epochs_that_differ_have_numbers_of_their_own(rank_of):
+    rank_of(0, 1)
+    expected = [[i + n // 5 * 35 for i in step] for n, step in enumerate(twelve_steps(8, 1))]
+    assert twelve_steps(8, 1, epochs_differ=True) == expected
+
+
+def test_fewer_samples_than_processes_are_refused(rank_of):
+    rank_of(0, 4)
+    with pytest.raises(Problem, match="3 training samples are fewer than the 4 processes"):
+        StepSampler(3, 1, 1, seed=0)
+
+
+def test_step_has_as_many_micro_batches_as_asked_for():
+    cut = MicroBatches(list, batch_size=3, accumulation=3)
+    assert cut([*range(9)]) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert cut([*range(4)]) == [[0, 1, 2], [3], []] and cut([]) == [[], [], []]
+
+
+def test_validation_batches_contain_each_sample_once(rank_of):
+    """All ranks have equally many batches."""
+    for size, count in ((1, 10), (3, 10), (4, 2), (2, 8)):
+        ranks = []
+        for rank in range(size):
+            rank_of(rank, size)
+            loader = steps.ordered_loader(list(range(count)), 2, list, torch.device("cpu"))
+            ranks.append(list(loader))
+        assert len({len(batches) for batches in ranks}) == 1
+        samples = [i for batches in ranks for batch in batches for i in batch]
+        assert Counter(samples) == Counter(range(count))
+
+
+SMALL = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "60",
+         "--num-val-samples", "4", "--batch-size", "4", "--log-every", "1",
+         "--precision", "fp32"]  # fmt: skip
+LENGTHS = {  # and what needs no time
+    "T5_training": ["--source-length", "32", "--target-length", "8", "--rouge-samples", "0"],
+    "gpt2_fsdp": ["--block-size", "32"],
+    "llama_fsdp": ["--max-seq-length", "64"],
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_worker_processes_do_not_change_the_losses(script, tmp_path):
+    """T5 and GPT-2 have dropout. The last run resumes within the second epoch."""
+    module = importlib.import_module(script)
+    for name, *more in (
+        ("none", "--max-steps", "22"),
+        ("two", "--max-steps", "22", "--num-workers", "2"),
+        ("resumed", "--max-steps", "18", "--num-workers", "2"),
+        ("resumed", "--max-steps", "22", "--num-workers", "2"),
+    ):
+        flags = [*SMALL, *LENGTHS[script], "--lr-schedule", "constant", *more]
+        assert start(module, *flags, "--output-dir", tmp_path / name, "--warmup-steps", 1) == 0
+    expected = losses(tmp_path / "none")
+    assert len(expected) == 22
+    assert losses(tmp_path / "two") == expected == losses(tmp_path / "resumed")
+    assert losses(tmp_path / "two", "val") == losses(tmp_path / "none", "val")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_signal_to_all_processes_saves_despite_workers(number, tmp_path):
+    """As Ctrl-C in a terminal, or scancel: the loader's processes get the signal too."""
+    command = [sys.executable, str(ROOT / "gpt2_fsdp.py"), *SMALL, *LENGTHS["gpt2_fsdp"],
+               "--num-workers", "2", "--max-steps", "5000", "--num-train-samples", "4000",
+               "--output-dir", str(tmp_path)]  # fmt: skip
+    log = tmp_path.with_suffix(".log")
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+
+    def wait_for_steps(count: int) -> None:
+        deadline = time.monotonic() + 120
+        while len(live_metrics(tmp_path, "train")) < count:
+            assert time.monotonic() < deadline and process.poll() is None, log.read_text()
+            time.sleep(0.05)
+
+    wait_for_steps(3)
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        os.kill(int(child), number)  # first, so that the rank has time to notice
+    wait_for_steps(len(live_metrics(tmp_path, "train")) + 10)
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=60) == 75, log.read_text()
+    assert status(tmp_path) == "stopped" and "Traceback" not in log.read_text()
+    stats = Path("/proc").glob("[0-9]*/stat")
+    children = [x for x in stats if is_in_session(x, process.pid)]
+    wait_until(lambda: not any(x.exists() for x in children), 20, str)  # they notice it
+
+
+def is_in_session(stat: Path, session: int) -> bool:
+    """Return whether a /proc/PID/stat is of a process in a session."""
+    with contextlib.suppress(OSError):
+        return int(stat.read_text().rpartition(")")[2].split()[3]) == session
+    return False
+
+
+@pytest.mark.parametrize("more", [[], ["--epochs", "2"]])
+def test_step_schedule_falls_each_epoch(more, texts, tmp_path):
+    """--warmup-ratio has no effect on it."""
+    flags = ["--model-name", "tiny", "--dataset", texts[0], "--val-dataset", texts[1],
+             "--block-size", 32, "--batch-size", 9, "--log-every", 1, "--save-every", 0,
+             "--lr", 1e-3, "--lr-schedule", "step", "--gamma", 0.5]  # fmt: skip
+    assert start(gpt2_fsdp, *flags, *more, "--output-dir", tmp_path) == 0
+    rates = [line["lr"] for line in live_metrics(tmp_path, "train")]
+    assert rates == [1e-3] * 4 + [5e-4] * 4 * bool(more)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_weight_decay_excludes_biases_and_norms(name):
+    script = importlib.import_module(name)
+    config = script.MODEL.config_class(vocab_size=384, **script.TINY_CONFIG)
+    model = getattr(script, "LossModel", script.MODEL)(config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed, others = parameter_groups(model, weights.whole_shapes(model), 0.1)
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)
+    is_other = re.compile(r"(\.bias|norm\w*\.weight|ln_\w+\.weight)$").search
+    assert not any(is_other(names[id(p)]) for p in decayed["params"])
+    assert all(is_other(names[id(p)]) for p in others["params"])
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
+    if name == "T5_training":
+        bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        assert any(parameter is bias for parameter in decayed["params"])
+
+
+def test_weight_decay_excludes_vectors_after_flattening(process_group):
+    """FSDP1 flattens parameters, so their shapes are recorded beforehand."""
+    config = transformers.Qwen3NextConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        head_dim=16, num_key_value_heads=2, vocab_size=64,
+        linear_num_key_heads=2, linear_num_value_heads=2,
+        linear_key_head_dim=16, linear_value_head_dim=16, num_experts=2, num_experts_per_tok=1,
+        moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        layer_types=["linear_attention", "full_attention"],
+    )  # fmt: skip
+    model = transformers.Qwen3NextForCausalLM(config)
+    model.rows = nn.ParameterDict({"gate_up_proj_bias": torch.zeros(4, 8)})  # as in gpt-oss
+    shapes = weights.whole_shapes(model)
+    sharded = FSDP(model, device_id=torch.device("cpu"), use_orig_params=True)
+    names = {id(p): weights.plain_name(n) for n, p in model.named_parameters()}
+    for parameter in sharded.parameters():
+        parameter.data = parameter.data.flatten()  # as on several ranks
+    groups = parameter_groups(sharded, shapes, 0.1)
+    decayed, others = ({names[id(p)] for p in group["params"]} for group in groups)
+    assert decayed | others == shapes.keys() and not decayed & others
+    assert {"model.layers.0.linear_attn.A_log", "model.layers.0.linear_attn.dt_bias"} <= others
+    assert {name for name in others if len(shapes[name]) > 1} == {"rows.gate_up_proj_bias"}
+    assert "model.embed_tokens.weight" in decayed
