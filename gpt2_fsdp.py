@@ -164,7 +164,6 @@ def load_model(args: Args, needs_weights: bool) -> tuple[nn.Module, Tokenizer, w
         directory, config, tokenizer = weights.open_model(args.model.model_name, MODEL)
     weights.check_length("--block-size", args.data.block_size, config)
     if config.model_type == "gpt2":
-        config.activation_function = "gelu_pytorch_tanh"  # gelu_new in one kernel
         # Without a mask, Transformers would look for document boundaries and wait for the GPU.
         AttentionInterface.register("causal", sdpa_attention_forward)
         config._attn_implementation = "causal"

@@ -181,14 +181,14 @@ def find_newest(directory: Path, is_finished: bool = False) -> Path | None:
 
     def find() -> Path | None:
         newest = next(reversed(complete_checkpoints(directory)), None)
-        if newest is None and is_finished:
-            raise Problem(f"The run is finished, but {directory} lacks its checkpoints. To train "
-                          "longer, restore them; else pass another --output-dir.")  # fmt: skip
         for path in directory.glob("step-" + 8 * "[0-9]"):
             if newest is None and (path / STATE).exists():
                 raise Problem(f"No checkpoint in {directory} is intact. Pass another --output-dir.")
             if not _is_complete(path):
                 print0(f"{path} is damaged, or its save was interrupted: it is skipped.")
+        if newest is None and is_finished:
+            raise Problem(f"The run is finished, but {directory} lacks its checkpoints. To train "
+                          "longer, restore them; else pass another --output-dir.")  # fmt: skip
         return newest
 
     return on_rank_zero(find)

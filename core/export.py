@@ -135,7 +135,8 @@ def _updated(
         return json.loads(config.to_json_string()) | version
     base = type(config).from_dict(copy.deepcopy(settings))
     before, now = (json.loads(x.to_json_string(use_diff=False)) for x in (base, config))
-    ours = (*weights.FOR_TRAINING, *weights.SWITCHED_OFF, "pad_token_id", "name_or_path")
+    ours = (*weights.FOR_TRAINING, *weights.SWITCHED_OFF, *weights.ACTIVATIONS)
+    ours = (*ours, "pad_token_id", "name_or_path")
     changed = [name for name in now if now[name] != before.get(name) and not name.endswith(ours)]
     return settings | {name: now[name] for name in changed} | version
 
@@ -150,11 +151,13 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     if not base.is_dir():
         return
     original = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-    is_template_new = tokenizer.chat_template != original.chat_template
     if repr(tokenizer) == repr(original):  # it contains all settings but the chat template
         for file in itertools.chain(*map(base.glob, TOKENIZER_FILES)):
-            if file.name != "tokenizer_config.json" or not is_template_new:
-                shutil.copyfile(file, directory / file.name)
+            shutil.copyfile(file, directory / file.name)
+    settings = _read_json(directory / "tokenizer_config.json")
+    if "chat_template" in settings and tokenizer.chat_template != original.chat_template:
+        settings["chat_template"] = tokenizer.chat_template
+        _write_json(settings, directory / "tokenizer_config.json")
 
 
 def _files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

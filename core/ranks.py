@@ -238,8 +238,9 @@ class StopRequest:
     def check(self) -> None:
         """Raise Stopped on all ranks if one was asked to stop. Call this on all ranks, once per
         batch or tensor: only every eighth call asks the other ranks."""
+        is_turn = self._calls % EVERY == 0
         self._calls += 1
-        if self._is_listening and self._calls % EVERY == 0 and sum(host_sums([self.is_set])):
+        if self._is_listening and is_turn and sum(host_sums([self.is_set])):
             raise Stopped
 
     def _remember(self, number: int, _: object) -> None:

@@ -37,6 +37,7 @@ WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_m
 # Suffixes of config fields that are set to 0. With layerdrop, ranks would skip different layers and
 # wait for each other forever. With rescale_every, validation would permanently divide weights.
 SWITCHED_OFF = ("layerdrop", "rescale_every")
+ACTIVATIONS = ("activation_function", "dense_act_fn")
 # What training needs instead of what a config.json may say. Exports keep the base's values.
 FOR_TRAINING = {"return_dict": True, "output_attentions": False, "output_hidden_states": False,
                 "torchscript": False, "use_cache": False,
@@ -157,6 +158,8 @@ def prepare_config(config: PretrainedConfig) -> None:
             raise Problem(f"The model has {name}, but no auxiliary loss is added here. Remove it.")
         if name in FOR_TRAINING:
             setattr(config, name, FOR_TRAINING[name])
+        elif name in ACTIVATIONS and value == "gelu_new":
+            setattr(config, name, "gelu_pytorch_tanh")  # equal, in one kernel
         elif name.endswith(SWITCHED_OFF) and value:
             setattr(config, name, type(value)(0))
             print0(f"{name} is set to 0 (the model has {value}).")

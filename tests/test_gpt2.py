@@ -226,7 +226,7 @@ def test_scripts_share_the_step_and_the_save():
     (b"", ["--wrap", "size"], "--wrap size is neither block nor size:N"),
     (b"text text", ["--block-size", "2000"], "above the model's 1024 positions"),
     (b"", ["--output-dir", __file__], "is a file. Pass a directory"),
-    (b"", [], "is empty"),
+    (b"", [], "has no usable rows"),
 ])  # fmt: skip
 def test_bad_input_is_one_message(content, flags, message, texts, tmp_path):
     file = tmp_path / "train.txt"

@@ -140,7 +140,7 @@ def test_lines_of_a_good_run_fit_the_terminal_without_bars(columns, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (["--dataset", "no.csv"], "error: Data set no.csv is not a file"),
+    (["--val-dataset", "no.csv"], "error: Data set no.csv is not a file"),
     (["--batch-size", "4096", "--strategy", "hybrid_shard"], "error: "),
     (["--max-steps", "2", "--lr", "1e30"], "error: "),
 ])  # fmt: skip

@@ -70,8 +70,8 @@ def ask_demo_model(directory: Path) -> str:
 
 
 def mask_numbers(line: str) -> str:
-    """Return the line with each number replaced by N."""
-    return re.sub(r"\d[\d.,:]*(e-\d+)?", "N", line)
+    """Return the line with each number replaced by N, and without padding."""
+    return re.sub(r"\d[\d.,:]*(e-\d+)?", "N", re.sub(" +", " ", line))
 
 
 def test_demo_trains_evaluates_and_plots(tmp_path):

@@ -345,7 +345,7 @@ def test_user_files_beside_checkpoints_are_kept(finished, flags):
 def test_resume_rejects_changed_data_and_models(finished, flags, gpt2_directory, tmp_path, capfd):
     file = tmp_path / "train.txt"
     file.write_text(Path(flags[1]).read_text().replace("sine", "sign"))
-    assert run([*flags, "--dataset", str(file)], finished) == 1
+    assert run(["--dataset", str(file), *flags[2:]], finished) == 1
     assert "was saved by a different run: data is " in capfd.readouterr().err
     assert run(flags, finished, "--batch-size", "2") == 1
     assert "--global-batch-size 4 keeps its batch" in capfd.readouterr().err

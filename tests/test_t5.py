@@ -317,7 +317,7 @@ def test_bad_input_exits_with_one_message(changed, message, run_copy, flags, cap
 
 def test_two_ranks_report_bad_data_once(flags, tmp_path):
     (tmp_path / "bad.csv").write_text("a,b\n1,2\n")
-    command = [*flags, "--dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
+    command = [*flags, "--val-dataset", tmp_path / "bad.csv", "--output-dir", tmp_path / "run"]
     result = launch(2, "T5_training.py", *command, check=False)
     assert result.returncode != 0
     assert len(error_lines(result.stderr)) == 1 and "Its columns are: a, b" in result.stderr
