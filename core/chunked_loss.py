@@ -53,6 +53,7 @@ class LossHead(nn.Linear):
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, head: LossHead, targets: Tensor, hidden: Tensor, *weights: Any) -> Tensor:
+        """Return the summed loss; keep its gradients for hidden states, weight and bias."""
         trained = [x for x in weights if x is not None and x.requires_grad]
         inputs = [hidden, *trained] if hidden.requires_grad else trained
         scale = _fp16_scale(hidden, targets)
@@ -80,6 +81,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the kept gradients times `factor`."""
         factor = (factor / ctx.scale)[None]  # a dimension, as scalars become fp16 or bf16 here
         pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         results = (torch.mul(g, factor, out=torch.empty_like(g, dtype=dtype)) for g, dtype in pairs)
