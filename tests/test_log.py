@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, metrics
+from conftest import DOCSTRINGS, ROOT, metrics
 from in_process import start
 
 import gpt2_fsdp
 from core import log
 from core.log import Log
 
-TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
+TINY = f"--model-name tiny --dataset {DOCSTRINGS} --num-train-samples 64 --num-val-samples 16"
 
 
 def test_events_after_the_restored_step_and_broken_lines_are_deleted(process_group, tmp_path):
@@ -74,7 +74,7 @@ def test_directory_that_a_node_does_not_see_is_refused(process_group, tmp_path, 
 
 def test_unusable_output_directory_is_named(tmp_path, capfd):
     (tmp_path / "file").touch()
-    flags = ["--model-name", "tiny", "--dataset", "docstrings", "--output-dir"]
+    flags = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--output-dir"]
     assert start(gpt2_fsdp, *flags, tmp_path / "file/run") == 1
     assert f"{tmp_path}/file/run" in capfd.readouterr().err
 
@@ -136,7 +136,7 @@ def test_lines_of_a_good_run_fit_the_terminal_without_bars(columns, tmp_path):
             assert len(line) <= columns, line
         assert not re.match(r"(step|summaries|validation.*):", line), line  # a bar
         assert not re.search(r"\].+\w|(?<!^)(Map|Generating)", line) or "«" in line, line  # glue
-    assert "validation on docstrings: " in text and "step: " in text
+    assert f"validation on {DOCSTRINGS}: " in text and "step: " in text
 
 
 @pytest.mark.parametrize("flags, message", [

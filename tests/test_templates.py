@@ -156,7 +156,7 @@ def test_copy_changes_at_most_eight_lines(name, process_group):
     assert 0 < len(added) <= 8
 
     copy = edited_script(script, changes)
-    args = parse_args(copy, ["--model-name", "tiny", "--dataset", "docstrings"])
+    args = parse_args(copy, ["--model-name", "tiny", "--dataset", "docstrings.jsonl"])
     model, tokenizer, _ = copy.load_model(args, needs_weights=False)
     assert isinstance(model, copy.MODEL)
     shapes = whole_shapes(model)
