@@ -80,6 +80,11 @@ class Data:
     group_by_length: bool = True
     """batch texts of similar length, to pad less"""
 
+    def problems(self, _: Any) -> list[str]:
+        """Return a message if the source is the target."""
+        are_equal = self.source_column == self.target_column
+        return ["--source-column and --target-column are the same."] * are_equal
+
 
 def load(
     args: Data, tokenizer: Tokenizer, evaluate_only: bool = False
@@ -94,7 +99,7 @@ def load(
     train_set, val_sets = reading.load_sets(args, load_parts, reading.hold_out, make, evaluate_only)
     if train_set:
         text, summary = (tokenizer.decode(train_set[0][x]) for x in ("input_ids", "labels"))
-        print0(reading.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
+        print0(f"an example, with targets in « »: «{summary}» from {text}"[:400])
     return train_set, val_sets
 
 
@@ -148,7 +153,9 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
     missing = {*needed} - {*columns}
     if missing and "input_ids" in columns:
         return read_tokens(name, reading.select(rows, TOKENS), args, tokenizer)
-    if missing and needed == (Data.source_column, Data.target_column):
+    # With several data sets, the flags are for those that have the columns.
+    are_defaults = needed == (Data.source_column, Data.target_column)
+    if missing and (are_defaults or len(args.dataset + args.val_dataset) > 1):
         needed = reading.usual_columns(name, columns, USUAL_COLUMNS) or needed
     if missing := [column for column in needed if column not in columns]:
         advice = "Pass --source-column and --target-column."
@@ -168,9 +175,7 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
         return [{"text": text, "summary": summary, "key": stable_hash(text), "split": ""}]
 
     rows = reading.select(rows, needed)
-    cleaned = reading.map_rows(name, rows, clean, PAIR | KEY, args.bad_rows, needed, titles)
-    print0(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
-    return cleaned
+    return reading.map_rows(name, rows, clean, PAIR | KEY, args.bad_rows, needed, titles)
 
 
 def clean_wikihow(
@@ -238,9 +243,15 @@ def draw(
         rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
     rows = rows.remove_columns([*KEY])
     if "input_ids" not in rows.column_names:
+        if "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"]):
+            pairs = zip(rows["text"], rows["summary"], strict=True)
+            count = sum("\n" in text + summary for text, summary in pairs)
+            if count:
+                print0(f"{spec}, {split}: the tokenizer drops the line breaks of {count:,} rows")
         rows = encode(spec, rows, tokenizer, args)
     full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
+    note = f", {full:,} reach --source-length" if full else ""
+    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn{note}")
     labels = rows.select_columns("labels").with_format("arrow")[:]["labels"]
     targets = labels.combine_chunks().flatten().to_numpy()
     unknown = int((targets == tokenizer.unk_token_id).sum())

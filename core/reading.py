@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import random
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from glob import glob
@@ -29,6 +30,7 @@ Parts = dict[str, Dataset]  # rows or samples by split: train, and maybe validat
 
 LINE = "json line"  # the only column of files: a row as JSON, which `parse` reads
 UNEVEN = "fields that the header lacks, or lacking fields"  # of rows of CSV files
+ROW = "number of the row"  # a column of samples, until they are counted
 LARGE = 10_000  # rows above which several processes map them
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")  # of tokenized rows
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
@@ -44,7 +46,10 @@ def load_sets(
     """
     train, validation = [], {}
     for name in args.val_dataset:
-        parts = load_parts(name)
+        try:
+            parts = load_parts(name)
+        except Problem as error:
+            raise Problem(f"--val-dataset: {error}") from None
         validation[name] = parts.get("validation", parts["train"])
     for name in () if evaluate_only and validation else args.dataset:
         parts = load_parts(name)
@@ -74,11 +79,15 @@ def read(spec: str, config: str | None = None, text_rows: Callable | None = None
             for path in files:
                 parts.append(_read_file(path, text_rows))
             parts = concatenate_datasets(parts)
+        elif path.is_dir():
+            raise ValueError("the folder has no *.txt. Pass its files, such as FOLDER/*.jsonl")
         else:
             parts = datasets.load_dataset(name, config)
         return pick(parts if isinstance(parts, dict) else {"train": parts}, split)
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
         reason = shorten(str(error.__cause__ or error))
+        if isinstance(error, OSError):
+            reason += f". The cache is {datasets.config.HF_DATASETS_CACHE}"
         raise Problem(f"Data set {path} cannot be read: {reason}") from error
 
 
@@ -96,6 +105,9 @@ def pick(parts: Parts, split: str) -> Parts:
 def _read_file(path: Path, text_rows: Callable | None) -> Dataset:
     stat, suffix = path.stat(), Path(path.name.lower().removesuffix(".gz")).suffix
     key = digest(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    with path.open("rb") as file:
+        if file.read(20) == b"version https://git-":
+            raise ValueError("it is a pointer of Git LFS. Run `git lfs pull`")
     if suffix == ".parquet":
         return datasets.load_dataset("parquet", key, data_files=str(path), split="train")
     reader = READERS.get(suffix, text_rows)
@@ -129,7 +141,10 @@ def _csv_rows(file: IO[str]) -> Iterator[dict[str, str]]:
         columns = reader.fieldnames or []
         if len({*columns}) < len(columns):
             raise csv.Error("the header names a column twice")
-        yield from reader
+        for row in reader:
+            if delimiter == "\t" and any("\n" in field for field in row.values()):
+                raise csv.Error('a field that begins with " spans lines. Write "" for " in it')
+            yield row
     except csv.Error as error:
         raise ValueError(f"line {reader.reader.line_num}: {error}") from None
 
@@ -139,19 +154,30 @@ READERS |= {".csv": _csv_rows, ".tsv": _csv_rows}
 
 
 def first_row(name: str, rows: Dataset) -> dict[str, Any]:
-    """Return the first row, whose keys are the columns, without decoding images."""
+    """Return the first row, whose keys are the columns, without decoding images. Raise Problem if
+    it is a whole table."""
     try:
-        return parse(rows.with_format("arrow")[:1].to_pylist()[0])
+        row = parse(rows.with_format("arrow")[:1].to_pylist()[0])
+        if len(rows) == 1 and "input_ids" not in row and all(map(_is_column, row.values())):
+            raise ValueError("it has a whole table, perhaps by pandas' to_json. Pass "
+                             "orient='records' and lines=True to it")  # fmt: skip
+        return row
     except (ValueError, IndexError) as error:
         raise Problem(f"The first row of data set {name} cannot be read: {error}. Write a JSON "
                       "object on each line.") from None  # fmt: skip
+
+
+def _is_column(value: Any) -> bool:
+    is_list_of_turns = isinstance(value, list) and isinstance((value or [0])[0], dict)
+    return isinstance(value, dict | list) and not is_list_of_turns
 
 
 def usual_columns(name: str, columns: Iterable[str], table: Iterable[tuple]) -> tuple | None:
     """Return, and print, the first line of the table whose columns are all there, or None."""
     for usual in table:
         if {*usual} <= {*columns}:
-            print0(f"{name}: uses {' and '.join(usual)} of the columns {', '.join(columns)}")
+            others = ", ".join(x for x in columns if x not in usual) or "nothing"
+            print0(f"{name}: uses {' and '.join(usual)}; left out: {others}")
             return usual
     return None
 
@@ -195,31 +221,42 @@ def map_rows(
     by `key` and the code of its file. If it raises ValueError, raise Problem with the row's number
     or, if `bad_rows` is "skip", leave the row out."""
 
+    skipped: list[int] = []  # of one process
+
     def convert(columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
         samples = []
         for number, *values in zip(numbers, *columns.values(), strict=True):
             try:
-                samples += function(parse(dict(zip(columns, values, strict=True))))
+                parts = function(parse(dict(zip(columns, values, strict=True))))
+                samples += [{**part, ROW: number} for part in parts]
             except Problem:  # of the data set, not of a row
                 raise
             except (ValueError, TypeError, AttributeError) as error:
                 problem = f"{name}, row {number + 1}: {shorten(str(error))}"
                 if bad_rows == "fail":
                     raise Problem(f"{problem}. Correct it, or pass --bad-rows skip.") from None
-                print0(f"Skipped {problem}")
-        return {column: [sample[column] for sample in samples] for column in features}
+                skipped.append(number)
+                if len(skipped) <= 10:
+                    print0(f"Skipped {problem}")
+        return {column: [sample[column] for sample in samples] for column in kinds}
 
+    kinds = Features(features) | {ROW: Value("int64")}
+    # Sockets of the processes are files in this directory, and their paths have 107 bytes at most.
+    is_large = len(rows) > LARGE and len(tempfile.gettempdir()) < 60
     gc.collect()  # finalizing garbage may crash a forked process
     # The hash of `datasets` depends on a tokenizer's state, and not on a module's code.
     key = cache_key(function, rows._fingerprint, name, bad_rows, sorted(features), *key)
     samples = rows.with_format(None).map(
         convert, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
-        remove_columns=rows.column_names, features=Features(features),
-        num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
+        remove_columns=rows.column_names, features=Features(kinds),
+        num_proc=len(os.sched_getaffinity(0)) if is_large else None,
     )  # fmt: skip
-    if not len(samples):
+    used = len(samples.unique(ROW))
+    if used == 0:
         raise Problem(f"Data set {name} has no usable rows among {len(rows)}.")
-    return samples
+    if used < len(rows):
+        print0(f"{name}: {used:,} of {len(rows):,} rows used")
+    return samples.remove_columns(ROW)
 
 
 def token_ids(
