@@ -54,7 +54,7 @@ def test_only_packed_attention_mentions_cuda():
 
 
 PARTS = """DataLoader( AdamW( fully_shard( DDP( FSDP( summed_loss( .backward() clip_gradients(
-isfinite() scaler.step(optimizer) optimizer.zero_grad() host_sums( checkpoint.prune("""
+isfinite() scaler.step(optimizer) optimizer.zero_grad() host_sums( checkpoint.prune save("""
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -64,7 +64,7 @@ def test_script_contains_the_whole_training_in_short_functions(script):
     assert "train" in [function.name for function in functions]
     for function in functions:
         assert function.name == "train" or function.end_lineno - function.lineno < 60, function.name
-    for part in (*PARTS.split(), 'group["lr"] = lr', "save(path, model, optimizer, state"):
+    for part in (*PARTS.split(), 'group["lr"] = lr'):
         assert part in text, part
 
 

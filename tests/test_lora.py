@@ -12,8 +12,7 @@ import torch
 from conftest import WIDE, check_equal_weights, error_lines, launch, losses, metrics, weights
 from copied import edited_script
 from in_process import start
-from parity import HYBRID, WORKER, check_parity, plain_steps, val_rows
-from plain import mean_loss
+from parity import HYBRID, WORKER, check_parity, held_out_loss, plain_steps, val_documents
 from safetensors.torch import save_file
 from ten_steps import COMPILED, parse_args
 from torch import nn
@@ -174,14 +173,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, flags: list[str]) ->
 @pytest.fixture(scope="module")
 def documents(flags: list[str]) -> list[dict]:
     """Return the validation documents."""
-    return [row for rows in val_rows("llama_fsdp", flags).values() for row in rows]
+    return [row for rows in val_documents(flags).values() for row in rows]
 
 
 def test_peft_loads_exports_with_the_same_loss(uninterrupted, documents, wide_llama):
     val = losses(uninterrupted, "val")
     for name, expected in (("final", val[8]), ("best", min(val.values()))):
         model = peft.PeftModel.from_pretrained(load_base(wide_llama, True), uninterrupted / name)
-        assert mean_loss(model.eval(), documents).item() == pytest.approx(expected, rel=1e-5)
+        assert held_out_loss(model.eval(), documents) == pytest.approx(expected, rel=1e-5)
     config = json.loads((uninterrupted / "final/adapter_config.json").read_text())
     assert config["target_modules"] == sorted(ALL_TARGETS)  # equal runs export equal bytes
     adapters = weights(uninterrupted / "final")
@@ -271,9 +270,7 @@ def test_one_rank_resumes_two_and_merges_like_peft(flags, documents, wide_llama,
         assert torch.equal(tensor, merged[name]), name
         assert tensor.sub(weights(resumed_run / "final")[name]).abs().max() < 1e-4
     reloaded = LlamaForCausalLM.from_pretrained(resumed_run / "final")
-    assert mean_loss(reloaded, documents).item() == pytest.approx(
-        losses(one_run, "val")[8], rel=1e-5
-    )
+    assert held_out_loss(reloaded, documents) == pytest.approx(losses(one_run, "val")[8], rel=1e-5)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"")])

@@ -77,3 +77,14 @@ def val_rows(script: str, flags: list) -> dict[str, list[dict]]:
     _, sets = data.load(parse_args(module, flags).data, tokenizer)
     rows = {name: getattr(samples, "dataset", samples) for name, samples in sets.items()}
     return {name: list(samples.with_format(None)) for name, samples in rows.items()}
+
+
+def val_documents(flags: list) -> dict[str, list[dict]]:
+    """Return llama_fsdp.py's validation documents by data set."""
+    return val_rows("llama_fsdp", flags)
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, documents: list[dict]) -> float:
+    """Return the mean loss over the target tokens of documents."""
+    return mean_loss(model, documents).item()
