@@ -9,6 +9,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
+import transformers
 from ten_steps import parse_args
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -23,7 +24,7 @@ STRATEGIES = {"ddp": 1, "full_shard": 1, "shard_grad_op": 1, "no_shard": 1, "ful
 
 def evaluate_twice(args: gpt2_fsdp.Args, device: torch.device) -> list[float]:
     """Return the loss before and after all weights are halved."""
-    ranks.set_seed(0)
+    transformers.set_seed(0)
     model, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
     model = gpt2_fsdp.wrap_model(args, device, model, source)
     batch = block_dataset.collate(blocks())
