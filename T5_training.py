@@ -105,7 +105,6 @@ def fsdp_main(args: Args) -> None:
         newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
     model, blocks, tokenizer, source = load_model(args, needs_weights=newest is None)
     shapes = weights.whole_shapes(model)
-    print0(f"{args.model.model_name}: {sum(x.numel() for x in shapes.values()):,} parameters")
     if run.export_only or run.evaluate_only:
         model = wrap_model(args, device, model, blocks, source)
         run_without_training(args, device, model, tokenizer, shapes, newest)
@@ -248,9 +247,8 @@ def train(
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
 
     sampler.start, sampler.stop = start, total_steps
-    intervals = [
-        epoch_steps if x is None else x for x in (run.log_every, run.eval_every, run.save_every)
-    ]
+    eval_every = epoch_steps if run.eval_every is None else run.eval_every
+    intervals = run.log_every, eval_every, run.save_every
     sums = state["loss_sums"]  # of the ranks that saved them
     own_sum = sums[rank] if len(sums) == world_size else sum(sums) / world_size
     loss_sum = torch.tensor(own_sum, device=device)
@@ -262,7 +260,7 @@ def train(
         watchdog.restart(output, run.timeout_minutes)  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
         counts = sum(x["targets"] for x in batches), sum(x["tokens"] for x in batches), stop.is_set
-        targets, tokens, stop_requests = ranks.host_sums(counts)
+        targets, tokens, is_stopping = ranks.host_sums(counts)
         if targets == 0:
             samples = sampler.samples(step - 1).tolist()
             raise Problem(f"Step {step} has no target tokens, in samples {samples}. Check them.")
@@ -302,7 +300,6 @@ def train(
         log_due, eval_due, save_due = (
             is_last or (every > 0 and (ends_epoch or step % every == 0)) for every in intervals
         )
-        is_stopping = stop_requests > 0
         if not (log_due or eval_due or save_due or is_stopping or not skips):
             continue
         if bad_step > 0 or scaler.get_scale() < 1:

@@ -116,23 +116,23 @@ def problems(args: Sharding, optim: Optim, run: Run) -> list[str]:
 
 
 def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Classes:
-    """Return the classes of a model's layers, which become FSDP units: `blocks` for a model of
-    class `own`, otherwise those of the items of its outermost ModuleLists with two or more.
+    """Return, and print, the classes of a model's layers, which become FSDP units: `blocks` for a
+    model of class `own`, else those of the items of its outermost ModuleLists with two or more.
 
     Raise Problem if `blocks` lacks one: such layers would silently be in the root unit.
     """
     lists = {n: x for n, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1}
     outer = [x for n, x in lists.items() if not any(n.startswith(f"{o}.") for o in lists)]
     classes = tuple({type(layer): None for stack in outer for layer in stack})
-    if not isinstance(model, own):
-        names = ", ".join(x.__name__ for x in classes)
-        print0(f"{library_class(type(model)).__name__}, units: {names}")
-        return classes
-    missing = ", ".join(x.__name__ for x in classes if not issubclass(x, blocks))
+    units = blocks if isinstance(model, own) else classes
+    missing = ", ".join(x.__name__ for x in classes if not issubclass(x, units))
     if missing:
         raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {missing}. List the classes "
                       "of all layers of the model.")  # fmt: skip
-    return blocks
+    names = ", ".join(x.__name__ for x in units)
+    kind = library_class(type(model)).__name__
+    print0(f"{kind}, units: {names}, {model.num_parameters():,} parameters")
+    return units
 
 
 def wrap_policy(blocks: Classes) -> functools.partial:
