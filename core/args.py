@@ -53,7 +53,7 @@ class Run:
     """steps between training metrics"""
     eval_every: Interval = None
     """steps between validations, besides those after each epoch; 0: only at the end"""
-    save_every: Interval = 50
+    save_every: Size = 50
     """steps between checkpoints, besides those after each epoch; 0: only at the end"""
     checkpoint_type: Literal["sharded", "full"] = "sharded"
     """a file per rank, or one, for which rank 0 holds the whole state"""

@@ -111,7 +111,7 @@ def finished_run(cluster: None, flags: list[str], tmp_path_factory: pytest.TempP
 def test_two_nodes_train_t5_by_default(finished_run):
     assert status(finished_run) == "finished"
     (start,) = metrics(finished_run, "start")
-    assert "summaries" in start["arguments"] and start["world_size"] == 4
+    assert "source_length" in start["arguments"]["data"] and start["world_size"] == 4
     assert list(losses(finished_run)) == list(range(1, 36))
 
 

@@ -287,18 +287,11 @@ def build(
                 part.activation_function = "gelu_pytorch_tanh"
             with torch.device("meta"):
                 model = (script.MODEL if is_own else mapping[type(part)])(part)
-            if is_own and hasattr(script, "NORMS"):
-                policies.fuse_norms(model, script.NORMS)
-            return model, script.BLOCKS if is_own else layer_classes(model)
+            if hasattr(script, "NORMS"):
+                policies.fuse_norms(model, script.MODEL, script.NORMS)
+            return model, policies.layer_classes(model, script.MODEL, script.BLOCKS)
     raise ranks.Problem(f"--model-name {name} is a {config.model_type}, which {script.__name__} "
                         "cannot train. Pass a language model.")  # fmt: skip
-
-
-def layer_classes(model: nn.Module) -> Classes:
-    """Return the classes of the items of a model's outermost ModuleLists with two or more."""
-    lists = {n: x for n, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1}
-    outer = [x for n, x in lists.items() if not any(n.startswith(f"{o}.") for o in lists)]
-    return tuple({type(layer): None for stack in outer for layer in stack})
 
 
 class FusedAttention(torch.autograd.Function):
