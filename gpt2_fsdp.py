@@ -107,7 +107,7 @@ def fsdp_main(args: Args) -> None:
     ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
     lock.hold(output)  # optional: lock
     was_finished = open_directory(output)
-    transformers.set_seed(args.optim.seed)
+    ranks.set_seed(args.optim.seed)
     newest = None
     if not run.evaluate_only:
         newest = checkpoint.find_newest(output / "checkpoints", was_finished)
@@ -244,7 +244,7 @@ def train(
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
-    transformers.set_seed(optim.seed + rank)  # so that dropout differs between ranks
+    ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
     save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
     save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
     seal = checksums.write  # optional: checksums

@@ -102,7 +102,7 @@ def fsdp_main(args: Args) -> None:
     ranks.compare_ranks(vars(args.optim) | vars(args.sharding) | vars(run) | {"output_dir": ""})
     lock.hold(output)  # optional: lock
     was_finished = open_directory(output)
-    transformers.set_seed(args.optim.seed)
+    ranks.set_seed(args.optim.seed)
     newest = checkpoint.find_newest(output / "checkpoints", was_finished)
     newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
     model, blocks, tokenizer, source = load_model(args, newest is None or run.evaluate_only)
@@ -247,7 +247,7 @@ def train(
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
-    transformers.set_seed(optim.seed + rank)  # so that dropout differs between ranks
+    ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
     save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
     save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
     seal = checksums.write  # optional: checksums

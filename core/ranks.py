@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 from transformers import BatchEncoding
+from transformers import set_seed as set_seed  # of random, NumPy and PyTorch
 
 GRACE_SECONDS = 20.0  # for rank 0 to print the error first
 STOPPED = 75  # the exit code of a run that was saved: the same command resumes it

@@ -9,7 +9,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
-import transformers
 from ten_steps import parse_args
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -24,7 +23,7 @@ STRATEGIES = {"ddp": 1, "full_shard": 1, "shard_grad_op": 1, "no_shard": 1, "ful
 
 def evaluate_twice(args: gpt2_fsdp.Args, device: torch.device) -> list[float]:
     """Return the loss before and after all weights are halved."""
-    transformers.set_seed(0)
+    ranks.set_seed(0)
     model, blocks, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
     model = gpt2_fsdp.wrap_model(args, device, model, blocks, source)
     batch = block_dataset.collate(startup_checks.blocks())
