@@ -12,9 +12,9 @@ import torch
 from conftest import WIDE, check_equal_weights, error_lines, launch, losses, metrics, weights
 from copied import edited_script
 from in_process import start
+from parity import HYBRID, WORKER, check_parity, held_out_loss, plain_steps, val_documents
 from safetensors.torch import save_file
 from ten_steps import COMPILED, parse_args
-from test_llama import HYBRID, WORKER, check_parity, held_out_loss, plain_steps, val_documents
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
