@@ -97,7 +97,7 @@ def test_script_contains_the_whole_training_in_short_functions(script):
         "optimizer.zero_grad()",
         'group["lr"] = lr',
         "host_sums(",
-        "save(path, model, optimizer, state",
-        "checkpoint.prune(",
+        "save(path, checkpoint.snapshot(model, optimizer, state), state",
+        "checkpoint.prune,",
     ):
         assert part in text, part

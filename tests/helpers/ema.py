@@ -6,8 +6,13 @@ from torch import nn
 EMA = {  # replacements for edited_script()
     "import policies\n": "import policies\nfrom ema import Ema\n",
     "    scaler = policies.": "    ema = Ema(model)\n    scaler = policies.",
-    "optimizer, state, reader=reader)": 'optimizer, state, {"ema": ema}, reader=reader)',
-    '"full", seal)': '"full", seal, {"ema": ema})',
+    "model, optimizer, state)\n        scaler.": """model, optimizer, state)
+        checkpoint.read(newest, checkpoint.extra_state("ema", ema.state_dict()))
+        scaler.""",
+    "checkpoint.snapshot(model, optimizer, state), state": """(
+                        checkpoint.snapshot(model, optimizer, state)
+                        | checkpoint.extra_state("ema", ema.state_dict())
+                    ), state""",
     "        optimizer.zero_grad()\n": "        optimizer.zero_grad()\n        ema.update(model)\n",
     "lr=lr, grad_norm=grad_norm)": "lr=lr, grad_norm=grad_norm, updates=ema.count)",
 }
@@ -36,8 +41,3 @@ class Ema:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the average and the number of updates."""
         return {f"average.{i}": x for i, x in enumerate(self.average)} | {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load the average and the number of updates."""
-        self.count = state["count"]
-        self.average = [state[f"average.{i}"] for i in range(len(self.average))]

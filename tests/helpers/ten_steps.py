@@ -175,18 +175,18 @@ def patched(module: Any, **values: Any) -> Iterator[None]:
 
 def run(script: types.ModuleType, args: Any, device: torch.device) -> tuple[int, dict[str, Any]]:
     """Run a script's `fsdp_main` in the process group of this process. Return its exit code, and
-    the arguments of `train` and `begin` (of the last save) by name."""
+    the arguments of `train` and `snapshot` (of the last save) by name."""
     seen: dict[str, Any] = {}
-    train, begin = script.train, checkpoint.begin
+    train, snapshot = script.train, checkpoint.snapshot
 
     def train_and_keep(*values: Any) -> bool:
         names = train.__code__.co_varnames
         seen.update(zip(names, values, strict=False))
         return train(*values)
 
-    def begin_and_keep(path: Path, model: Any, optimizer: Any, *values: Any) -> Any:
+    def snapshot_and_keep(model: Any, optimizer: Any, state: Any) -> Any:
         seen.update(optimizer=optimizer)
-        return begin(path, model, optimizer, *values)
+        return snapshot(model, optimizer, state)
 
     def leave(code: int) -> None:
         raise Left(code)
@@ -194,7 +194,7 @@ def run(script: types.ModuleType, args: Any, device: torch.device) -> tuple[int,
     with (
         patched(ranks, setup=lambda _: device, leave=leave),
         patched(script, train=train_and_keep),
-        patched(checkpoint, begin=begin_and_keep),
+        patched(checkpoint, snapshot=snapshot_and_keep),
     ):
         try:
             script.fsdp_main.__wrapped__(args)  # without torchrun's record of errors
