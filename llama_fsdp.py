@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -103,8 +102,9 @@ def fsdp_main(args: Args) -> None:
     lock.hold(output)  # optional: lock
     was_finished = open_directory(output)
     ranks.set_seed(args.optim.seed)
-    newest = checkpoint.find_newest(output / "checkpoints", was_finished)
+    newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
     newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
+    safe_checkpoint.check(newest)  # optional: safe_checkpoint
     model, blocks, tokenizer, source = load_model(args, newest is None or run.evaluate_only)
     shapes = weights.whole_shapes(model)
     if run.export_only or run.evaluate_only:
@@ -115,7 +115,8 @@ def fsdp_main(args: Args) -> None:
     model = wrap_model(args, device, model, blocks, source)
     with running(output):
         is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        if is_finished and not (was_finished and newest == checkpoint.find_newest(newest.parent)):
+        last = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", True)
+        if is_finished and not (was_finished and newest == last):
             export(model, tokenizer, output / "final", dtype)
     write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
@@ -248,12 +249,11 @@ def train(
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
-    save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
-    save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
-    seal = checksums.write  # optional: checksums
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    save = checkpoint.save
+    save = checksums.save  # optional: checksums
+    save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
     if newest:
-        state |= checkpoint.load(newest, model, optimizer, state, reader=reader)
+        state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
@@ -345,10 +345,12 @@ def train(
             path = output / "checkpoints" / f"step-{step:08d}"
             try:
                 with log.pause():
-                    save(path, model, optimizer, state, run.checkpoint_type == "full", seal)
+                    save.settle()  # optional: async_save
+                    is_full = run.checkpoint_type == "full"
+                    save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
                     if is_last or is_stopping:  # optional: async_save
                         save.wait()  # optional: async_save
-                    checkpoint.prune(path.parent, run.keep_checkpoints, path)
+                    ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
                 failed_saves = 0
@@ -418,15 +420,14 @@ def run_without_training(
     shapes: dict[str, torch.Size], newest: Path | None,
 ) -> None:  # fmt: skip
     """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
-    output, reader = args.run.output_dir, dcp.FileSystemReader
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    output = args.run.output_dir
     needs_checkpoint = args.run.export_only
     needs_checkpoint |= args.adapters.lora_rank > 0  # optional: lora
     if needs_checkpoint:
         if newest is None:
             raise Problem(f"There is no checkpoint in --output-dir {output}. Pass that of a run.")
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
-        checkpoint.load_weights(newest, model, reader)
+        checkpoint.load_weights(newest, model)
     if args.run.export_only:
         export(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return
