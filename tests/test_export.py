@@ -83,7 +83,7 @@ def export_base(
 ) -> dict:  # fmt: skip
     """Load a base as the scripts do, and export it; return the export's config.json."""
     model_class = getattr(transformers, kind)
-    directory, config, tokenizer = weights.open_model(str(base), model_class)
+    directory, config, _, tokenizer = weights.open_model(str(base), model_class, "")
     edit(config)
     model, source = weights.new_model(model_class, config, directory)
     model.apply(weights.Loader(model, source, torch.device("cpu"), False).fill)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, error_lines, launch
+from plain import loss_class
 from ten_steps import SHARED_VARIANTS, check_no_host_sync, check_recomputation, parse_args
 from transformers import GPT2Config
 
@@ -189,7 +190,7 @@ def test_rank_holds_its_share_of_the_bytes(strategy, share, four_ranks, referenc
 def test_chunked_loss_equals_cross_entropy(monkeypatch):
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=500, n_positions=256)
-    model = gpt2_fsdp.LossModel(config).eval()
+    model = loss_class(gpt2_fsdp)(config).eval()
     ids = torch.randint(0, 500, (3, 200))
     targets = ids.roll(-1, dims=1).masked_fill(torch.rand(3, 200) < 0.3, -100)
     monkeypatch.setattr(chunked_loss, "CHUNK", 128)

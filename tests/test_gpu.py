@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, losses, metrics, weights
 from in_process import start
+from plain import loss_class
 from ten_steps import local
 from test_chunked_loss import head_gradient_error
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -242,7 +243,7 @@ def test_kernels_agree_with_sdpa(attention, head_size):
     shape = {"hidden_size": 4 * head_size, "intermediate_size": 512, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 384}
     config = LlamaConfig(head_dim=head_size, **shape)
-    model = llama_fsdp.LossModel(config).cuda().train()
+    model = loss_class(llama_fsdp)(config).cuda().train()
     batch = packed_batch(torch.device("cuda"))
     register(kernel)
     results = {}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from copied import llama_as
+from plain import loss_class
 from test_startup_checks import LEAK, OTHER_LOGITS, arguments, check, device  # noqa: F401
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, modeling_flash_attention_utils
@@ -131,7 +132,7 @@ def test_packed_documents_do_not_attend_to_each_other(attention, llama_directory
     flash_attention_2 needs the lengths of documents, because it reads no boundaries in positions.
     """
     packed_attention.register(packed_attention.per_document)
-    model = llama_fsdp.LossModel.from_pretrained(llama_directory).train()
+    model = loss_class(llama_fsdp).from_pretrained(llama_directory).train()
     if attention == "flash_attention_2":
         monkeypatch.setattr(
             modeling_flash_attention_utils, "lazy_import_flash_attention", flash_functions
@@ -178,7 +179,7 @@ def count_graphs(monkeypatch: pytest.MonkeyPatch, batches: list[dict]) -> int:
     counters.clear()
     shape = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = llama_fsdp.LossModel(LlamaConfig(**shape))
+    model = loss_class(llama_fsdp)(LlamaConfig(**shape))
     packed_attention.register(kernel)
     model.config._attn_implementation = "packed"
     torch.compiler.config.recompile_limit = 64

@@ -71,9 +71,9 @@ def start(
     args: gpt2_fsdp.Args, device: torch.device, steps: int
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return the script's model and an optimizer after `steps` steps."""
-    model, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
+    model, blocks, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
     shapes = weights.whole_shapes(model)
-    model = gpt2_fsdp.wrap_model(args, device, model, source)
+    model = gpt2_fsdp.wrap_model(args, device, model, blocks, source)
     optimizer = torch.optim.AdamW(parameter_groups(model, shapes, 0.1), fused=True)
     batch = ranks.to_device(block_dataset.collate([{"input_ids": range(3, 36)}]), device)
     for _ in range(steps):

@@ -58,8 +58,8 @@ def main() -> None:
         for strategy in ("full_shard", "shard_grad_op", "ddp", "fsdp2"):
             options = ["--precision", precision, *strategy_flags(strategy)]
             args = parse_args(T5_training, [*common, *flags, *options])
-            model, tokenizer, source = T5_training.load_model(args, needs_weights=True)
-            model = T5_training.wrap_model(args, device, model, source)
+            model, blocks, tokenizer, source = T5_training.load_model(args, needs_weights=True)
+            model = T5_training.wrap_model(args, device, model, blocks, source)
             checkpoint.load_weights(newest, model)
             collate = summarization_dataset.collator(model)
             triples = rouge.summarize(args, device, model, tokenizer, collate, val_sets)
