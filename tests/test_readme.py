@@ -21,7 +21,6 @@ import policies
 import T5_training
 from benchmarks import demo
 from core import ranks
-from optional import packed_attention
 from tools import memory_estimator, preflight
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -189,7 +188,6 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
     if "# GPUs" in line:
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(policies, "compute_precision", lambda _: "bf16")
-        monkeypatch.setattr(packed_attention.Kernel, "problems", lambda *_: [])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda *x: x[0] in EXTRAS or find_spec(*x))
     monkeypatch.setattr(sys, "argv", [program, *flags])

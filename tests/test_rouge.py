@@ -169,3 +169,17 @@ def test_missing_package_is_named_before_training(monkeypatch):
     monkeypatch.setattr(rouge.importlib.util, "find_spec", lambda _: None)
     assert "pip install rouge-score" in rouge.Rouge().problems(None)[0]
     assert rouge.Rouge(rouge_samples=0).problems(None) == []
+
+
+def test_settings_that_change_the_outputs_are_ignored(flags, t5_directory, tmp_path):
+    """A base's generation_config.json is exported as it was."""
+    model = Path(shutil.copytree(t5_directory, tmp_path / "model"))
+    path = model / "generation_config.json"
+    values = {"num_return_sequences": 2, "num_beams": 2, "return_dict_in_generate": True}
+    values |= {"output_scores": True, "stop_strings": ["x"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    more = ["--model-name", model, "--output-dir", tmp_path / "run", "--rouge-samples", "2"]
+    assert start(T5_training, *flags, *more, "--max-steps", "2") == 0
+    assert "rouge1" in metrics(tmp_path / "run", "done")[0]
+    exported = json.loads((tmp_path / "run/final/generation_config.json").read_text())
+    assert exported["num_return_sequences"] == 2

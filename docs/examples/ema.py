@@ -27,8 +27,3 @@ class Ema:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the average and the number of updates."""
         return {f"average.{i}": x for i, x in enumerate(self.average)} | {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load the average and the number of updates."""
-        self.count = state["count"]
-        self.average = [state[f"average.{i}"] for i in range(len(self.average))]

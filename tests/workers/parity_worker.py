@@ -141,8 +141,8 @@ def generated(flags: list[str], output: str, device: torch.device) -> dict[str, 
         for strategy in ("full_shard", "shard_grad_op", "ddp", "fsdp2"):
             options = ["--precision", precision, *strategy_flags(strategy)]
             args = parse_args(T5_training, [*flags, *options])
-            model, tokenizer, source = T5_training.load_model(args, needs_weights=True)
-            model = T5_training.wrap_model(args, device, model, source)
+            model, blocks, tokenizer, source = T5_training.load_model(args, needs_weights=True)
+            model = T5_training.wrap_model(args, device, model, blocks, source)
             checkpoint.load_weights(newest, model)
             collate, samples = summarization_dataset.collator(model), {"": seen["train_set"]}
             triples = rouge.summarize(args, device, model, tokenizer, collate, samples)
