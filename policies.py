@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 import os
 import warnings
@@ -27,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from core.args import Optim, Run, Size, Switch
-from core.ranks import Problem, environment_size
+from core.ranks import Problem, environment_size, print0
+from core.weights import library_class
 
 # Buffers are never cast: in bf16, Llama's rotary angles are off by full rotations at position
 # 4096. Inputs are cast for each unit, because generation runs outside the root's forward.
@@ -113,6 +115,26 @@ def problems(args: Sharding, optim: Optim, run: Run) -> list[str]:
     return [message for message, is_wrong in rules.items() if is_wrong]
 
 
+def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Classes:
+    """Return, and print, the classes of a model's layers, which become FSDP units: `blocks` for a
+    model of class `own`, else those of the items of its outermost ModuleLists with two or more.
+
+    Raise Problem if `blocks` lacks one: such layers would silently be in the root unit.
+    """
+    lists = {n: x for n, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1}
+    outer = [x for n, x in lists.items() if not any(n.startswith(f"{o}.") for o in lists)]
+    classes = tuple({type(layer): None for stack in outer for layer in stack})
+    units = blocks if isinstance(model, own) else classes
+    missing = ", ".join(x.__name__ for x in classes if not issubclass(x, units))
+    if missing:
+        raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {missing}. List the classes "
+                      "of all layers of the model.")  # fmt: skip
+    names = ", ".join(x.__name__ for x in units)
+    kind = library_class(type(model)).__name__
+    print0(f"{kind}, units: {names}, {model.num_parameters():,} parameters")
+    return units
+
+
 def wrap_policy(blocks: Classes) -> functools.partial:
     """Return an auto-wrap policy that makes each instance of the classes `blocks` an FSDP unit and
     leaves all other modules, such as those with tied weights, in the root unit."""
@@ -192,18 +214,28 @@ def set_prefetch(model: nn.Module) -> None:
     fsdp.register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
 
 
-def fuse_norms(model: nn.Module, norms: Classes) -> None:
-    """Replace the forward of RMS norms, the classes `norms`, by PyTorch's: one kernel, not six.
+def fuse_norms(model: nn.Module, own: type[nn.Module], norms: Classes) -> None:
+    """Replace the forward of RMS norms by PyTorch's: one kernel, not six. They are the classes
+    `norms` in a model of class `own`, and all plain ones in others.
 
-    Raise Problem if a class computes something else: Gemma's multiplies by 1 + weight.
+    Raise Problem if one of `norms` computes something else: Gemma's multiplies by 1 + weight.
     """
-    for module in [x for x in model.modules() if isinstance(x, norms)]:
-        module.__class__ = _fused_class(type(module))
+    is_own = isinstance(model, own)
+    for module in list(model.modules()):
+        if isinstance(module, norms) if is_own else hasattr(module, "variance_epsilon"):
+            fused = _fused_class(type(module))
+            if fused is not None:
+                module.__class__ = fused
+            elif is_own:
+                raise Problem(
+                    f"{type(module).__name__} is no plain RMS norm. Remove it from NORMS."
+                )
 
 
 @functools.cache
-def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of an RMS norm. All layers share it, so torch.compile shares graphs."""
+def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return a subclass of an RMS norm, None if `kind` computes something else. All layers share
+    it, so torch.compile shares graphs."""
 
     def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.dtype != self.weight.dtype:  # models differ in the dtype that they return
@@ -213,8 +245,9 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
     norm = kind(16)
     norm.weight.data = torch.linspace(-1, 2, 16)
     vectors = torch.outer(torch.tensor([1e-4, 1e-2, 1, 100]), norm.weight.roll(1))
-    if not torch.allclose(forward(norm, vectors), norm(vectors), 1e-6, 0):
-        raise Problem(f"{kind.__name__} is no plain RMS norm. Remove it from NORMS.")
+    has_gate = len(inspect.signature(kind.forward).parameters) > 2
+    if has_gate or not torch.allclose(forward(norm, vectors), norm(vectors), 1e-6, 0):
+        return None
     return type(kind.__name__, (kind,), {"forward": forward})
 
 

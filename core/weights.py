@@ -83,10 +83,14 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def open_model(name: str, kind: type[PreTrainedModel]) -> tuple[Path, PretrainedConfig, Tokenizer]:
-    """Return the directory, config and tokenizer of the model `name`, a directory or hub id.
+def open_model(
+    name: str, own: type[PreTrainedModel], others: str
+) -> tuple[Path, PretrainedConfig, type[PreTrainedModel], Tokenizer]:
+    """Return the directory, config, class and tokenizer of the model `name`, a directory or hub id.
 
-    Only rank 0's node downloads weights. Raise Problem if it is not a `kind` that can be trained.
+    The class is `own`, or the one that Transformers' Auto class has for the config. Only rank 0's
+    node downloads weights. Raise Problem if the model cannot be trained; `others` is a sentence on
+    models of another kind.
     """
     patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = local_main_process_first(find_directory, name, patterns)
@@ -96,11 +100,13 @@ def open_model(name: str, kind: type[PreTrainedModel]) -> tuple[Path, Pretrained
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise Problem(f"{name} is quantized. Pass its weights in 16 or 32 bits.")
-    config = text_config(config, kind, name)
+    config, kind = model_class(config, own)
+    if kind is None:
+        raise Problem(f"{name} is a {config.model_type}, which this script cannot train. {others}")
     config.name_or_path = str(directory)  # exports keep its settings
     if "flash" in (config._attn_implementation or ""):  # it may not be installed
         config._attn_implementation = None
-    return directory, config, load_tokenizer(directory)
+    return directory, config, kind, load_tokenizer(directory)
 
 
 def find_directory(name: str, patterns: list[str]) -> Path:
@@ -116,17 +122,24 @@ def find_directory(name: str, patterns: list[str]) -> Path:
         raise Problem(f"{name} is not a directory, and not available: {reason}") from None
 
 
-def text_config(
-    config: PretrainedConfig, kind: type[PreTrainedModel], name: str
-) -> PretrainedConfig:
-    """Return the config of the model `name` or, if it is multimodal, of its text part. Raise
-    Problem if it does not belong to `kind`. Any rank."""
-    wanted = kind.config_class.model_type
-    for candidate in (config, getattr(config, "text_config", config)):
-        if candidate.model_type == wanted:
-            return candidate
-    raise Problem(f"{name} is a {config.model_type}, not a {wanted}. Pass a {wanted}, or change "
-                  "MODEL and BLOCKS in the script.")  # fmt: skip
+def model_class(
+    config: PretrainedConfig, own: type[PreTrainedModel]
+) -> tuple[PretrainedConfig, type[PreTrainedModel] | None]:
+    """Return the config and class of a model or, if it is multimodal, of its text part: `own` if it
+    fits, else that of the Auto class, else None. Any rank."""
+    text = getattr(config, "text_config", config)
+    for part in (text, config):
+        if part.model_type == own.config_class.model_type:
+            return part, own
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if own.config_class().is_encoder_decoder:
+        classes = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    elif text.is_encoder_decoder:  # BART has causal classes too
+        classes = {}
+    for part in (text, config):
+        if type(part) in classes:
+            return part, classes[type(part)]
+    return config, None
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -43,22 +43,6 @@ NOT_A_SUM = (
 NOT_CHECKED = "The loss is not checked against the model's own logits: loss_logits was not called."
 
 
-def check_blocks(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
-    """Raise Problem unless `blocks` are the classes of all layers of a model that is not wrapped.
-
-    Layers are the items of a ModuleList with two or more, except torch.nn's own modules. A layer
-    outside of every block would silently become part of the root unit.
-    """
-    units = [module for module in model.modules() if isinstance(module, blocks)]
-    inside = {module for unit in units for module in unit.modules()}
-    stacks = [x for x in model.modules() if isinstance(x, nn.ModuleList) and len(x) > 1]
-    layers = {type(layer) for stack in stacks for layer in stack if layer not in inside}
-    names = sorted(x.__name__ for x in layers if not x.__module__.startswith("torch.nn."))
-    if names:
-        raise Problem(f"BLOCKS does not fit {type(model).__name__}: it lacks {', '.join(names)}. "
-                      "List the classes of all layers of the model.")  # fmt: skip
-
-
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise Problem if an optimizer would train incorrectly on the shards of a model."""
     is_sharded = isinstance(model, FSDP | FSDPModule) and dist.get_world_size() > 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, losses, weights
 from fp16_worker import STRATEGIES
+from plain import loss_class
 from ten_steps import parse_args
 from torch import nn
 from torch._dynamo.utils import counters
@@ -86,10 +87,10 @@ def test_weights_changed_after_an_evaluation_are_used(tmp_path):
 
 def test_ddp_gradients_are_views_of_its_buckets(process_group, gpt2_directory):
     """Otherwise they would be in memory twice."""
-    model = gpt2_fsdp.LossModel.from_pretrained(gpt2_directory)
+    model = loss_class(gpt2_fsdp).from_pretrained(gpt2_directory)
     args = parse_args(gpt2_fsdp, ["--strategy", "ddp", "--precision", "fp32"])
     plain, ours = DDP(copy.deepcopy(model)), gpt2_fsdp.wrap_model(
-        args, torch.device("cpu"), model, {}
+        args, torch.device("cpu"), model, gpt2_fsdp.BLOCKS, {}
     )  # fmt: skip
     ids = torch.arange(3, 35).reshape(2, 16)
     counts = []
@@ -135,7 +136,7 @@ def test_compiled_block_equals_eager(name):
     script = importlib.import_module(name)
     torch.manual_seed(0)
     config = script.MODEL.config_class(**SMALL[name])
-    eager = getattr(script, "LossModel", script.MODEL)(config).train()
+    eager = loss_class(script)(config).train()
     compiled = copy.deepcopy(eager)
     stack = compiled.decoder if name == "T5_training" else compiled
     policies.compile_blocks(stack, script.BLOCKS)
@@ -208,7 +209,7 @@ def fused(norm: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     norm.weight.data = torch.randn(WIDTH)
     copied = nn.Sequential(copy.deepcopy(norm))
-    policies.fuse_norms(copied, (type(norm),))
+    policies.fuse_norms(copied, type(copied), (type(norm),))
     return copied[0]
 
 
