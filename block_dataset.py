@@ -116,10 +116,9 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     if column not in columns and "input_ids" not in columns:
         raise reading.no_columns(name, [column], columns, "Pass --text-column.")
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
-    rows = reading.select(rows, [column, "input_ids"])
     if column not in columns:
-        return reading.map_rows(name, rows, from_tokens, FEATURES, *key)
-    documents = reading.map_rows(name, rows, from_text, FEATURES, *key)
+        return reading.map_rows(name, rows, ["input_ids"], from_tokens, FEATURES, *key)
+    documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
     if CONTINUES in columns and len(documents) > len(rows):
         print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")
     key = reading.cache_key(blocks, documents._fingerprint, size)

@@ -152,7 +152,7 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
     needed = WIKIHOW_COLUMNS if is_wikihow else (args.source_column, args.target_column)
     missing = {*needed} - {*columns}
     if missing and "input_ids" in columns:
-        return read_tokens(name, reading.select(rows, TOKENS), args, tokenizer)
+        return read_tokens(name, rows, args, tokenizer)
     # With several data sets, the flags are for those that have the columns.
     are_defaults = needed == (Data.source_column, Data.target_column)
     if missing and (are_defaults or len(args.dataset + args.val_dataset) > 1):
@@ -174,8 +174,7 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
         summary.encode()  # raises ValueError for half of a surrogate pair
         return [{"text": text, "summary": summary, "key": stable_hash(text), "split": ""}]
 
-    rows = reading.select(rows, needed)
-    return reading.map_rows(name, rows, clean, PAIR | KEY, args.bad_rows, needed, titles)
+    return reading.map_rows(name, rows, needed, clean, PAIR | KEY, args.bad_rows, needed, titles)
 
 
 def clean_wikihow(
@@ -208,7 +207,7 @@ def read_tokens(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> D
         return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key, "split": ""}]
 
     key = args.bad_rows, limits, len(tokenizer)
-    return reading.map_rows(name, rows, read, TOKENS | KEY, *key)
+    return reading.map_rows(name, rows, TOKENS, read, TOKENS | KEY, *key)
 
 
 def split_wikihow(rows: Dataset) -> reading.Parts:
@@ -243,22 +242,17 @@ def draw(
         rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
     rows = rows.remove_columns([*KEY])
     if "input_ids" not in rows.column_names:
-        if "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"]):
-            pairs = zip(rows["text"], rows["summary"], strict=True)
-            count = sum("\n" in text + summary for text, summary in pairs)
-            if count:
-                print0(f"{spec}, {split}: the tokenizer drops the line breaks of {count:,} rows")
+        loses_breaks = "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"])
+        pairs = zip(rows["text"], rows["summary"], strict=True)
+        if count := loses_breaks * sum("\n" in text + summary for text, summary in pairs):
+            print0(f"{spec}, {split}: the tokenizer loses the line breaks of {count:,} rows")
         rows = encode(spec, rows, tokenizer, args)
-    full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    note = f", {full:,} reach --source-length" if full else ""
-    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn{note}")
-    labels = rows.select_columns("labels").with_format("arrow")[:]["labels"]
-    targets = labels.combine_chunks().flatten().to_numpy()
-    unknown = int((targets == tokenizer.unk_token_id).sum())
-    if 100 * unknown > len(targets):
-        print0(f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. "
-            "The tokenizer lacks some characters, so the model cannot learn to write them."
-            )  # fmt: skip
+    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
+    targets = np.concatenate(rows.with_format("numpy")["labels"][:])
+    unknown = np.mean(targets == tokenizer.unk_token_id)
+    if unknown > 0.01:
+        print0(f"Warning: {unknown:.0%} of the target tokens are {tokenizer.unk_token}, for characters "
+               "that the tokenizer lacks. The model cannot learn to write them.")  # fmt: skip
     return rows
 
 
@@ -278,7 +272,7 @@ def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
         return [{"input_ids": ids, "labels": labels, "length": len(ids)}]
 
     key = prefix, lengths, reading.tokenizer_digest(tokenizer)
-    return reading.map_rows(spec, rows, encode_pair, TOKENS, args.bad_rows, *key)
+    return reading.map_rows(spec, rows, PAIR, encode_pair, TOKENS, args.bad_rows, *key)
 
 
 def collator(model: nn.Module) -> Callable:
