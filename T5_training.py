@@ -110,7 +110,6 @@ def fsdp_main(args: Args) -> None:
         run_without_training(args, device, model, tokenizer, shapes, newest)
         ranks.leave(0)
     data = ranks.local_main_process_first(summarization_dataset.load, args.data, tokenizer)
-    checks.check_blocks(model, BLOCKS)  # optional: startup_checks
     model = wrap_model(args, device, model, source)
     with running(output):
         is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
@@ -148,7 +147,7 @@ def wrap_model(
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     policy = policies.wrap_policy(BLOCKS)
     if sharding.compile:  # each block separately, before FSDP wraps it
@@ -159,9 +158,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model,

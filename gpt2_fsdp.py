@@ -119,7 +119,6 @@ def fsdp_main(args: Args) -> None:
         run_without_training(args, device, model, tokenizer, shapes, newest)
         ranks.leave(0)
     data = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer)
-    checks.check_blocks(model, BLOCKS)  # optional: startup_checks
     model = wrap_model(args, device, model, source)
     with running(output):
         is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
@@ -177,7 +176,7 @@ def wrap_model(
 ) -> nn.Module:
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     policy = policies.wrap_policy(BLOCKS)
     if args.model.wrap != "block":
@@ -190,9 +189,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model,

@@ -28,7 +28,6 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
 import summarization_dataset
 import T5_training
-from core.ranks import Problem
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +154,6 @@ def test_length_groups_keep_every_sample_at_any_world_size(monkeypatch):
     assert sorted(sum(second, [])) == list(range(len(lengths)))
     common = {frozenset(step) for step in steps} & {frozenset(step) for step in second}
     assert len(common) <= 1  # the epochs group samples differently
-    with pytest.raises(Problem, match="1003 training samples are fewer than the 1004 proc"):
-        sampler(1004)
 
 
 @pytest.fixture(scope="module")

@@ -166,7 +166,7 @@ def test_copy_changes_at_most_eight_lines(name, process_group):
     assert model.config.eos_token_id == tokenizer.eos_token_id
     for block in copy.BLOCKS:
         assert any(isinstance(module, block) for module in model.modules())
-    decayed, others = parameter_groups(model, shapes, weight_decay=0.1)
+    decayed, others = parameter_groups(model, shapes, 0.1)
     assert all(parameter.dim() > 1 for parameter in decayed["params"])
     assert all(parameter.dim() == 1 for parameter in others["params"])
 
