@@ -16,7 +16,7 @@ from conftest import losses
 from copied import edited_script
 from plain import mean_loss, save
 from ten_steps import parse_args, run
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 import policies
@@ -115,33 +115,11 @@ def small_model(model_class: type) -> transformers.PreTrainedModel:
     return model
 
 
-def block_classes(model: transformers.PreTrainedModel) -> list[type]:
-    """Return the classes of the model's outermost layers, sorted by name."""
-    blocks: set[type] = set()
-    inner_modules: set[nn.Module] = set()
-    for layers in model.modules():  # outer modules first
-        if isinstance(layers, nn.ModuleList) and layers not in inner_modules and len(layers) > 1:
-            blocks |= {type(x) for x in layers if not type(x).__module__.startswith("torch.nn.")}
-            inner_modules |= {module for layer in layers for module in layer.modules()}
-    return sorted(blocks, key=lambda kind: kind.__name__)
-
-
-def plain_norms(model: nn.Module) -> list[type]:
-    """Return the classes of the model's norms that `fuse_norms` accepts."""
-    accepted = []
-    for kind in {type(module) for module in model.modules() if "Norm" in type(module).__name__}:
-        try:
-            policies.fuse_norms(nn.ModuleList([kind(16)]), (kind,))
-        except Exception:  # of any type: other arguments or attributes
-            continue
-        accepted.append(kind)
-    return accepted
-
-
 def script_for(script: str, model: transformers.PreTrainedModel) -> ModuleType:
     """Return a copy of the script that trains this model's class."""
     old_imports, old_blocks, old_norms, old_model = LINES[script]
-    blocks, norms = block_classes(model), plain_norms(model) if old_norms else []
+    blocks = policies.layer_classes(model)
+    norms = policies.norm_classes(model) if old_norms else ()
     imports = [f"from {kind.__module__} import {kind.__name__}" for kind in [*blocks, *norms]]
     names, norm_names = (
         "(" + "".join(f"{kind.__name__}, " for kind in kinds) + ")" for kinds in (blocks, norms)
