@@ -181,7 +181,7 @@ def wrap_model(
 ) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     policy = policies.wrap_policy(blocks)
     if args.model.wrap != "block":
@@ -194,9 +194,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,

@@ -35,6 +35,7 @@ from transformers.models.llama import modeling_llama
 import chat_dataset
 import optional.async_save as async_save  # optional: async_save
 import optional.checksums as checksums  # optional: checksums
+import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
 import optional.lora as lora  # optional: lora
 import optional.packed_attention as attention  # optional: packed_attention
@@ -55,7 +56,7 @@ from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_grou
 MODEL = transformers.LlamaForCausalLM
 OTHER = "T5_training.py trains encoder-decoders."
 BLOCKS = (modeling_llama.LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
-NORMS = (modeling_llama.LlamaRMSNorm,)
+NORMS = (modeling_llama.LlamaRMSNorm,)  # optional: fused_norms
 TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
                "num_attention_heads": 4, "num_key_value_heads": 2,
                "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
@@ -170,7 +171,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     attention.set_kernel(args, config, kind)  # optional: packed_attention
     kind = type("LossModel", (LossModel, kind), {})
     model, source = weights.new_model(kind, config, directory, needs_weights)
-    policies.fuse_norms(model, MODEL, NORMS)
+    fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, source, blocks)  # optional: lora
     return model, blocks, tokenizer, source
@@ -182,7 +183,7 @@ def wrap_model(
 ) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     # Tied weights must stay in the root unit.
@@ -195,9 +196,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,

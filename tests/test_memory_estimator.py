@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import policies
 from benchmarks import published
-from optional import lora
+from optional import fused_norms, lora
 from tools import memory_estimator
 
 STATES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -147,7 +147,7 @@ def test_activation_estimate_equals_live_storages(script, attention, recompute, 
         options["activation_function"] = "gelu_pytorch_tanh"
     model = module.MODEL.from_pretrained(odd_models[script], **options).train()
     if script != "gpt2_fsdp":
-        policies.fuse_norms(model, module.MODEL, module.NORMS)
+        fused_norms.fuse(model, module.MODEL, module.NORMS)
     if recompute:
         apply_activation_checkpointing(model, check_fn=lambda x: isinstance(x, module.BLOCKS))
     with Storages() as storages:

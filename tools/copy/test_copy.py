@@ -33,7 +33,7 @@ def main(plain: bool, output: str, flags: list[str]) -> None:
     from core import ranks, weights
 
     def load(args: Any, device: Any, model: Any, source: Any) -> Any:
-        return model.apply(weights.Loader(model, source, device, False).fill)
+        return model.apply(weights.Loader(model, source, device).fill)
 
     for name, value in script.MODEL.config_class().to_dict().items():
         if "drop" in name and isinstance(value, float):
