@@ -238,8 +238,11 @@ def parse_call(call: dict) -> dict:
 
 
 def from_json(value: Any) -> Any:
-    """Return the value of a text that is JSON; return any other text or value unchanged."""
+    """Return the value of a text that is JSON; return any other text or value unchanged. Raise
+    ValueError for a list in Python's syntax."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
+        if value.startswith("[{'"):
+            raise ValueError("a list is Python text, not JSON. Write it by json.dumps") from None
         return value
