@@ -146,6 +146,9 @@ def schedule(
 
     It is a function of the step alone, so there is no scheduler to save.
     """
+    if kind != "step" and warmup_steps >= total_steps > 1:
+        raise Problem(f"The warm-up has {warmup_steps} steps, but the run only {total_steps}. "
+                      "Lower --warmup-steps or --warmup-ratio.")  # fmt: skip
 
     def factor(done: int) -> float:
         if kind == "step":
