@@ -216,6 +216,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["input_ids"], targets=batch["labels"])
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
@@ -360,7 +361,6 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    watchdog.stop()  # optional: watchdog
     log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 

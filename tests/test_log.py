@@ -52,6 +52,8 @@ def test_pause_does_not_count_in_tokens_per_second(process_group, tmp_path, monk
     with lines.pause():
         clock[0] = 10
     assert lines.write("train", 1, tokens=500)["tokens_per_second"] == 100
+    clock[0] = 70
+    assert lines.write("done", 1)["minutes"] == pytest.approx(70 / 60)
 
 
 def test_status_names_the_saved_step_and_a_failure(process_group, tmp_path):

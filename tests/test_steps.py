@@ -137,6 +137,13 @@ def test_signal_to_all_processes_saves_despite_workers(number, tmp_path):
     assert status(tmp_path) == "stopped" and "Traceback" not in log.read_text()
 
 
+def test_warmup_that_is_not_shorter_than_the_run_is_refused():
+    with pytest.raises(Problem, match="The warm-up has 5 steps, but the run only 5. Lower --warm"):
+        steps.schedule("linear", 5, 5, 5, 0.85)
+    assert steps.schedule("linear", 1, 1, 5, 0.85)(0) > 0
+    assert steps.schedule("step", 5, 5, 5, 0.85)(0) == 1
+
+
 @pytest.mark.parametrize("more", [[], ["--epochs", "2"]])
 def test_step_schedule_falls_each_epoch(more, texts, tmp_path):
     """--warmup-ratio has no effect on it."""
