@@ -1,6 +1,7 @@
 """Fine-tune T5 to summarize articles with PyTorch FSDP.
 
-    python T5_training.py --model-name tiny --dataset docstrings  # no GPU
+    python tools/docstrings.py docstrings.jsonl  # data
+    python T5_training.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 T5_training.py  # t5-base on WikiHow
     sbatch --nodes 4 launch.slurm T5_training.py
 

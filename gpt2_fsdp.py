@@ -1,6 +1,7 @@
 """Train GPT-2 with PyTorch FSDP, and compare sharding strategies.
 
-    python gpt2_fsdp.py --model-name tiny --dataset docstrings  # no GPU
+    python tools/docstrings.py docstrings.jsonl  # data
+    python gpt2_fsdp.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 gpt2_fsdp.py  # gpt2 on WikiText-2
     sbatch --nodes 2 launch.slurm gpt2_fsdp.py --strategy hybrid_shard
 

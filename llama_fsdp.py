@@ -1,6 +1,7 @@
 """Fine-tune Llama on chats with PyTorch FSDP, up to 70B, with packed documents.
 
-    python llama_fsdp.py --model-name tiny  # no GPU
+    python tools/docstrings.py docstrings.jsonl  # data
+    python llama_fsdp.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 llama_fsdp.py --dataset chats.jsonl
     sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 

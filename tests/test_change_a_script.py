@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, launch, losses, metrics, weights
+from conftest import DOCSTRINGS, ROOT, launch, losses, metrics, weights
 from copied import EMA_SECTION, PAGE, diffs, edited_script, edited_text
 from in_process import start
 
@@ -71,8 +71,9 @@ def test_diffs_fit_the_other_scripts(script):
         ast.parse(edited_text(script, diffs(edits[name])))
 
 
-GPT2 = ["--dataset=docstrings", "--block-size=32", "--num-train-samples=40", "--num-val-samples=4",
-        "--precision=fp32", "--lr=1e-2", "--batch-size=2", "--log-every=1"]  # fmt: skip
+GPT2 = [f"--dataset={DOCSTRINGS}", "--block-size=32", "--num-train-samples=40",
+        "--num-val-samples=4", "--precision=fp32", "--lr=1e-2", "--batch-size=2",
+        "--log-every=1"]  # fmt: skip
 
 
 def test_documented_diffs_add_z_loss_and_accuracy(gpt2_directory, tmp_path):

@@ -281,7 +281,7 @@ def problem(script, processes: int, flags: list[str], monkeypatch) -> str:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    common = ["--model-name", "tiny", "--dataset", "docstrings", "--precision", "fp32"]
+    common = ["--model-name", "tiny", "--dataset", "docstrings.jsonl", "--precision", "fp32"]
     try:
         parse_args(script, [*common, *flags])
     except Refused as error:

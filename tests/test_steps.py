@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ROOT, live_metrics, losses, status
+from conftest import DOCSTRINGS, ROOT, live_metrics, losses, status
 from in_process import start
 from plain import loss_class
 from slurm_cluster import wait_until
@@ -93,7 +93,7 @@ def test_validation_batches_contain_each_sample_once(rank_of):
         assert Counter(samples) == Counter(range(count))
 
 
-SMALL = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "60",
+SMALL = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples", "60",
          "--num-val-samples", "4", "--batch-size", "4", "--log-every", "1",
          "--precision", "fp32"]  # fmt: skip
 LENGTHS = {  # and what needs no time
