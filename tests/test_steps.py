@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 from core import steps, weights
+from core.ranks import Problem
 from core.steps import MicroBatches, StepSampler, parameter_groups
 
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
