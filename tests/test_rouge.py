@@ -195,10 +195,10 @@ def test_training_logs_the_scores_of_an_evaluation(run_copy, flags):
     assert len(scores) == 3 and scores == {key: evaluation(run_copy)[key] for key in scores}
 
 
-def test_stopped_evaluation_changes_no_files(run_copy, flags, t5_directory):
+def test_stopped_evaluation_changes_no_files(run_copy, flags):
     before = training_files(run_copy)
     worker = ["tests/workers/phases.py", "T5_training", "generation", "100"]
-    more = ["--model-name", t5_directory, "--evaluate-only", "--output-dir", run_copy]
+    more = ["--model-name", run_copy / "final", "--evaluate-only", "--output-dir", run_copy]
     command = [sys.executable, *map(str, [*worker, *flags, *more])]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     wait_until(run_copy.with_name("finished.generation-0").exists, 100, str)
