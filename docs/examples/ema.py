@@ -1,21 +1,7 @@
-"""An exponential moving average of the weights, as a user would add it to a script."""
+"""An exponential moving average of the weights; docs/change-a-script.md adds it to a script."""
 
 import torch
 from torch import nn
-
-EMA = {  # replacements for edited_script()
-    "import policies\n": "import policies\nfrom ema import Ema\n",
-    "    scaler = policies.": "    ema = Ema(model)\n    scaler = policies.",
-    "model, optimizer, state)\n        scaler.": """model, optimizer, state)
-        checkpoint.read(newest, checkpoint.extra_state("ema", ema.state_dict()))
-        scaler.""",
-    "checkpoint.snapshot(model, optimizer, state), state": """(
-                        checkpoint.snapshot(model, optimizer, state)
-                        | checkpoint.extra_state("ema", ema.state_dict())
-                    ), state""",
-    "        optimizer.zero_grad()\n": "        optimizer.zero_grad()\n        ema.update(model)\n",
-    "lr=lr, grad_norm=grad_norm)": "lr=lr, grad_norm=grad_norm, updates=ema.count)",
-}
 
 
 class Ema:
