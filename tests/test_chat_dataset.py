@@ -615,9 +615,9 @@ def test_tokenized_rows_are_read(suffix, tmp_path):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"input_ids": [5, 385]}, "token 385 is not one of the tokenizer's 384"),
+        ({"input_ids": [5, 385]}, "input_ids has other tokens than the tokenizer's 384"),
         ({"input_ids": [5] * 300}, "300 tokens, but --max-seq-length allows 129"),
-        ({"input_ids": []}, "tokens are empty or not a list of integers"),
+        ({"input_ids": []}, "input_ids is empty or not a list of integers"),
         ({"labels": [5]}, "labels must be one per token"),
         ({"labels": [5, 9, 7]}, "labels must be one per token"),
         ({"labels": [-100] * 3}, "labels must be one per token"),

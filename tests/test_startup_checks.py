@@ -66,7 +66,7 @@ PLAIN_LOSS = {  # computes the loss from the model's own logits
         '    return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())\n'
     )
 }
-TRAINED_PADDING = {"-100, least=8": "0, least=8"}
+TRAINED_PADDING = {"zeros - 100": "zeros"}
 CONV = ["conv", "conv", "full_attention", "conv"]
 LEAKS = {  # folder in Transformers, additions to TINY_CONFIG
     "GptOss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
@@ -133,7 +133,9 @@ EDITS = {
     "GPT-2: mean over rows": Edit(
         GPT2, NOT_A_SUM, {"targets=batch[": 'targets=batch["labels"]) / len(batch['}
     ),
-    "GPT-2: trained padding": Edit(GPT2, NOT_A_SUM, data={"width), -100": "width), 0"}),
+    "GPT-2: trained padding": Edit(
+        GPT2, NOT_A_SUM, data={"labels, -100, least": "labels, 0, least"}
+    ),
     "GPT-2: scaled hidden states": Edit(
         GPT2, OTHER_LOGITS, {"(hidden.flatten(0, 1)": "(1.1 * hidden.flatten(0, 1)"}
     ),
