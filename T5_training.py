@@ -5,9 +5,9 @@
     sbatch --nodes 4 launch.slurm T5_training.py
 
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that
-learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. For
-another encoder-decoder, such as BART, replace MODEL, BLOCKS, NORMS and TINY_CONFIG. Lines that end
-in `# optional: NAME` and the file optional/NAME.py can be deleted.
+learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. Any
+encoder-decoder in Transformers can be trained by its --model-name; for one of your own, replace
+MODEL, BLOCKS and NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -49,6 +48,7 @@ from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
 MODEL = transformers.T5ForConditionalGeneration
+OTHER = "llama_fsdp.py trains decoders."
 BLOCKS = (T5Block,)  # FSDP units, each compiled and recomputed separately
 NORMS = (T5LayerNorm,)  # RMS norms, each computed by one kernel
 TINY_CONFIG = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4,
@@ -100,20 +100,21 @@ def fsdp_main(args: Args) -> None:
     ranks.set_seed(args.optim.seed)
     newest = None
     if not run.evaluate_only:
-        newest = checkpoint.find_newest(output / "checkpoints", was_finished)
+        newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
         newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
-    model, tokenizer, source = load_model(args, needs_weights=newest is None)
+        safe_checkpoint.check(newest)  # optional: safe_checkpoint
+    model, blocks, tokenizer, source = load_model(args, needs_weights=newest is None)
     shapes = weights.whole_shapes(model)
-    print0(f"{args.model.model_name}: {sum(x.numel() for x in shapes.values()):,} parameters")
     if run.export_only or run.evaluate_only:
-        model = wrap_model(args, device, model, source)
+        model = wrap_model(args, device, model, blocks, source)
         run_without_training(args, device, model, tokenizer, shapes, newest)
         ranks.leave(0)
     data = ranks.local_main_process_first(summarization_dataset.load, args.data, tokenizer)
-    model = wrap_model(args, device, model, source)
+    model = wrap_model(args, device, model, blocks, source)
     with running(output):
         is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        if is_finished and not (was_finished and newest == checkpoint.find_newest(newest.parent)):
+        last = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", True)
+        if is_finished and not (was_finished and newest == last):
             export_model(model, tokenizer, output / "final", dtype)
     write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
@@ -126,32 +127,34 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
-def load_model(args: Args, needs_weights: bool) -> tuple[nn.Module, Tokenizer, weights.Source]:
-    """Return the model on meta, the tokenizer, and rank 0's weights for `weights.Loader`."""
+def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
+    """Return the model on meta, the classes of its layers, the tokenizer, and rank 0's weights."""
     if args.model.model_name == "tiny":
-        directory, tokenizer = None, ByT5Tokenizer()
+        directory, kind, tokenizer = None, MODEL, ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_CONFIG)
     else:
-        directory, config, tokenizer = weights.open_model(args.model.model_name, MODEL)
+        directory, config, kind, tokenizer = weights.open_model(args.model.model_name, MODEL, OTHER)
     weights.check_length("--source-length", args.data.source_length, config)
     weights.check_length("--target-length", args.data.target_length, config)
     if args.sharding.precision == "fp32" and not torch.accelerator.is_available():
         config._attn_implementation = "eager"  # on a CPU, sdpa with a position bias is slower
-    model, source = weights.new_model(MODEL, config, directory, needs_weights)
-    policies.fuse_norms(model, NORMS)
-    return model, tokenizer, source
+    model, source = weights.new_model(kind, config, directory, needs_weights)
+    policies.fuse_norms(model, MODEL, NORMS)
+    blocks = policies.layer_classes(model, MODEL, BLOCKS)
+    return model, blocks, tokenizer, source
 
 
 def wrap_model(
-    args: Args, device: torch.device, model: nn.Module, source: weights.Source
-) -> nn.Module:
+    args: Args, device: torch.device, model: nn.Module, blocks: policies.Classes,
+    source: weights.Source,
+) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
     init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
-    policy = policies.wrap_policy(BLOCKS)
+    policy = policies.wrap_policy(blocks)
     if sharding.compile:  # each block separately, before FSDP wraps it
-        policies.compile_blocks(model, BLOCKS)
+        policies.compile_blocks(model, blocks)
     if sharding.strategy == "ddp":
         model.apply(init)
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
@@ -175,7 +178,7 @@ def wrap_model(
         )
     if sharding.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
         checkpoint_wrapper.apply_activation_checkpointing(
-            model, check_fn=lambda module: isinstance(module, BLOCKS)
+            model, check_fn=lambda module: isinstance(module, blocks)
         )
     return model
 
@@ -221,12 +224,11 @@ def train(
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
     state["identity"] |= ranks.compare_ranks({"--group-by-length": args.data.group_by_length})
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
-    save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
-    save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
-    seal = checksums.write  # optional: checksums
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    save = checkpoint.save
+    save = checksums.save  # optional: checksums
+    save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
     if newest:
-        state |= checkpoint.load(newest, model, optimizer, state, reader=reader)
+        state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
@@ -244,9 +246,8 @@ def train(
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
 
     sampler.start, sampler.stop = start, total_steps
-    intervals = [
-        epoch_steps if x is None else x for x in (run.log_every, run.eval_every, run.save_every)
-    ]
+    eval_every = epoch_steps if run.eval_every is None else run.eval_every
+    intervals = run.log_every, eval_every, run.save_every
     sums = state["loss_sums"]  # of the ranks that saved them
     own_sum = sums[rank] if len(sums) == world_size else sum(sums) / world_size
     loss_sum = torch.tensor(own_sum, device=device)
@@ -258,7 +259,7 @@ def train(
         watchdog.restart(output, run.timeout_minutes)  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
         counts = sum(x["targets"] for x in batches), sum(x["tokens"] for x in batches), stop.is_set
-        targets, tokens, stop_requests = ranks.host_sums(counts)
+        targets, tokens, is_stopping = ranks.host_sums(counts)
         if targets == 0:
             samples = sampler.samples(step - 1).tolist()
             raise Problem(f"Step {step} has no target tokens, in samples {samples}. Check them.")
@@ -298,7 +299,6 @@ def train(
         log_due, eval_due, save_due = (
             is_last or (every > 0 and (ends_epoch or step % every == 0)) for every in intervals
         )
-        is_stopping = stop_requests > 0
         if not (log_due or eval_due or save_due or is_stopping or not skips):
             continue
         if bad_step > 0 or scaler.get_scale() < 1:
@@ -321,10 +321,12 @@ def train(
             path = output / "checkpoints" / f"step-{step:08d}"
             try:
                 with log.pause():
-                    save(path, model, optimizer, state, run.checkpoint_type == "full", seal)
+                    save.settle()  # optional: async_save
+                    is_full = run.checkpoint_type == "full"
+                    save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
                     if is_last or is_stopping:  # optional: async_save
                         save.wait()  # optional: async_save
-                    checkpoint.prune(path.parent, run.keep_checkpoints, path)
+                    ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
                 failed_saves = 0
@@ -403,10 +405,8 @@ def run_without_training(
     if args.run.export_only:
         if newest is None:
             raise Problem(f"--export-only needs a checkpoint in --output-dir {output}.")
-        reader = dcp.FileSystemReader
-        reader = safe_checkpoint.reader  # optional: safe_checkpoint
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
-        checkpoint.load_weights(newest, model, reader=reader)
+        checkpoint.load_weights(newest, model)
         export_model(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return
     data = summarization_dataset.load, args.data, tokenizer, True

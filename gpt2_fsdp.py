@@ -5,10 +5,10 @@
     sbatch --nodes 2 launch.slurm gpt2_fsdp.py --strategy hybrid_shard
 
 Run the same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that
-learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. For
-another causal model, such as OPT, replace MODEL, BLOCKS and TINY_CONFIG. Lines that end in
-`# optional: NAME` and the file optional/NAME.py can be deleted. Attention crosses document
-boundaries here, but not in llama_fsdp.py.
+learns is in `train`. To make your own script, copy this one with `tools/copy_script.py`. Any
+causal model in Transformers can be trained by its --model-name; for one of your own, replace MODEL
+and BLOCKS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted. Attention
+crosses document boundaries here, but not in llama_fsdp.py.
 """
 
 import re
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -52,6 +51,7 @@ from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
 MODEL = transformers.GPT2LMHeadModel
+OTHER = "T5_training.py trains encoder-decoders."
 BLOCKS = (GPT2Block,)  # FSDP units, each compiled and recomputed separately
 TINY_CONFIG = {"n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 1024,
                "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": None}  # fmt: skip
@@ -109,20 +109,21 @@ def fsdp_main(args: Args) -> None:
     ranks.set_seed(args.optim.seed)
     newest = None
     if not run.evaluate_only:
-        newest = checkpoint.find_newest(output / "checkpoints", was_finished)
+        newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
         newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
-    model, tokenizer, source = load_model(args, needs_weights=newest is None)
+        safe_checkpoint.check(newest)  # optional: safe_checkpoint
+    model, blocks, tokenizer, source = load_model(args, needs_weights=newest is None)
     shapes = weights.whole_shapes(model)
-    print0(f"{args.model.model_name}: {sum(x.numel() for x in shapes.values()):,} parameters")
     if run.export_only or run.evaluate_only:
-        model = wrap_model(args, device, model, source)
+        model = wrap_model(args, device, model, blocks, source)
         run_without_training(args, device, model, tokenizer, shapes, newest)
         ranks.leave(0)
     data = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer)
-    model = wrap_model(args, device, model, source)
+    model = wrap_model(args, device, model, blocks, source)
     with running(output):
         is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        if is_finished and not (was_finished and newest == checkpoint.find_newest(newest.parent)):
+        last = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", True)
+        if is_finished and not (was_finished and newest == last):
             export_model(model, tokenizer, output / "final", dtype)
     write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
@@ -135,8 +136,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
-class LossModel(MODEL):
-    """The Hugging Face model, whose forward returns the summed loss when called with `targets`."""
+class LossModel:
+    """Added to a Hugging Face class: its forward returns the summed loss if it gets `targets`."""
 
     def __init__(self, config: transformers.PretrainedConfig) -> None:
         super().__init__(config)
@@ -154,35 +155,38 @@ class LossModel(MODEL):
         return self.get_output_embeddings()(hidden.flatten(0, 1), targets.flatten())
 
 
-def load_model(args: Args, needs_weights: bool) -> tuple[nn.Module, Tokenizer, weights.Source]:
-    """Return the model on meta, the tokenizer, and rank 0's weights for `weights.Loader`."""
+def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
+    """Return the model on meta, the classes of its layers, the tokenizer, and rank 0's weights."""
     if args.model.model_name == "tiny":
-        directory, tokenizer = None, ByT5Tokenizer()
+        directory, kind, tokenizer = None, MODEL, ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_CONFIG)
     else:
-        directory, config, tokenizer = weights.open_model(args.model.model_name, MODEL)
+        directory, config, kind, tokenizer = weights.open_model(args.model.model_name, MODEL, OTHER)
     weights.check_length("--block-size", args.data.block_size, config)
     if config.model_type == "gpt2":
         # Without a mask, Transformers would look for document boundaries and wait for the GPU.
         AttentionInterface.register("causal", sdpa_attention_forward)
         config._attn_implementation = "causal"
     files = None if args.model.from_scratch else directory
-    model, source = weights.new_model(LossModel, config, files, needs_weights)
-    return model, tokenizer, source
+    kind = type("LossModel", (LossModel, kind), {})
+    model, source = weights.new_model(kind, config, files, needs_weights)
+    blocks = policies.layer_classes(model, MODEL, BLOCKS)
+    return model, blocks, tokenizer, source
 
 
 def wrap_model(
-    args: Args, device: torch.device, model: nn.Module, source: weights.Source
-) -> nn.Module:
+    args: Args, device: torch.device, model: nn.Module, blocks: policies.Classes,
+    source: weights.Source,
+) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
     init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
-    policy = policies.wrap_policy(BLOCKS)
+    policy = policies.wrap_policy(blocks)
     if args.model.wrap != "block":
         policy = policies.size_policy(model, int(args.model.wrap.removeprefix("size:")))
     if sharding.compile:  # each block separately, before FSDP wraps it
-        policies.compile_blocks(model, BLOCKS)
+        policies.compile_blocks(model, blocks)
     if sharding.strategy == "ddp":
         model.apply(init)
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
@@ -193,20 +197,15 @@ def wrap_model(
         policies.set_prefetch(model)
     else:
         model = FSDP(
-            model,
-            auto_wrap_policy=policy,
+            model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,
             mixed_precision=policies.PRECISIONS[sharding.precision],
             sharding_strategy=policies.STRATEGIES[sharding.strategy],
             cpu_offload=CPUOffload(offload_params=sharding.cpu_offload),
-            device_mesh=mesh,
-            device_id=device,
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            use_orig_params=True,
-            param_init_fn=init,
-        )
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE, use_orig_params=True,
+        )  # fmt: skip
     if sharding.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
         checkpoint_wrapper.apply_activation_checkpointing(
-            model, check_fn=lambda module: isinstance(module, BLOCKS)
+            model, check_fn=lambda module: isinstance(module, blocks)
         )
     return model
 
@@ -246,12 +245,11 @@ def train(
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
-    save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
-    save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
-    seal = checksums.write  # optional: checksums
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    save = checkpoint.save
+    save = checksums.save  # optional: checksums
+    save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
     if newest:
-        state |= checkpoint.load(newest, model, optimizer, state, reader=reader)
+        state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
@@ -268,9 +266,8 @@ def train(
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
 
     sampler.start, sampler.stop = start, total_steps
-    intervals = [
-        epoch_steps if x is None else x for x in (run.log_every, run.eval_every, run.save_every)
-    ]
+    eval_every = epoch_steps if run.eval_every is None else run.eval_every
+    intervals = run.log_every, eval_every, run.save_every
     sums = state["loss_sums"]  # of the ranks that saved them
     own_sum = sums[rank] if len(sums) == world_size else sum(sums) / world_size
     loss_sum = torch.tensor(own_sum, device=device)
@@ -282,7 +279,7 @@ def train(
         watchdog.restart(output, run.timeout_minutes)  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
         counts = sum(x["targets"] for x in batches), sum(x["tokens"] for x in batches), stop.is_set
-        targets, tokens, stop_requests = ranks.host_sums(counts)
+        targets, tokens, is_stopping = ranks.host_sums(counts)
         if targets == 0:
             samples = sampler.samples(step - 1).tolist()
             raise Problem(f"Step {step} has no target tokens, in samples {samples}. Check them.")
@@ -322,7 +319,6 @@ def train(
         log_due, eval_due, save_due = (
             is_last or (every > 0 and (ends_epoch or step % every == 0)) for every in intervals
         )
-        is_stopping = stop_requests > 0
         if not (log_due or eval_due or save_due or is_stopping or not skips):
             continue
         if bad_step > 0 or scaler.get_scale() < 1:
@@ -345,10 +341,12 @@ def train(
             path = output / "checkpoints" / f"step-{step:08d}"
             try:
                 with log.pause():
-                    save(path, model, optimizer, state, run.checkpoint_type == "full", seal)
+                    save.settle()  # optional: async_save
+                    is_full = run.checkpoint_type == "full"
+                    save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
                     if is_last or is_stopping:  # optional: async_save
                         save.wait()  # optional: async_save
-                    checkpoint.prune(path.parent, run.keep_checkpoints, path)
+                    ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
                 failed_saves = 0
@@ -422,10 +420,8 @@ def run_without_training(
     if args.run.export_only:
         if newest is None:
             raise Problem(f"--export-only needs a checkpoint in --output-dir {output}.")
-        reader = dcp.FileSystemReader
-        reader = safe_checkpoint.reader  # optional: safe_checkpoint
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
-        checkpoint.load_weights(newest, model, reader=reader)
+        checkpoint.load_weights(newest, model)
         export_model(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return
     _, val_sets = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer, True)

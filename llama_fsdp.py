@@ -6,9 +6,9 @@
 
 The --max-seq-length tokens of a sequence are documents that do not attend to each other. Run the
 same command again to resume. OUTPUT_DIR/final is a Hugging Face model. Everything that learns is in
-`train`. To make your own script, copy this one with `tools/copy_script.py`. For another causal
-model, such as Qwen 3, replace MODEL, BLOCKS, NORMS and TINY_CONFIG. Lines that end in
-`# optional: NAME` and the file optional/NAME.py can be deleted.
+`train`. To make your own script, copy this one with `tools/copy_script.py`. Any causal model in
+Transformers can be trained by its --model-name; for one of your own, replace MODEL, BLOCKS and
+NORMS. Lines that end in `# optional: NAME` and optional/NAME.py can be deleted.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -53,6 +52,7 @@ from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
 MODEL = transformers.LlamaForCausalLM
+OTHER = "T5_training.py trains encoder-decoders."
 BLOCKS = (modeling_llama.LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
 NORMS = (modeling_llama.LlamaRMSNorm,)
 TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
@@ -102,20 +102,21 @@ def fsdp_main(args: Args) -> None:
     lock.hold(output)  # optional: lock
     was_finished = open_directory(output)
     ranks.set_seed(args.optim.seed)
-    newest = checkpoint.find_newest(output / "checkpoints", was_finished)
+    newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
     newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
-    model, tokenizer, source = load_model(args, newest is None or run.evaluate_only)
+    safe_checkpoint.check(newest)  # optional: safe_checkpoint
+    model, blocks, tokenizer, source = load_model(args, newest is None or run.evaluate_only)
     shapes = weights.whole_shapes(model)
-    print0(f"{args.model.model_name}: {sum(x.numel() for x in shapes.values()):,} parameters")
     if run.export_only or run.evaluate_only:
-        model = wrap_model(args, device, model, source)
+        model = wrap_model(args, device, model, blocks, source)
         run_without_training(args, device, model, tokenizer, shapes, newest)
         ranks.leave(0)
     data = ranks.local_main_process_first(chat_dataset.load, args.data, tokenizer, args.optim.seed)
-    model = wrap_model(args, device, model, source)
+    model = wrap_model(args, device, model, blocks, source)
     with running(output):
         is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        if is_finished and not (was_finished and newest == checkpoint.find_newest(newest.parent)):
+        last = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", True)
+        if is_finished and not (was_finished and newest == last):
             export(model, tokenizer, output / "final", dtype)
     write_status(output, "finished" if is_finished else "stopped")
     trackers.finish()  # optional: trackers
@@ -128,8 +129,8 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
-class LossModel(MODEL):
-    """The Hugging Face model, whose forward returns the summed loss when called with `targets`."""
+class LossModel:
+    """Added to a Hugging Face class: its forward returns the summed loss if it gets `targets`."""
 
     def __init__(self, config: transformers.PretrainedConfig) -> None:
         super().__init__(config)
@@ -148,42 +149,45 @@ class LossModel(MODEL):
             options |= dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen)
         if targets is None:
             return super().forward(input_ids, **options)
-        hidden = self.model(input_ids, use_cache=False, **options).last_hidden_state
+        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         if target_positions is not None:  # because most of a chat is the prompt
             hidden, targets = hidden[target_positions], targets[target_positions]
         return self.get_output_embeddings()(hidden, targets)
 
 
-def load_model(args: Args, needs_weights: bool) -> tuple[nn.Module, Tokenizer, weights.Source]:
-    """Return the model on meta, the tokenizer, and rank 0's weights for `weights.Loader`."""
+def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
+    """Return the model on meta, the classes of its layers, the tokenizer, and rank 0's weights."""
     if args.model.model_name == "tiny":
-        directory, tokenizer = None, ByT5Tokenizer()
+        directory, kind, tokenizer = None, MODEL, ByT5Tokenizer()
         config = MODEL.config_class(vocab_size=len(tokenizer), **TINY_CONFIG)
     else:
-        directory, config, tokenizer = weights.open_model(args.model.model_name, MODEL)
+        directory, config, kind, tokenizer = weights.open_model(args.model.model_name, MODEL, OTHER)
     needs_weights |= args.adapters.lora_rank > 0  # optional: lora
     chat_dataset.set_chat_template(tokenizer, args.data.chat_template)  # final/ contains it too
     weights.check_length("--max-seq-length", args.data.max_seq_length, config)
-    attention.set_kernel(args, config, MODEL)  # optional: packed_attention
-    model, source = weights.new_model(LossModel, config, directory, needs_weights)
-    policies.fuse_norms(model, NORMS)
-    lora.add(args, model, source, BLOCKS)  # optional: lora
-    return model, tokenizer, source
+    attention.set_kernel(args, config, kind)  # optional: packed_attention
+    kind = type("LossModel", (LossModel, kind), {})
+    model, source = weights.new_model(kind, config, directory, needs_weights)
+    policies.fuse_norms(model, MODEL, NORMS)
+    blocks = policies.layer_classes(model, MODEL, BLOCKS)
+    lora.add(args, model, source, blocks)  # optional: lora
+    return model, blocks, tokenizer, source
 
 
 def wrap_model(
-    args: Args, device: torch.device, model: nn.Module, source: weights.Source
-) -> nn.Module:
+    args: Args, device: torch.device, model: nn.Module, blocks: policies.Classes,
+    source: weights.Source,
+) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
     init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    units = BLOCKS if is_tied else (*BLOCKS, nn.Embedding, LossHead)
-    policy = policies.wrap_policy(units)  # tied weights must stay in the root unit
+    # Tied weights must stay in the root unit.
+    policy = policies.wrap_policy(blocks if is_tied else (*blocks, nn.Embedding, LossHead))
     if sharding.compile:  # each block separately, before FSDP wraps it
-        policies.compile_blocks(model, BLOCKS)
+        policies.compile_blocks(model, blocks)
     if sharding.strategy == "ddp":
         model.apply(init)
         model = DDP(model, gradient_as_bucket_view=True)  # one copy of the gradients
@@ -202,7 +206,7 @@ def wrap_model(
         )  # fmt: skip
     if sharding.activation_checkpointing:  # after FSDP, so that FSDP is the outer wrapper
         checkpoint_wrapper.apply_activation_checkpointing(
-            model, check_fn=lambda module: isinstance(module, BLOCKS)
+            model, check_fn=lambda module: isinstance(module, blocks)
         )
     return model
 
@@ -244,12 +248,11 @@ def train(
     sets = train_set, *val_sets.values()
     state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
-    save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
-    save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
-    seal = checksums.write  # optional: checksums
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    save = checkpoint.save
+    save = checksums.save  # optional: checksums
+    save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
     if newest:
-        state |= checkpoint.load(newest, model, optimizer, state, reader=reader)
+        state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
@@ -266,9 +269,8 @@ def train(
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
 
     sampler.start, sampler.stop = start, total_steps
-    intervals = [
-        epoch_steps if x is None else x for x in (run.log_every, run.eval_every, run.save_every)
-    ]
+    eval_every = epoch_steps if run.eval_every is None else run.eval_every
+    intervals = run.log_every, eval_every, run.save_every
     sums = state["loss_sums"]  # of the ranks that saved them
     own_sum = sums[rank] if len(sums) == world_size else sum(sums) / world_size
     loss_sum = torch.tensor(own_sum, device=device)
@@ -280,7 +282,7 @@ def train(
         watchdog.restart(output, run.timeout_minutes)  # optional: watchdog
         # 3. Count over ranks and micro-batches. Hosts wait for hosts, but not for the device.
         counts = sum(x["targets"] for x in batches), sum(x["tokens"] for x in batches), stop.is_set
-        targets, tokens, stop_requests = ranks.host_sums(counts)
+        targets, tokens, is_stopping = ranks.host_sums(counts)
         if targets == 0:
             samples = sampler.samples(step - 1).tolist()
             raise Problem(f"Step {step} has no target tokens, in samples {samples}. Check them.")
@@ -320,7 +322,6 @@ def train(
         log_due, eval_due, save_due = (
             is_last or (every > 0 and (ends_epoch or step % every == 0)) for every in intervals
         )
-        is_stopping = stop_requests > 0
         if not (log_due or eval_due or save_due or is_stopping or not skips):
             continue
         if bad_step > 0 or scaler.get_scale() < 1:
@@ -343,10 +344,12 @@ def train(
             path = output / "checkpoints" / f"step-{step:08d}"
             try:
                 with log.pause():
-                    save(path, model, optimizer, state, run.checkpoint_type == "full", seal)
+                    save.settle()  # optional: async_save
+                    is_full = run.checkpoint_type == "full"
+                    save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
                     if is_last or is_stopping:  # optional: async_save
                         save.wait()  # optional: async_save
-                    checkpoint.prune(path.parent, run.keep_checkpoints, path)
+                    ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
                 failed_saves = 0
@@ -416,15 +419,14 @@ def run_without_training(
     shapes: dict[str, torch.Size], newest: Path | None,
 ) -> None:  # fmt: skip
     """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
-    output, reader = args.run.output_dir, dcp.FileSystemReader
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    output = args.run.output_dir
     needs_checkpoint = args.run.export_only
     needs_checkpoint |= args.adapters.lora_rank > 0  # optional: lora
     if needs_checkpoint:
         if newest is None:
             raise Problem(f"There is no checkpoint in --output-dir {output}. Pass that of a run.")
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
-        checkpoint.load_weights(newest, model, reader)
+        checkpoint.load_weights(newest, model)
     if args.run.export_only:
         export(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return

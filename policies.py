@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 import os
 import warnings
@@ -27,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from core.args import Optim, Run, Size, Switch
-from core.ranks import environment_size
+from core.ranks import Problem, environment_size, print0
+from core.weights import library_class
 
 # Buffers are never cast: in bf16, Llama's rotary angles are off by full rotations at position
 # 4096. Inputs are cast for each unit, because generation runs outside the root's forward.
@@ -105,16 +107,24 @@ def problems(args: Sharding, optim: Optim, run: Run) -> list[str]:
     return [message for message, is_wrong in rules.items() if is_wrong]
 
 
-def layer_classes(model: nn.Module) -> Classes:
-    """Return the classes of a model's layers, to be FSDP units: of the items of its outermost
-    ModuleLists with two or more, except torch.nn's own."""
-    classes: dict[type[nn.Module], None] = {}
-    inner: set[nn.Module] = set()
-    for stack in model.modules():  # outer ones first
-        if isinstance(stack, nn.ModuleList) and len(stack) > 1 and stack not in inner:
-            classes |= dict.fromkeys(type(layer) for layer in stack)
-            inner.update(stack.modules())
-    return tuple(x for x in classes if not x.__module__.startswith("torch.nn."))
+def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Classes:
+    """Return, and print, the classes of a model's layers, which become FSDP units: `blocks` for a
+    model of class `own`, else those of the items of its outermost ModuleLists with two or more.
+
+    Raise Problem if `blocks` lacks one: such layers would silently be in the root unit.
+    """
+    lists = {n: x for n, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1}
+    outer = [x for n, x in lists.items() if not any(n.startswith(f"{o}.") for o in lists)]
+    classes = tuple({type(layer): None for stack in outer for layer in stack})
+    units = blocks if isinstance(model, own) else classes
+    missing = ", ".join(x.__name__ for x in classes if not issubclass(x, units))
+    if missing:
+        raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {missing}. List the classes "
+                      "of all layers of the model.")  # fmt: skip
+    names = ", ".join(x.__name__ for x in units)
+    kind = library_class(type(model)).__name__
+    print0(f"{kind}, units: {names}, {model.num_parameters():,} parameters")
+    return units
 
 
 def wrap_policy(blocks: Classes) -> functools.partial:
@@ -190,17 +200,12 @@ def set_prefetch(model: nn.Module) -> None:
     fsdp.register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
 
 
-def norm_classes(model: nn.Module) -> Classes:
-    """Return the classes of a model's RMS norms that `fuse_norms` replaces."""
-    kinds = {type(module) for module in model.modules() if hasattr(module, "variance_epsilon")}
-    return tuple(kind for kind in kinds if _fused_class(kind) is not kind)
-
-
-def fuse_norms(model: nn.Module, norms: Classes) -> None:
-    """Replace the forward of those classes of `norms` that are plain RMS norms by PyTorch's: one
-    kernel, not six."""
+def fuse_norms(model: nn.Module, own: type[nn.Module], norms: Classes) -> None:
+    """Replace the forward of plain RMS norms by PyTorch's: one kernel, not six. They are of the
+    classes `norms` in a model of class `own`, any in others."""
+    is_own = isinstance(model, own)
     for module in model.modules():
-        if isinstance(module, norms):
+        if isinstance(module, norms) if is_own else hasattr(module, "variance_epsilon"):
             module.__class__ = _fused_class(type(module))
 
 
@@ -219,9 +224,10 @@ def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
         norm.weight.data = torch.linspace(-1, 2, 16)
         vectors = torch.outer(torch.tensor([1e-4, 1e-2, 1, 100]), norm.weight.roll(1))
         is_plain = torch.allclose(forward(norm, vectors), norm(vectors), 1e-6, 0)
-    except (AttributeError, TypeError):  # other arguments
+    except (AttributeError, TypeError):  # other arguments or attributes
         is_plain = False
-    return type(kind.__name__, (kind,), {"forward": forward}) if is_plain else kind
+    has_gate = len(inspect.signature(kind.forward).parameters) > 2
+    return type(kind.__name__, (kind,), {"forward": forward}) if is_plain and not has_gate else kind
 
 
 # The functions below contain all differences between FSDP1, FSDP2 and DDP in a step.

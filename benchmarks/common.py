@@ -79,9 +79,9 @@ def load(
     script: ModuleType, args: Any, device: torch.device, needs_weights: bool = True
 ) -> tuple[torch.nn.Module, Any, dict[str, torch.Size]]:
     """Return a script's wrapped model, the tokenizer, and the shapes of parameters."""
-    model, tokenizer, source = script.load_model(args, needs_weights)
+    model, blocks, tokenizer, source = script.load_model(args, needs_weights)
     shapes = weights.whole_shapes(model)
-    return script.wrap_model(args, device, model, source), tokenizer, shapes
+    return script.wrap_model(args, device, model, blocks, source), tokenizer, shapes
 
 
 def train(

@@ -1,48 +1,34 @@
-"""Command lines from dataclasses: a field is a flag, the docstring below it is its help.
-
-A script's arguments are a dataclass of sections, each a dataclass. Flags have no prefix: the field
-`args.optim.lr` is --lr. The sections that all scripts share are here.
-"""
+"""Command lines from dataclasses: a field is a flag, the docstring below it is its help. A script's
+arguments are sections, each a dataclass: the field `args.optim.lr` is --lr."""
 
 import contextlib
-import dataclasses
 import io
-import os
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 import tyro
 
-from .ranks import GRACE_SECONDS, environment_size, exit_with
+from .ranks import environment_size, exit_with
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Range:
-    """The values that a number may have: from `low`, or above it if `is_open`, to below `high`."""
+class Range(NamedTuple):
+    """The values that a number may have, from `low` to below `high`: first in its annotation."""
 
     low: float
     high: float = 2**31
-    is_open: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        return (value > self.low if self.is_open else value >= self.low) and value < self.high
-
-    def __str__(self) -> str:
-        return f"{'above' if self.is_open else 'at least'} {self.low}, below {self.high:,}"
 
 
-Count = Annotated[int, Range(1), tyro.conf.arg(metavar="N")]
-Size = Annotated[int, Range(0), tyro.conf.arg(metavar="N")]  # the help says what 0 means
-Interval = Annotated[int | None, Range(0), tyro.conf.arg(metavar="N")]
-Positive = Annotated[float, Range(0, is_open=True), tyro.conf.arg(metavar="X")]
-Fraction = Annotated[float, Range(0, 1), tyro.conf.arg(metavar="X")]
+Count = Annotated[int, Range(1)]
+Size = Annotated[int, Range(0)]  # the help says what 0 means
+Interval = Annotated[int | None, Range(0)]
+Positive = Annotated[float, Range(1e-12)]
+Fraction = Annotated[float, Range(0, 1)]
 Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]  # off by default
-Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")]
+Names = tuple[str, ...]
 
 
 @dataclass
@@ -67,10 +53,10 @@ class Run:
     """steps between training metrics"""
     eval_every: Interval = None
     """steps between validations, besides those after each epoch; 0: only at the end"""
-    save_every: Interval = 50
+    save_every: Size = 50
     """steps between checkpoints, besides those after each epoch; 0: only at the end"""
     checkpoint_type: Literal["sharded", "full"] = "sharded"
-    """a file per rank, or one, for which rank 0 holds the whole state"""
+    """full: besides a file per rank, rank 0 writes full.pt of the whole state"""
     keep_checkpoints: Count = 2
     """newest checkpoints to keep"""
     save_best: bool = True
@@ -100,7 +86,7 @@ class Optim:
     """passes over the training set"""
     max_steps: Size = 0
     """steps to train; 0: --epochs"""
-    lr: Annotated[float, Range(0, 10, is_open=True), tyro.conf.arg(metavar="X")] = 3e-4
+    lr: Annotated[float, Range(1e-12, 10)] = 3e-4
     """peak learning rate"""
     lr_schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
     """after the warm-up; step has none, and multiplies by --gamma every epoch"""
@@ -110,7 +96,7 @@ class Optim:
     """fraction of the steps for warm-up"""
     warmup_steps: Size = 0
     """steps of warm-up; 0: --warmup-ratio"""
-    weight_decay: Annotated[float, Range(0), tyro.conf.arg(metavar="X")] = 0.01
+    weight_decay: Annotated[float, Range(0)] = 0.01
     """except for biases and norms"""
     max_grad_norm: Positive = 1.0
     """clip gradients to this norm"""
@@ -119,57 +105,53 @@ class Optim:
 
 
 def parse(kind: type[T], docstring: str, tiny: T) -> tuple[T, list[str]]:
-    """Return the arguments of sys.argv, and a message for each number that is out of range. `tiny`
-    are the defaults if `model.model_name` is tiny.
-
-    --global-batch-size is cut into micro-batches. If the arguments cannot be parsed, exit with code
-    1 and a message, which only rank 0 prints.
-    """
-    is_first = int(os.environ.get("RANK", 0)) == 0
+    """Return the arguments of sys.argv, and messages for those out of range, or exit with a message
+    if they cannot be parsed. `tiny` are the defaults if `model.model_name` is tiny."""
     description = "\n".join(docstring.split("\n\n")[:2])  # the first line and the commands
     # --lr, not --optim.lr; no help from the comments that mark optional lines
     config = tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff
-    # tyro prints some errors in spite of console_outputs
-    hidden = contextlib.nullcontext() if is_first else contextlib.redirect_stderr(io.StringIO())
-    options = {"description": description, "config": config, "console_outputs": is_first}
+    message = io.StringIO()
     try:
-        with hidden:
-            args = tyro.cli(kind, **options)
+        with contextlib.redirect_stderr(message):
+            args = tyro.cli(kind, description=description, config=config)
             if args.model.model_name == "tiny":
-                args = tyro.cli(kind, default=tiny, **options)
+                args = tyro.cli(kind, default=tiny, description=description, config=config)
     except SystemExit as end:
-        if end.code and not is_first:
-            time.sleep(GRACE_SECONDS)  # rank 0 prints first: its exit ends this rank
-        raise SystemExit(1 if end.code else 0) from None
-    problems = out_of_range(args)
-    if not problems and not args.run.export_only:
-        problems = fit_global_batch(args.optim, environment_size())
-    return args, problems
+        if end.code == 0:  # --help
+            raise
+        exit_with(message.getvalue())
+    problems = _out_of_range(args)
+    return args, problems or fit_global_batch(args.optim, environment_size())
 
 
 def checked(args: T, problems: list[str]) -> T:
     """Return `args`, or exit with one message for all `problems` and those that the methods
     `problems` of its sections return, given `args`."""
     for section in vars(args).values():
-        problems += section.problems(args) if hasattr(section, "problems") else []
+        if hasattr(section, "problems"):
+            problems += section.problems(args)
     if problems:
         exit_with(" ".join(problems))
     return args
 
 
-def out_of_range(section: Any) -> list[str]:
-    """Return a message for each number in a section, or in those that it contains, that is not in
-    the Range of its annotation, and for a repeated list, of which tyro keeps only the last part."""
+def _out_of_range(args: Any) -> list[str]:
+    """Return a message for each number that is not in the Range of its annotation, and for each
+    repeated list, of which tyro would keep only the last part."""
+    words = [word.partition("=")[0].replace("_", "-") for word in sys.argv]
     problems = []
-    for name, hint in get_type_hints(type(section), include_extras=True).items():
-        value = getattr(section, name)
-        if isinstance(value, tuple) and sys.argv.count(f"--{name.replace('_', '-')}") > 1:
-            problems.append(f"Pass --{name.replace('_', '-')} once, with all its values.")
-        if dataclasses.is_dataclass(value):
-            problems += out_of_range(value)
-        for limit in getattr(hint, "__metadata__", ()):
-            if isinstance(limit, Range) and value is not None and value not in limit:
-                problems.append(f"--{name.replace('_', '-')} is {value}, but must be {limit}.")
+    for section in vars(args).values():
+        hints = get_type_hints(type(section), include_extras=True)
+        for name, value in vars(section).items():
+            flag = "--" + name.replace("_", "-")
+            if isinstance(value, tuple) and words.count(flag) > 1:
+                problems.append(f"Pass {flag} once, with all its values.")
+            limit = getattr(hints[name], "__metadata__", [None])[0]
+            if not isinstance(limit, Range) or value is None:
+                continue
+            low, high = limit
+            if not low <= value < high:
+                problems.append(f"{flag} is {value}, but must be at least {low}, below {high:,}.")
     return problems
 
 
@@ -181,12 +163,11 @@ def fit_global_batch(optim: Optim, processes: int) -> list[str]:
         return []
     if optim.gradient_accumulation_steps > 1:
         return ["Pass --global-batch-size or --gradient-accumulation-steps, not both."]
-    per_rank, remainder = divmod(total, processes)
-    if remainder:
-        multiple = total - remainder + processes
-        return [f"--global-batch-size {total} is not a multiple of {processes} processes. "
-                f"Pass {multiple}."]  # fmt: skip
-    sizes = range(min(optim.batch_size, per_rank), 0, -1)
-    optim.batch_size = next(size for size in sizes if per_rank % size == 0)
-    optim.gradient_accumulation_steps = per_rank // optim.batch_size
+    if total % processes:
+        return [f"--global-batch-size {total} is not a multiple of {processes} processes."]
+    samples = total // processes
+    size = min(optim.batch_size, samples)
+    while samples % size:
+        size -= 1
+    optim.batch_size, optim.gradient_accumulation_steps = size, samples // size
     return []

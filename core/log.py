@@ -4,7 +4,6 @@ may call these functions unless their docstrings differ. Only rank 0 writes."""
 import contextlib
 import json
 import resource
-import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import transformers
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from .ranks import Problem, on_every_rank, on_rank_zero, print0
@@ -21,10 +19,6 @@ from .steps import StepSampler
 from .weights import unwrapped
 
 T = TypeVar("T")
-ONLY_IN_FILE = {"step", "time", "tokens", "peak_memory_mb", "best_step", "seconds"}  # not in lines
-START = ("{world_size} x {device}, attention {attention}\n{samples:,} samples, global batch "
-         "{global_batch:,}: {epoch_steps:,} steps an epoch, from {step} to {total}")  # fmt: skip
-SHORT = {"grad_norm": "norm", "tokens_per_second": "tokens/s"}  # names in lines
 
 
 def open_directory(directory: Path) -> bool:
@@ -34,15 +28,15 @@ def open_directory(directory: Path) -> bool:
     """
     status = directory / "status"
 
-    def prepare() -> str:
+    def prepare() -> bool:
         directory.mkdir(parents=True, exist_ok=True)
         status.touch()
-        return status.read_text(errors="replace").partition("\n")[0]
+        return status.read_text().startswith("finished")
 
-    word = on_rank_zero(prepare)
+    is_finished = on_rank_zero(prepare)
     if not all(on_every_rank(status.exists)):
         raise Problem(f"--output-dir {directory} is not on a file system that all nodes share.")
-    return word == "finished"
+    return is_finished
 
 
 def write_status(directory: Path, word: str) -> None:
@@ -74,9 +68,9 @@ class Log:
 
     def __init__(self, directory: Path, start: int, tokens: int, total: int) -> None:
         self.total = total
+        self.path = directory / "metrics.jsonl"
         self._tokens, self._since = tokens, time.perf_counter()  # of the last train event
         if dist.get_rank() == 0:
-            self.path = directory / "metrics.jsonl"
             _truncate(self.path, start)
 
     def write(self, event: str, step: int, tokens: int = 0, **values: Any) -> dict[str, Any]:
@@ -86,65 +80,54 @@ class Log:
         """
         if dist.get_rank() != 0:
             return {}
-        values = {key: x.item() if hasattr(x, "item") else x for key, x in values.items()}
-        if tokens:
-            seconds = time.perf_counter() - self._since
-            values |= {"tokens_per_second": (tokens - self._tokens) / seconds, "tokens": tokens}
-            values["peak_memory_mb"] = peak_memory()
-            self._tokens, self._since = tokens, time.perf_counter()
+        values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
+        numbers = {key: x for key, x in values.items() if isinstance(x, int | float)}
         values = {"event": event, "step": step, "time": time.time()} | values
+        if tokens:
+            speed = (tokens - self._tokens) / (time.perf_counter() - self._since)
+            self._tokens, self._since = tokens, time.perf_counter()
+            numbers["tokens/s"] = speed
+            values |= {"tokens_per_second": speed, "tokens": tokens}
+            values["peak_memory_mb"] = peak_memory()
+        words = [f"{event:5} {step}/{self.total}"]
+        words += [f"{key} {short(x)}" for key, x in numbers.items()]
+        print0("  ".join(words))
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(values, default=str) + "\n")
         except OSError as error:  # a full disk; the next save tells whether work is lost
-            print0(f"{self.path} lacks a line ({error}).")
-        if event == "start":
-            print0(START.format(**values, total=self.total))
-        else:
-            words = [f"{event:5} {step:{len(str(self.total))}}/{self.total}"]
-            words += [
-                f"{SHORT.get(key, key)} {short(value)}"
-                for key, value in values.items()
-                if isinstance(value, int | float) and key not in ONLY_IN_FILE
-            ]
-            print0("  ".join(words))
+            print0(f"{self.path} lacks this line ({error}).")
         return values
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """A context for other work than training, which does not count in tokens per second."""
         start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._since += time.perf_counter() - start
+        yield
+        self._since += time.perf_counter() - start
 
 
 def short(value: float) -> str:
-    """Return a number in at most eight characters."""
-    return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:.4g}"
+    """Return a number in at most eight characters if it is at least 0.0001 and below 1e100."""
+    return f"{value:,.0f}" if 1000 <= value < 999_999 else f"{value:.4g}".replace("e+", "e")
 
 
-def progress(items: Iterable[T], text: str, total: int, done: int = 0) -> Iterator[T]:
-    """Yield items, with a bar on rank 0 if it has a terminal."""
+def progress(items: Iterable[T], text: str, total: int, done: int = 0) -> Iterable[T]:
+    """Return items, with a bar on rank 0 if it has a terminal."""
     hidden = None if dist.get_rank() == 0 else True  # None: unless there is a terminal
-    options = {"desc": text, "total": total, "initial": done, "leave": False}
-    return iter(tqdm(items, disable=hidden, dynamic_ncols=True, **options))
+    options = {"initial": done, "leave": False, "dynamic_ncols": True}
+    return tqdm(items, text, total, disable=hidden, **options)
 
 
-def describe(device: torch.device, model: nn.Module, sampler: StepSampler) -> dict[str, Any]:
-    """Return what a `start` event says of processes, model, data and software."""
-    is_cpu = device.type == "cpu"
+def describe(device: torch.device, model: nn.Module, sampler: StepSampler) -> dict[str, int]:
+    """Print the processes and the attention; return what a `start` event says of the data."""
+    world_size, config = dist.get_world_size(), unwrapped(model).config
+    print0(f"{world_size} x {device.type}, attention {config._attn_implementation}")
     return {
-        "world_size": dist.get_world_size(),
-        "device": "cpu" if is_cpu else torch.get_device_module(device).get_device_name(),
-        "attention": unwrapped(model).config._attn_implementation,
+        "world_size": world_size,
         "samples": sampler.num_samples,
         "global_batch": sampler.global_batch,
         "epoch_steps": sampler.steps_per_epoch,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "git": subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null"),
     }
 
 

@@ -3,31 +3,26 @@ docstring differs."""
 
 import contextlib
 import ctypes
-import json
 import os
-import random
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import datasets
 import huggingface_hub
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
+from transformers import BatchEncoding
+from transformers import set_seed as set_seed  # of random, NumPy and PyTorch
 
 GRACE_SECONDS = 20.0  # for rank 0 to print the error first
-PR_SET_PDEATHSIG = 1  # of Linux' prctl
 STOPPED = 75  # the exit code of a run that was saved: the same command resumes it
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-REPEATS = 10.0  # seconds in which a launcher may send its signal again
-EVERY = 8  # calls of `check`, each of which waits for all ranks
 
 Batch = dict[str, Tensor | int]  # of a `collate` function
 
@@ -39,10 +34,8 @@ class Problem(ValueError):
 
 
 def setup(timeout_minutes: float) -> torch.device:
-    """Join the process group (nccl on GPUs, gloo on CPUs); return this process's device.
-
-    Without torchrun this process is the only one.
-    """
+    """Join the process group (nccl on GPUs, gloo on CPUs), or without torchrun one of this process
+    alone; return this process's device."""
     global _cpu_group
     timeout = timedelta(minutes=timeout_minutes)
     device = torch.device("cpu")
@@ -54,19 +47,16 @@ def setup(timeout_minutes: float) -> torch.device:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         # After a restart by torchrun, the store still holds the addresses of the old workers.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-        # If torchrun is killed, which leaves its workers running, Linux asks them to stop.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR1)
+        # If torchrun is killed, Linux asks its workers to stop: 1 is PR_SET_PDEATHSIG.
+        ctypes.CDLL(None).prctl(1, signal.SIGUSR1)
+    backend = dist.get_default_backend_for_device(device)
+    group = {"timeout": timeout, "store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        timeout=timeout,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        device_id=None if device.type == "cpu" else device,
+        backend, device_id=device if device.index is not None else None, **group
     )
     # A group of its own: with cpu:gloo,cuda:nccl FSDP1 would not offload optimizer state dicts.
-    _cpu_group = None if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
-    if rank != 0 or not sys.stderr.isatty():
+    _cpu_group = None if backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     return device
 
@@ -79,13 +69,6 @@ def cpu_group() -> dist.ProcessGroup | None:
 def environment_size() -> int:
     """Return the number of processes that torchrun has started, before the process group exists."""
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
-
-
-def set_seed(seed: int) -> None:
-    """Seed the random generators of this process. Any rank may call this."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # of all devices
 
 
 def host_sums(numbers: Sequence[int]) -> list[int]:
@@ -118,9 +101,7 @@ def on_rank_zero(function: Callable[..., Any], *args: Any, group: Any = None) ->
 
 def local_main_process_first(function: Callable[..., Any], *args: Any) -> Any:
     """Run `function` on one process per node, then on the others, which find its cached files.
-
-    Raise errors on all ranks, as `on_every_rank` does.
-    """
+    Raise errors on all ranks, as `on_every_rank` does."""
     results = []
     is_first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     on_every_rank(lambda: results.append(function(*args)) if is_first else None)
@@ -133,45 +114,37 @@ def local_main_process_first(function: Callable[..., Any], *args: Any) -> Any:
 def compare_ranks(values: dict[str, Any]) -> dict[str, Any]:
     """Return `values`. Raise Problem on all ranks if a value differs between ranks."""
     everyone = on_every_rank(lambda: values)
-    for rank, there in enumerate(everyone):
-        for name, value in everyone[0].items():
-            if there[name] != value:
-                raise Problem(f"{name} is {value} on rank 0, {there[name]} on rank {rank}. Give "
-                              "all nodes the same flags, model and data.")  # fmt: skip
+    for name, value in values.items():
+        others = [each[name] for each in everyone if each[name] != value]
+        if others:
+            raise Problem(f"{name} is {value} on one rank and {others[0]} on another. Give all "
+                          "nodes the same flags, model and data.")  # fmt: skip
     return values
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return a batch with its tensors on `device`, copied asynchronously. Any rank."""
-    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-    return batch | {name: x.to(device, non_blocking=True) for name, x in tensors.items()}
+    return BatchEncoding(batch).to(device, non_blocking=True).data
 
 
 def print0(text: str) -> None:
     """Print a line on rank 0, above a progress bar if there is one. Any rank may call this."""
     if int(os.environ.get("RANK", 0)) == 0:
-        with contextlib.suppress(OSError, AttributeError):  # stdout may be full or closed
+        with contextlib.suppress(OSError, UnicodeError):  # stdout may be full, or ASCII
             tqdm.write(text)
             sys.stdout.flush()
 
 
 def run(main: Callable[[Any], None], args: Any) -> NoReturn:
     """Run a script's main function on this rank, and end the process: with code 1 after an error.
-
-    Of a Problem or OSError only the message is printed. Any other error has a traceback.
-    """
+    Of a Problem or OSError only the message is printed. Any other error has a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a log may be ASCII
     try:
         main(args)
     except (OSError, Problem) as error:
         exit_with(error)
-    except BaseException as error:
-        if isinstance(error, RuntimeError) and environment_size() > 1:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(5)  # if another rank failed first, torchrun ends this one before it prints
-        sys.excepthook(type(error), error, error.__traceback__)  # torch's names the rank
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # torch's names the rank
         end(1)
     end(0)
 
@@ -181,13 +154,7 @@ def exit_with(error: object) -> NoReturn:
     if int(os.environ.get("RANK", 0)) != 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(GRACE_SECONDS)  # if rank 0 fails too, torchrun ends this rank
-    for bar in list(tqdm._instances):  # private: there is no public list of open bars
-        bar.leave = False
-        bar.close()
-    print(f"error: {error}", file=sys.stderr)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it last
-        report = {"message": f"error: {error}", "timestamp": int(time.time())}
-        Path(path).write_text(json.dumps(report))
+    tqdm.write(f"error: {error}", file=sys.stderr)  # on a line without a progress bar
     end(1)
 
 
@@ -200,7 +167,7 @@ def leave(code: int) -> NoReturn:
 def end(code: int) -> NoReturn:
     """End this process, without freeing anything. Python's own exit can abort in threads of NCCL
     and gloo, and the end of a gloo group can wait forever for a thread that waits for the GIL."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -211,47 +178,35 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Whether this process was asked to stop. A second signal, 10 s later, ends it at once.
-
-    From `listen` to `forget` signals are remembered; before and after, they end the process, as
-    there is nothing to lose.
-    """
+    """Whether this process was asked to stop. From `listen` to `forget` signals are remembered;
+    before and after, they end the process, as there is nothing to lose."""
 
     def __init__(self) -> None:
         self.is_set = False
-        self._is_listening = False
-        self._time = 0.0
-        self._calls = 0
+        self._time, self._calls = 0.0, 0
 
     def listen(self) -> None:
         """From now on, remember signals."""
-        self._is_listening = True
         for number in SIGNALS:
             signal.signal(number, self._remember)
 
     def forget(self) -> None:
         """From now on, let signals end the process."""
-        self._is_listening = False
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
     def check(self) -> None:
         """Raise Stopped on all ranks if one was asked to stop. Call this on all ranks, once per
         batch or tensor: only every eighth call asks the other ranks."""
-        is_turn = self._calls % EVERY == 0
         self._calls += 1
-        if self._is_listening and is_turn and sum(host_sums([self.is_set])):
+        if self._calls % 8 == 1 and host_sums([self.is_set]) != [0]:
             raise Stopped
 
     def _remember(self, number: int, _: object) -> None:
         if not self.is_set:
             self.is_set = True
             self._time = time.monotonic()
-            if int(os.environ.get("RANK", 0)) == 0:
-                text = f"{signal.Signals(number).name}: stopping after this step or the next.\n"
-                with contextlib.suppress(OSError):  # stdout may be full or closed
-                    os.write(1, text.encode())  # a signal handler must not call print()
-        elif time.monotonic() > self._time + REPEATS:
+        elif time.monotonic() > self._time + 10:  # a launcher may repeat its signal at once
             self.forget()
             signal.raise_signal(number)
 

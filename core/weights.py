@@ -68,24 +68,24 @@ def first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(x, name) for name, x in [*parameters, *buffers]}
 
 
-def open_model(name: str, kind: type[PreTrainedModel]) -> tuple[Path, PretrainedConfig, Tokenizer]:
-    """Return directory, config and tokenizer of the model `name`, a directory or hub id; if it is
-    multimodal, the config of its text part. Raise Problem if it is not a `kind`. Only rank 0's node
-    downloads weights."""
+def open_model(
+    name: str, own: type[PreTrainedModel], others: str
+) -> tuple[Path, PretrainedConfig, type[PreTrainedModel], Tokenizer]:
+    """Return directory, config, class and tokenizer of the model `name`, a directory or hub id. The
+    class is `own`, or the one that Transformers' Auto class has for the config. Raise Problem if
+    there is none; `others` is a sentence on models of another kind. Only rank 0's node downloads
+    weights."""
     patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = local_main_process_first(find_directory, name, patterns)
     # Python code of a model is never run.
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if getattr(config, "quantization_config", None):
         raise Problem(f"{name} is quantized. Pass its weights in 16 or 32 bits.")
-    wanted = kind.config_class.model_type
-    if config.model_type != wanted:
-        config = getattr(config, "text_config", config)
-    if config.model_type != wanted:
-        raise Problem(f"{name} is a {config.model_type}, not a {wanted}. Pass a {wanted}, or "
-                      "change MODEL and BLOCKS in the script.")  # fmt: skip
+    config, kind = model_class(config, own)
+    if kind is None:
+        raise Problem(f"{name} is a {config.model_type}, which this script cannot train. {others}")
     config.name_or_path = str(directory)  # exports keep its settings
-    return directory, config, load_tokenizer(directory)
+    return directory, config, kind, load_tokenizer(directory)
 
 
 def find_directory(name: str, patterns: list[str]) -> Path:
@@ -98,6 +98,26 @@ def find_directory(name: str, patterns: list[str]) -> Path:
         if path := getattr(error, "snapshot_path", None):  # cached, but not all of its files
             return Path(path)
         raise Problem(f"{name} is not a directory, and not available: {error}") from None
+
+
+def model_class(
+    config: PretrainedConfig, own: type[PreTrainedModel]
+) -> tuple[PretrainedConfig, type[PreTrainedModel] | None]:
+    """Return the config and class of a model or, if it is multimodal, of its text part: `own` if it
+    fits, else that of the Auto class, else None. Any rank."""
+    text = getattr(config, "text_config", config)
+    for part in (text, config):
+        if part.model_type == own.config_class.model_type:
+            return part, own
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if own.config_class().is_encoder_decoder:
+        classes = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    elif text.is_encoder_decoder:  # BART has causal classes too
+        classes = {}
+    for part in (text, config):
+        if type(part) in classes:
+            return part, classes[type(part)]
+    return config, None
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

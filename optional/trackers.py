@@ -1,7 +1,7 @@
 """--track: TensorBoard, W&B and trackio. Without this file, metrics are in metrics.jsonl only."""
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import uuid
@@ -22,11 +22,6 @@ class Track:
 
     track: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """also send metrics to these"""
-
-    def problems(self, _: Any) -> list[str]:
-        """Return a message for each tracker that is not installed."""
-        missing = [name for name in self.track if importlib.util.find_spec(name) is None]
-        return [f"--track {name} is not installed. Run pip install {name}." for name in missing]
 
 
 def follow(log: Log, args: Any, project: str, step: int) -> Log:
@@ -59,17 +54,18 @@ def finish() -> None:
 
 def _send(event: str, values: dict[str, Any]) -> None:
     """Send the numbers of an event as event/name, and those of `losses` as event/losses/name."""
-    losses = {f"losses/{name}": loss for name, loss in values.get("losses", {}).items()}
-    numbers = {name: x for name, x in (values | losses).items() if isinstance(x, int | float)}
-    numbers = {f"{event}/{name}": x for name, x in numbers.items() if name not in ("step", "time")}
+    numbers = {f"{event}/losses/{name}": x for name, x in values.get("losses", {}).items()}
+    for name, x in values.items():
+        if isinstance(x, int | float) and name not in ("step", "time"):
+            numbers[f"{event}/{name}"] = x
     for name, tracker in list(_open.items()):
         with _tolerant(name):
-            if name == "tensorboard":
-                for key, number in numbers.items():
-                    tracker.add_scalar(key, number, values["step"])
-                tracker.flush()
-            else:
+            if name != "tensorboard":
                 tracker.log(numbers, step=values["step"])
+                continue
+            for tag, x in numbers.items():
+                tracker.add_scalar(tag, x, values["step"])
+            tracker.flush()
 
 
 @contextlib.contextmanager
@@ -89,10 +85,10 @@ def _start(name: str, directory: Path, project: str, step: int, settings: dict) 
     path = directory / "id"  # shared by all starts in this directory
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:8])
-    run = path.read_text()
-    ours = {"project": project, "name": run}
+    options = {"project": project, "name": path.read_text()}
     if name == "wandb":
-        ours |= {"id": os.environ.get("WANDB_RUN_ID", run), "dir": str(directory)}
-    # The user's variables, such as WANDB_NAME or TRACKIO_PROJECT, take precedence.
-    options = {key: os.environ.get(f"{name}_{key}".upper(), x) for key, x in ours.items()}
+        options |= {"id": options["name"], "dir": str(directory)}
+    for key in options:  # the user's variables take precedence
+        variable = "WANDB_RUN_ID" if key == "id" else f"{name}_{key}".upper()
+        options[key] = os.environ.get(variable, options[key])
     return importlib.import_module(name).init(resume="allow", config=settings, **options)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from copied import edited_script
+from plain import loss_class
 from torch import Tensor, nn
 from transformers import GPT2Config
 
@@ -106,7 +107,7 @@ def test_chunked_loss_equals_plain_loss(name, monkeypatch):
         shape = {}
     torch.manual_seed(0)
     options = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
-    model = script.LossModel(script.MODEL.config_class(**shape, **options, **config)).eval()
+    model = loss_class(script)(script.MODEL.config_class(**shape, **options, **config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)

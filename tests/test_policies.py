@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, launch, losses, weights
 from fp16_worker import STRATEGIES
+from plain import loss_class
 from ten_steps import parse_args
 from torch import nn
 from torch._dynamo.utils import counters
@@ -113,7 +114,7 @@ def test_compiled_block_equals_eager(name):
     script = importlib.import_module(name)
     torch.manual_seed(0)
     config = script.MODEL.config_class(**SMALL[name])
-    eager = getattr(script, "LossModel", script.MODEL)(config).train()
+    eager = loss_class(script)(config).train()
     compiled = copy.deepcopy(eager)
     stack = compiled.decoder if name == "T5_training" else compiled
     policies.compile_blocks(stack, script.BLOCKS)
@@ -186,7 +187,7 @@ def fused(norm: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     norm.weight.data = torch.randn(WIDTH)
     copied = nn.Sequential(copy.deepcopy(norm))
-    policies.fuse_norms(copied, (type(norm),))
+    policies.fuse_norms(copied, type(copied), (type(norm),))
     return copied[0]
 
 

@@ -194,8 +194,8 @@ def arguments(script: ModuleType, **values: object) -> Any:
 
 def check(script: ModuleType, args: Any, device: torch.device) -> nn.Module:
     """Build a script's model, check it as the script does, and return it."""
-    model, _, source = script.load_model(args, True)
-    model = script.wrap_model(args, device, model, source)
+    model, blocks, _, source = script.load_model(args, True)
+    model = script.wrap_model(args, device, model, blocks, source)
     if "T5" in script.__name__:
         probe = startup_checks.pairs(), script.summarization_dataset.collator(model)
     elif "gpt2" in script.__name__:

@@ -15,6 +15,7 @@ import torch
 import transformers
 from conftest import ROOT, live_metrics, losses, status
 from in_process import start
+from plain import loss_class
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -151,7 +152,7 @@ def test_step_schedule_falls_each_epoch(more, texts, tmp_path):
 def test_weight_decay_excludes_biases_and_norms(name):
     script = importlib.import_module(name)
     config = script.MODEL.config_class(vocab_size=384, **script.TINY_CONFIG)
-    model = getattr(script, "LossModel", script.MODEL)(config)
+    model = loss_class(script)(config)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decayed, others = parameter_groups(model, weights.whole_shapes(model), 0.1)
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0)

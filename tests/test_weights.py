@@ -211,7 +211,7 @@ def with_tokenizer_without_end(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (lambda directory: change(directory, model_type="mistral"), "is a mistral, not a llama"),
+    (lambda directory: change(directory, model_type="t5"), "which this script cannot train"),
     (lambda directory: change(directory, quantization_config={"quant_method": "fp8"}),
      "is quantized. Pass its weights in 16 or 32 bits"),
     (lambda directory: change(directory, output_router_logits=True),
@@ -222,10 +222,10 @@ def with_tokenizer_without_end(directory: Path) -> None:
 def test_unsuitable_directory_is_refused(damage, message, process_group, llama_directory, tmp_path):
     for path in llama_directory.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    weights.open_model(str(tmp_path), LlamaForCausalLM)
+    weights.open_model(str(tmp_path), LlamaForCausalLM, "Pass a llama.")
     damage(tmp_path)
     with pytest.raises(ranks.Problem, match=re.escape(message)):
-        _, config, _ = weights.open_model(str(tmp_path), LlamaForCausalLM)
+        _, config, *_ = weights.open_model(str(tmp_path), LlamaForCausalLM, "Pass a llama.")
         weights.new_model(LlamaForCausalLM, config, tmp_path)
 
 
@@ -387,6 +387,6 @@ def test_model_s_code_is_never_run(kind, process_group, llama_directory, tmp_pat
         torch.save({"lm_head.weight": Hostile(marker)}, directory / "pytorch_model.bin")
         message = "model.safetensors"
     with pytest.raises((OSError, ValueError), match=message):
-        _, config, _ = weights.open_model(str(directory), LlamaForCausalLM)
+        _, config, *_ = weights.open_model(str(directory), LlamaForCausalLM, "")
         weights.new_model(LlamaForCausalLM, config, directory)
     assert not marker.exists()

@@ -141,7 +141,7 @@ class Parser(argparse.ArgumentParser):
         ranks.exit_with(message)
 
 
-FROM_0, FROM_1, ABOVE_0 = Range(0), Range(1), Range(0, is_open=True)
+FROM_0, FROM_1, ABOVE_0 = Range(0), Range(1), Range(1e-9)
 NUMBERS = {  # flags: default, range, help; the machine's defaults are a DGX A100's
     "--nodes": (1, FROM_1, "number of machines"),
     "--gpus-per-node": (8, FROM_1, "GPUs in each machine"),
@@ -187,8 +187,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     args = parser.parse_args(argv)
     problems = []
     for name, (_, limits, _) in NUMBERS.items():
-        if (value := getattr(args, name[2:].replace("-", "_"))) not in limits:
-            problems.append(f"{name} is {value}, but must be {limits}.")
+        value = getattr(args, name[2:].replace("-", "_"))
+        if not limits.low <= value < limits.high:
+            problems.append(f"{name} is {value}, but must be at least {limits.low}.")
     problems = problems or fit_global_batch(args, args.nodes * args.gpus_per_node)
     if args.lora_rank:
         args.fsdp = args.fsdp or 2
@@ -286,18 +287,11 @@ def build(
                 part.activation_function = "gelu_pytorch_tanh"
             with torch.device("meta"):
                 model = (script.MODEL if is_own else mapping[type(part)])(part)
-            if is_own and hasattr(script, "NORMS"):
-                policies.fuse_norms(model, script.NORMS)
-            return model, script.BLOCKS if is_own else layer_classes(model)
+            if hasattr(script, "NORMS"):
+                policies.fuse_norms(model, script.MODEL, script.NORMS)
+            return model, policies.layer_classes(model, script.MODEL, script.BLOCKS)
     raise ranks.Problem(f"--model-name {name} is a {config.model_type}, which {script.__name__} "
                         "cannot train. Pass a language model.")  # fmt: skip
-
-
-def layer_classes(model: nn.Module) -> Classes:
-    """Return the classes of the items of a model's outermost ModuleLists with two or more."""
-    lists = {n: x for n, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1}
-    outer = [x for n, x in lists.items() if not any(n.startswith(f"{o}.") for o in lists)]
-    return tuple({type(layer): None for stack in outer for layer in stack})
 
 
 class FusedAttention(torch.autograd.Function):

@@ -12,8 +12,6 @@ once, and its final/ must be bit-for-bit equal.
 A fault that requests a stop must leave every step saved and, between the first step and the last
 save, the status `stopped` and exit code 75. Elsewhere it ends the processes.
 After any fault, the run must end soon. Other flags, such as --fsdp 2, are passed to the script.
-
-The library behind slow and failing files is faulty_files.c, which needs gcc.
 """
 
 import argparse
@@ -21,7 +19,6 @@ import contextlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -55,9 +52,6 @@ SIGNALS = {  # the slice selects receivers from [torchrun, *ranks]
     "SIGINT all": (signal.SIGINT, slice(0, None)),
     "SIGUSR1 torchrun": (signal.SIGUSR1, slice(0, 1)),
 }
-FULL = "disk full"
-FILES = {"slow files": 10, "EIO": 3, "ESTALE": 3}  # seconds
-FAULTS = [*SIGNALS, FULL, *FILES]
 PAUSE_SECONDS = 0.5  # how long a rank sleeps at the start of the phase
 
 
@@ -70,18 +64,8 @@ class Launch(NamedTuple):
     restarts: bool = False  # whether torchrun restarts the script, once
 
 
-def faulty_files(directory: Path) -> str:
-    """Return the path of the faulty_files library, which is compiled once per directory."""
-    library = directory / "faulty_files.so"
-    if not library.exists():
-        source = Path(__file__).with_name("faulty_files.c")
-        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return str(library)
-
-
-def start(launch: Launch, phase: str, output: Path, preload: bool = False) -> subprocess.Popen:
-    """Start the script, with a pause at the start of `phase`, and return torchrun's process.
-    `make_files_faulty` works only with `preload`."""
+def start(launch: Launch, phase: str, output: Path) -> subprocess.Popen:
+    """Start the script, with a pause at the start of `phase`, and return torchrun's process."""
     script = launch.script
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(launch.ranks), "--max-restarts", str(int(launch.restarts))]
@@ -92,8 +76,6 @@ def start(launch: Launch, phase: str, output: Path, preload: bool = False) -> su
     log = output.with_suffix(".log").open("a")
     # With a shared cache, there would be nothing to tokenise.
     env = os.environ | {"HF_DATASETS_CACHE": str(output.with_suffix(".cache"))}
-    if preload:
-        env |= {"LD_PRELOAD": faulty_files(output.parent), "FAULTY_FILES": str(output)}
     options = {"stdout": log, "stderr": log, "start_new_session": True}
     return subprocess.Popen(command, env=env, cwd=ROOT, **options)
 
@@ -125,32 +107,6 @@ def steps_logged(output: Path) -> int:
     return max((line["step"] for line in live_metrics(output, "train")), default=0)
 
 
-def fill_the_disk(ranks: list[int]) -> None:
-    """Limit all files of the ranks to 100 kB for two seconds."""
-    for limit in (100_000, resource.RLIM_INFINITY):
-        for pid in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        time.sleep(2)
-
-
-def make_files_faulty(fault: str, output: Path) -> None:
-    """For FILES[fault] seconds, delay calls on the run's files or make one in fifty fail."""
-    switch = output.with_name(f"{output.name}.harm")
-    switch.write_text(fault)
-    time.sleep(FILES[fault])
-    switch.unlink()
-
-
-def stop_after_next_save(process: subprocess.Popen, output: Path) -> None:
-    """Send SIGTERM once the run has saved again, or after 15 seconds."""
-    before = steps_saved(output)
-    deadline = time.monotonic() + 15
-    while process.poll() is None and steps_saved(output) == before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-
-
 def attempt(
     launch: Launch, phase: str, fault: str, output: Path, chance: random.Random
 ) -> dict | None:
@@ -163,7 +119,7 @@ def attempt(
     if phase == "tokenisation":
         shutil.rmtree(output.with_suffix(".cache"), ignore_errors=True)
         marks = marks[:1]  # only rank 0 tokenises; the others wait
-    process = start(launch, phase, output, fault in FILES)
+    process = start(launch, phase, output)
     while process.poll() is None and not all(mark.exists() for mark in marks):
         time.sleep(0.02)
     time.sleep(chance.uniform(0, 1))
@@ -172,17 +128,10 @@ def attempt(
         assert process.wait(timeout=60) == 0, output.with_suffix(".log").read_text()[-3000:]
         return None
     fault_time = time.monotonic()
-    if fault in SIGNALS:
-        number, targets = SIGNALS[fault]
-        for pid in [process.pid, *ranks][targets]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-    elif fault == FULL:
-        fill_the_disk(ranks)
-        stop_after_next_save(process, output)
-    else:
-        make_files_faulty(fault, output)
-        stop_after_next_save(process, output)
+    number, targets = SIGNALS[fault]
+    for pid in [process.pid, *ranks][targets]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
     process.wait(timeout=100)
     while not all(map(is_over, ranks)):  # ranks outlive a killed torchrun
         time.sleep(0.02)
@@ -200,7 +149,7 @@ def attempt(
 
 
 def status_or_none(output: Path) -> str:
-    """Return the word in the status file, or "none" before training starts or on a full disk."""
+    """Return the word in the status file, or "none" before training starts."""
     path = output / "status"
     return status(output) if path.is_file() and path.read_text() else "none"
 
@@ -210,7 +159,7 @@ def check(outcome: dict) -> None:
     if outcome["restarts"]:
         assert (outcome["status"], set(outcome["exit codes"])) == ("finished", {"0"}), outcome
         return
-    assert outcome["seconds"] < 30 + FILES.get(outcome["fault"], 0), outcome
+    assert outcome["seconds"] < 30, outcome
     if outcome["phase"] == "export" and outcome["status"] == "finished":  # before the fault
         assert set(outcome["exit codes"]) == {"0"}, outcome
     elif outcome["fault"].startswith(("SIGTERM", "SIGINT", "SIGUSR1", "SIGKILL torchrun")):
@@ -231,14 +180,9 @@ def chaos(
     baseline = directory / "baseline"
     assert start(launch, "none", baseline).wait(timeout=600) == 0
     outcomes = []
-    runs = []
     for fault in faults:
-        # If a fault may not end the run, each phase needs a run of its own.
-        is_separate = launch.restarts or fault not in SIGNALS
-        runs += [(fault, [phase]) for phase in phases] if is_separate else [(fault, phases)]
-    for fault, phases_of_run in runs:
         disturbed = directory / "disturbed"
-        for phase in phases_of_run:
+        for phase in phases:
             outcome = attempt(launch, phase, fault, disturbed, chance)
             if outcome:
                 print(json.dumps({"script": launch.script} | outcome), flush=True)
@@ -262,7 +206,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("script", choices=list(TINY))
-    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=[*SIGNALS, FULL])
+    parser.add_argument("--faults", nargs="+", choices=SIGNALS, default=list(SIGNALS))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES)
     parser.add_argument("--rounds", type=int, default=1, help="each at other moments")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the moments")

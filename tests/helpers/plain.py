@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,3 +47,9 @@ def mean_loss(model: PreTrainedModel, samples: Iterable[Any]) -> Tensor:
         total = total + F.cross_entropy(logits.double(), targets, reduction="sum")
         count += int((targets != -100).sum())
     return total / count
+
+
+def loss_class(script: ModuleType) -> type[PreTrainedModel]:
+    """Return the class that a script makes of its MODEL."""
+    added = getattr(script, "LossModel", None)
+    return type("LossModel", (added, script.MODEL), {}) if added else script.MODEL

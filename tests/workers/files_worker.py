@@ -81,7 +81,8 @@ def load_reference(kind: type, config: PretrainedConfig, directory: Path) -> Pre
     """Load the model with Transformers in fp32; of a multimodal model, only the text part."""
     full_config = AutoConfig.from_pretrained(directory)
     if type(full_config) is type(config):
-        return kind.from_pretrained(directory, dtype=torch.float32).eval()
+        weights.prepare_config(config)
+        return kind.from_pretrained(directory, config=config, dtype=torch.float32).eval()
     mapping = {r"^language_model\.": ""}
     return kind.from_pretrained(directory, config=config, dtype=torch.float32, key_mapping=mapping)
 
@@ -98,8 +99,7 @@ def differences(ones: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) 
 def check(directory: Path, way: str, output: Path) -> list[str]:
     """Load and export a model. Return the problems; those of the files only on rank 0."""
     kind = getattr(transformers, json.loads((directory / "class.json").read_text()))
-    config = AutoConfig.from_pretrained(directory)
-    config = getattr(config, "text_config", config)
+    config, _ = weights.model_class(AutoConfig.from_pretrained(directory), kind)
     expected = load_reference(kind, config, directory)
     model = load(kind, config, directory, way)
     problems = []

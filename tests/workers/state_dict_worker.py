@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +70,9 @@ def start(
     args: gpt2_fsdp.Args, device: torch.device, steps: int
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """Return the script's model and an optimizer after `steps` steps."""
-    model, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
+    model, blocks, _, source = gpt2_fsdp.load_model(args, needs_weights=True)
     shapes = weights.whole_shapes(model)
-    model = gpt2_fsdp.wrap_model(args, device, model, source)
+    model = gpt2_fsdp.wrap_model(args, device, model, blocks, source)
     optimizer = torch.optim.AdamW(parameter_groups(model, shapes, 0.1), fused=True)
     batch = ranks.to_device(block_dataset.collate([{"input_ids": range(3, 36)}]), device)
     for _ in range(steps):
@@ -100,7 +99,10 @@ def save_and_resume(args: gpt2_fsdp.Args, device: torch.device) -> dict:
     path = args.run.output_dir / "step-00000002"
     model, optimizer = start(args, device, 2)
     state = new_state(optimizer)
-    save = partial(checkpoint.save, path, model, optimizer, state)
+
+    def save() -> None:
+        checkpoint.save(path, checkpoint.snapshot(model, optimizer, state), state)
+
     save()
     units = [unit for unit in FSDP.fsdp_modules(model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]

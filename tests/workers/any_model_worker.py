@@ -1,11 +1,12 @@
-"""Train edited scripts one after another under torchrun, for test_templates.py.
+"""Run scripts one after another under torchrun, for test_any_model.py.
 
-templates_worker.py CASES.json
+any_model_worker.py RUNS.json
 
-CASES.json maps names to [script, replacements in its text, flags]. OUTPUT_DIR/seen.pt receives the
-samples of each split and the first gradient.
+RUNS.json has a list [script, flags] for each run. OUTPUT_DIR/seen.pt receives the samples of each
+split and the first gradient.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,7 +16,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests")]
 
 import torch
 import torch.distributed as dist
-from copied import edited_script
 from ten_steps import gradients, parse_args, patched, run
 
 import policies
@@ -25,10 +25,10 @@ clip_gradients = policies.clip_gradients
 
 
 def main() -> None:
-    """Run each edited script to its export, in one process group."""
+    """Run each script to its export, in one process group."""
     device = ranks.setup(7)
-    for name, changes, flags in json.loads(Path(sys.argv[1]).read_text()).values():
-        script = edited_script(name, changes)
+    for name, flags in json.loads(Path(sys.argv[1]).read_text()):
+        script = importlib.import_module(name)
         args = parse_args(script, flags)
         kept: list[dict[str, torch.Tensor]] = []
 
@@ -38,7 +38,7 @@ def main() -> None:
 
         with patched(policies, clip_gradients=keep):
             code, seen = run(script, args, device)
-        assert code == 0, name
+        assert code == 0, flags
         (val_set,) = seen["val_sets"].values()
         splits = {"train": seen["train_set"], "val": val_set}
         rows = {split: [rows[i] for i in range(len(rows))] for split, rows in splits.items()}
