@@ -135,6 +135,11 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
     """Raise Problem if a model has fewer positions than `length`; relative ones are no limit."""
     positions = getattr(config, "max_position_embeddings", None) or length
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # some models have one for each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            # A longer sequence would change the angles of all sequences of its batch.
+            positions = min(positions, rope["original_max_position_embeddings"])
     if 0 < positions < length:  # XLNet has -1, which is no limit
         raise Problem(f"{flag} {length} is above the model's {positions} positions. Lower it.")
 
