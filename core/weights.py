@@ -105,17 +105,14 @@ def model_class(
 ) -> tuple[PretrainedConfig, type[PreTrainedModel] | None]:
     """Return the config and class of a model or, if it is multimodal, of its text part: `own` if it
     fits, else that of the Auto class, else None. Any rank."""
-    text = getattr(config, "text_config", config)
-    for part in (text, config):
+    is_seq2seq = own.config_class().is_encoder_decoder
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_seq2seq:
+        classes = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    for part in (getattr(config, "text_config", config), config):
         if part.model_type == own.config_class.model_type:
             return part, own
-    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if own.config_class().is_encoder_decoder:
-        classes = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    elif text.is_encoder_decoder:  # BART has causal classes too
-        classes = {}
-    for part in (text, config):
-        if type(part) in classes:
+        if type(part) in classes and part.is_encoder_decoder == is_seq2seq:  # not a causal BART
             return part, classes[type(part)]
     return config, None
 

@@ -110,14 +110,13 @@ def check_model(
         own = model(**inputs).logits[labels != -100].float()
     logits = torch.cat(chunks).float()
     logits = logits[is_target] if len(logits) == len(is_target) else logits
-    in_batch, in_first, *_, in_last = [int((x["labels"] != -100).sum()) for x in probe]
-    together, last = logits[:in_batch], logits[-in_last:]
+    together, first, *_, last = logits.split([int((x["labels"] != -100).sum()) for x in probe])
     common = int((labels[0] == labels[1]).cumprod(0).sum())
     rounding = 4 * torch.finfo(policies.PRECISIONS[precision].param_dtype).eps
     noise = max(rounding, 1e-4)
-    _check_equal(together[:common], together[in_first:][:common], noise, NOT_CAUSAL)
+    _check_equal(together[:common], first[:common], noise, NOT_CAUSAL)
     if is_seq2seq:
-        _check_equal(together[-in_last:], last, noise, PADDING)
+        _check_equal(together[-len(last) :], last, noise, PADDING)
     _check_equal(together, own, max(rounding, 1e-5), OTHER_INPUTS if is_seq2seq else OTHER_LOGITS)
     if isinstance(samples[0], list) and len(samples[0]) == 2:  # `chats`, packed
         document, after_itself, _, after_other = together.chunk(4)
