@@ -23,14 +23,11 @@ WEIGHTS = "model*.safetensors"
 TEXT_PART = "language_model."  # prefix of the keys of a multimodal model's text part
 IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, and the rest
 # Buffers in files of older Transformers versions, which compute them now.
-OLD_BUFFERS = re.compile(
-    r"\.(attn|attention)\.(masked_)?bias$|embed_positions\.weights$"
-    r"|(inv_freq|position_ids|_float_tensor|coder\.version|causal_mask)$"
-)
+OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|embed_positions\.weights$|"
+                         r"(inv_freq|position_ids|_float_tensor|version|causal_mask)$")  # fmt: skip
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
-# Config fields that training changes; exports keep the base's values. SWITCHED_OFF are suffixes:
-# with layerdrop, ranks would skip different layers and wait for each other forever; with
-# rescale_every, validation would permanently divide weights.
+# Config fields that training changes; exports keep the base's values. SWITCHED_OFF are suffixes: of
+# a field that lets ranks skip different layers, and of one that makes validation divide weights.
 FOR_TRAINING = ("use_cache",)
 ACTIVATIONS = ("activation_function", "dense_act_fn")
 SWITCHED_OFF = ("layerdrop", "rescale_every")
@@ -211,11 +208,9 @@ def new_model(
     source: Source = {}
 
     def read() -> dict[str, str]:
-        if directory is None:
-            loaded = kind(config)
-        else:
-            loaded = _read_model(kind, config, directory, needs_weights)
-            model._weight_conversions = loaded._weight_conversions  # exports revert them
+        is_new = directory is None
+        loaded = kind(config) if is_new else _read_model(kind, config, directory, needs_weights)
+        model._weight_conversions = getattr(loaded, "_weight_conversions", None)  # for exports
         for name, tensor in [*loaded.named_parameters(), *loaded.named_buffers()]:
             if needs_weights or not isinstance(tensor, nn.Parameter):
                 source[name] = tensor.detach().as_subclass(Tensor)
@@ -223,10 +218,8 @@ def new_model(
 
     # Tie as the files do: T5's config does not show whether its head is tied.
     firsts = on_rank_zero(read)
-    untied = {
-        name: nn.Parameter(torch.empty_like(parameter, device="meta"))
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    own = model.named_parameters(remove_duplicate=False)
+    untied = {name: nn.Parameter(torch.empty_like(x, device="meta")) for name, x in own}
     tied = {name: untied[firsts[name]] for name in untied}
     model.load_state_dict(tied, strict=False, assign=True)
     if directory is not None and (directory / "generation_config.json").is_file():

@@ -19,7 +19,6 @@ from plain import loss_class
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-import gpt2_fsdp
 from core import steps, weights
 from core.steps import MicroBatches, StepSampler, parameter_groups
 
@@ -135,17 +134,6 @@ def test_signal_to_all_processes_saves_despite_workers(number, tmp_path):
     os.killpg(process.pid, number)
     assert process.wait(timeout=60) == 75, log.read_text()
     assert status(tmp_path) == "stopped" and "Traceback" not in log.read_text()
-
-
-@pytest.mark.parametrize("more", [[], ["--epochs", "2"]])
-def test_step_schedule_falls_each_epoch(more, texts, tmp_path):
-    """--warmup-ratio has no effect on it."""
-    flags = ["--model-name", "tiny", "--dataset", texts[0], "--val-dataset", texts[1],
-             "--block-size", 32, "--batch-size", 9, "--log-every", 1, "--save-every", 0,
-             "--lr", 1e-3, "--lr-schedule", "step", "--gamma", 0.5]  # fmt: skip
-    assert start(gpt2_fsdp, *flags, *more, "--output-dir", tmp_path) == 0
-    rates = [line["lr"] for line in live_metrics(tmp_path, "train")]
-    assert rates == [1e-3] * 4 + [5e-4] * 4 * bool(more)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
