@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import itertools
 import os
 import warnings
@@ -13,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -106,20 +104,22 @@ def problems(args: Sharding, optim: Optim, run: Run) -> list[str]:
 
 def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Classes:
     """Return, and print, the classes of a model's layers, which become FSDP units: `blocks` for a
-    model of class `own`, else those of the items of its outermost ModuleLists with two or more.
-
-    Raise Problem if `blocks` lacks one: such layers would silently be in the root unit.
+    model of class `own`, else those of the items of its outermost ModuleLists with two or more,
+    except torch.nn's. Raise Problem if `blocks` lacks one: they would silently be in the root unit.
     """
-    lists = {n: x for n, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1}
-    outer = [x for n, x in lists.items() if not any(n.startswith(f"{o}.") for o in lists)]
-    classes = tuple({type(layer): None for stack in outer for layer in stack})
-    units = blocks if isinstance(model, own) else classes
-    missing = ", ".join(x.__name__ for x in classes if not issubclass(x, units))
+    classes: dict[type[nn.Module], None] = {}
+    inner: set[nn.Module] = set()
+    for stack in model.modules():  # outer ones first
+        if isinstance(stack, nn.ModuleList) and len(stack) > 1 and stack not in inner:
+            classes |= dict.fromkeys(type(layer) for layer in stack)
+            inner.update(stack.modules())
+    found = tuple(x for x in classes if not x.__module__.startswith("torch.nn."))
+    units = blocks if isinstance(model, own) else found
+    missing = ", ".join(x.__name__ for x in found if not issubclass(x, units))
     if missing:
         raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {missing}. List the classes "
                       "of all layers of the model.")  # fmt: skip
-    names = ", ".join(x.__name__ for x in units)
-    kind = library_class(type(model)).__name__
+    kind, names = library_class(type(model)).__name__, ", ".join(x.__name__ for x in units)
     print0(f"{kind}, units: {names}, {model.num_parameters():,} parameters")
     return units
 
@@ -195,36 +195,6 @@ def set_prefetch(model: nn.Module) -> None:
     for unit, next_unit in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([next_unit])
     fsdp.register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
-
-
-def fuse_norms(model: nn.Module, own: type[nn.Module], norms: Classes) -> None:
-    """Replace the forward of plain RMS norms by PyTorch's: one kernel, not six. They are of the
-    classes `norms` in a model of class `own`, any in others."""
-    is_own = isinstance(model, own)
-    for module in model.modules():
-        if isinstance(module, norms) if is_own else hasattr(module, "variance_epsilon"):
-            module.__class__ = _fused_class(type(module))
-
-
-@functools.cache
-def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a plain RMS norm, or `kind` itself if it computes something else, such
-    as Gemma's 1 + weight. All layers share it, so torch.compile shares graphs."""
-
-    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.dtype != self.weight.dtype:  # models differ in the dtype that they return
-            return kind.forward(self, hidden)
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
-
-    try:
-        norm = kind(16)
-        norm.weight.data = torch.linspace(-1, 2, 16)
-        vectors = torch.outer(torch.tensor([1e-4, 1e-2, 1, 100]), norm.weight.roll(1))
-        is_plain = torch.allclose(forward(norm, vectors), norm(vectors), 1e-6, 0)
-    except (AttributeError, TypeError):  # other arguments or attributes
-        is_plain = False
-    has_gate = len(inspect.signature(kind.forward).parameters) > 2
-    return type(kind.__name__, (kind,), {"forward": forward}) if is_plain and not has_gate else kind
 
 
 # The functions below contain all differences between FSDP1, FSDP2 and DDP in a step.

@@ -87,7 +87,7 @@ class Ours:
         self.optimizer = torch.optim.AdamW(groups, lr=self.args.optim.lr, fused=True)
         sampler = StepSampler(len(NO_DATA), 1, 1, self.args.optim.seed)
         self.state = checkpoint.new_state(
-            __file__, self.model, self.shapes, [], self.optimizer, sampler, {}
+            __file__, self.model, self.shapes, [], self.optimizer, sampler, self.args
         )
         saves, minutes = self.args.saves, self.args.run.timeout_minutes
         self.saver = async_save.Saver(self.save_and_note, saves, self.model, minutes)
@@ -260,8 +260,8 @@ def worker(options: argparse.Namespace) -> None:
     name, stage, directory = options.worker
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
-    flags = ["--model-name", f"{directory}/model", "--dataset", "docstrings", "--export-dtype",
-             "fp32", "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
+    flags = ["--model-name", f"{directory}/model", "--export-dtype", "fp32",
+             "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
              "1", "--output-dir", f"{directory}/output"]  # fmt: skip
     args = parse(llama_fsdp, *flags, *OURS.get(name, []))
     device = ranks.setup(args.run.timeout_minutes)

@@ -441,11 +441,11 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path):
     path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
     rows = load_documents(path, known_tokenizer("qwen 3"))
     assert len(rows) == 300
-    parts = chat_dataset.hold_out("x", rows)
+    parts = reading.hold_out("x", rows)
     keys = [set(part["key"]) for part in parts.values()]
     assert not keys[0] & keys[1] and list(map(len, keys)) == [95, 5]
     with pytest.raises(ValueError, match="has too few different rows"):
-        chat_dataset.hold_out("x", rows.select([0, 0]))
+        reading.hold_out("x", rows.select([0, 0]))
 
 
 def test_each_data_set_is_validated_on_its_own(tmp_path):

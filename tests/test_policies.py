@@ -23,6 +23,7 @@ import gpt2_fsdp
 import llama_fsdp
 import policies
 from core import args as core_args
+from optional import fused_norms
 
 CASES = [(script, strategy) for script, names in STRATEGIES.items() for strategy in names]
 
@@ -157,7 +158,7 @@ def fused(norm: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     norm.weight.data = torch.randn(WIDTH)
     copied = nn.Sequential(copy.deepcopy(norm))
-    policies.fuse_norms(copied, type(copied), (type(norm),))
+    fused_norms.fuse(copied, type(copied), (type(norm),))
     return copied[0]
 
 
@@ -228,7 +229,7 @@ def problem(script, processes: int, flags: list[str], monkeypatch) -> str:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    common = ["--model-name", "tiny", "--dataset", "docstrings", "--precision", "fp32"]
+    common = ["--model-name", "tiny", "--dataset", "docstrings.jsonl", "--precision", "fp32"]
     try:
         parse_args(script, [*common, *flags])
     except Refused as error:

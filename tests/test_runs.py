@@ -225,16 +225,16 @@ def test_failed_export_keeps_the_previous_best(flags, tmp_path, monkeypatch, cap
     export_model = export.export_model
     paths = []
 
-    def fail_second(model: object, tokenizer: object, path: Path, *rest: object) -> None:
+    def fail_third(model: object, tokenizer: object, path: Path, *rest: object) -> None:
         paths.append(path.name)
-        if paths == ["best"] * 2:
+        if paths == ["best"] * 3:
             raise OSError("no space left")
         export_model(model, tokenizer, path, *rest)
 
-    monkeypatch.setattr(gpt2_fsdp, "export_model", fail_second)
+    monkeypatch.setattr(gpt2_fsdp, "export_model", fail_third)
     run(flags, tmp_path, "--max-steps", "4", "--eval-every", "2")
     assert "best/ could not be written (no space left)" in capfd.readouterr().out
-    assert paths == ["best", "best", "final"] and status(tmp_path) == "finished"
+    assert paths == ["best", "best", "best", "final"] and status(tmp_path) == "finished"
     assert metrics(tmp_path, "done")[0]["best_step"] == 2
 
 
@@ -334,6 +334,26 @@ def test_resume_rejects_changed_data_and_models(finished, flags, gpt2_directory,
     for more in ["--max-steps", "4"], ["--export-only"]:
         assert run([*flags, "--model-name", str(other)], output, *more) == 1
         assert "model is gpt2, " in capfd.readouterr().err
+
+
+def test_evaluation_rejects_models_that_the_run_has_not_trained(
+    finished, flags, gpt2_directory, capfd
+):
+    for model in ("tiny", str(gpt2_directory)):
+        assert run([*flags, "--model-name", model, "--evaluate-only"], finished) == 1
+        assert f"Pass --model-name {finished}/final" in capfd.readouterr().err
+    for model in (finished / "checkpoints/step-00000004", finished):
+        assert run([*flags, "--model-name", str(model)], finished.with_name("new")) == 1
+        assert "such as a run's final/ (from --export-only" in capfd.readouterr().err
+    assert run([*flags, "--model-name", f"{finished}/final", "--evaluate-only"], finished) == 0
+
+
+def test_validation_before_training_counts_for_best(flags, gpt2_directory, tmp_path):
+    more = ["--model-name", str(gpt2_directory), "--lr", "9", "--max-steps", "4"]
+    assert run([*flags, *more], tmp_path) == 0
+    assert losses(tmp_path, "val")[0] < losses(tmp_path, "val")[4]
+    check_equal_weights(tmp_path / "best", gpt2_directory)
+    assert metrics(tmp_path, "done")[0]["best_step"] == 0
 
 
 def test_resume_names_changed_flags(finished, flags, capfd):

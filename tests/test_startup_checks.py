@@ -40,11 +40,11 @@ NO_SHIFT = {
 }
 START = "torch.full_like(labels, decoder_start_token_id)"
 WRAP = "    init = weights.Loader("  # in wrap_model
+BLOCKS, M = "(modeling_t5.T5Block,)", "modeling_t5."
 T5GEMMA = {
-    "(T5LayerNorm,)": "()",
-    "(T5Block,)": "(T5GemmaEncoderLayer, T5GemmaDecoderLayer)",
-    "import T5Block, T5LayerNorm": "import T5GemmaDecoderLayer, T5GemmaEncoderLayer",
-    "models.t5.modeling_t5": "models.t5gemma.modeling_t5gemma",
+    "(modeling_t5.T5LayerNorm,)": "()",
+    "(modeling_t5.T5Block,)": "(modeling_t5.T5GemmaEncoderLayer, modeling_t5.T5GemmaDecoderLayer)",
+    "models.t5 import modeling_t5": "models.t5gemma import modeling_t5gemma as modeling_t5",
     "transformers.T5For": "transformers.T5GemmaFor",
     '"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4,': (
         "**{name: dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, head_dim=32, "
@@ -53,9 +53,8 @@ T5GEMMA = {
     ),
 }
 BART = {
-    "(T5LayerNorm,)": "()",
-    "import T5Block, T5LayerNorm": "import BartDecoderLayer, BartEncoderLayer",
-    "models.t5.modeling_t5": "models.bart.modeling_bart",
+    "(modeling_t5.T5LayerNorm,)": "()",
+    "models.t5 import modeling_t5": "models.bart import modeling_bart as modeling_t5",
     "transformers.T5For": "transformers.BartFor",
     '"d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4': (
         '"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128'
@@ -115,7 +114,7 @@ EDITS = {
         NOT_CAUSAL,
         {WRAP: "    model.decoder.is_decoder = model.decoder.config.is_decoder = False\n" + WRAP},
     ),
-    "BART": Edit(T5, None, BART | {"(T5Block,)": "(BartEncoderLayer, BartDecoderLayer)"}),
+    "BART": Edit(T5, None, BART | {BLOCKS: f"({M}BartEncoderLayer, {M}BartDecoderLayer)"}),
     "T5Gemma": Edit(T5, None, T5GEMMA),
     "T5Gemma: starts with padding": Edit(
         T5, OTHER_INPUTS, T5GEMMA, data={START: "torch.zeros_like(labels)"}

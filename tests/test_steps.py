@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ROOT, live_metrics, losses, status
+from conftest import DOCSTRINGS, ROOT, live_metrics, losses, status
 from in_process import start
 from plain import loss_class
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from core import steps, weights
+from core.ranks import Problem
 from core.steps import MicroBatches, StepSampler, parameter_groups
 
 SCRIPTS = ("T5_training", "gpt2_fsdp", "llama_fsdp")
@@ -83,7 +84,7 @@ def test_validation_batches_contain_each_sample_once(rank_of):
         assert Counter(samples) == Counter(range(count))
 
 
-SMALL = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "60",
+SMALL = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples", "60",
          "--num-val-samples", "4", "--batch-size", "4", "--log-every", "1",
          "--precision", "fp32"]  # fmt: skip
 LENGTHS = {  # and what needs no time
@@ -134,6 +135,13 @@ def test_signal_to_all_processes_saves_despite_workers(number, tmp_path):
     os.killpg(process.pid, number)
     assert process.wait(timeout=60) == 75, log.read_text()
     assert status(tmp_path) == "stopped" and "Traceback" not in log.read_text()
+
+
+def test_warmup_that_is_not_shorter_than_the_run_is_refused():
+    with pytest.raises(Problem, match="The warm-up has 5 steps, but the run only 5. Lower --warm"):
+        steps.schedule("linear", 5, 5, 5, 0.85)
+    assert steps.schedule("linear", 1, 1, 5, 0.85)(0) > 0
+    assert steps.schedule("step", 5, 5, 5, 0.85)(0) == 1
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

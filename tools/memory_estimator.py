@@ -49,6 +49,7 @@ import policies
 from core import ranks, weights
 from core.args import Range, fit_global_batch
 from core.chunked_loss import CHUNK
+from optional import fused_norms
 
 Classes = tuple[type[nn.Module], ...]
 
@@ -288,7 +289,7 @@ def build(
             with torch.device("meta"):
                 model = (script.MODEL if is_own else mapping[type(part)])(part)
             if hasattr(script, "NORMS"):
-                policies.fuse_norms(model, script.MODEL, script.NORMS)
+                fused_norms.fuse(model, script.MODEL, script.NORMS)
             return model, policies.layer_classes(model, script.MODEL, script.BLOCKS)
     raise ranks.Problem(f"--model-name {name} is a {config.model_type}, which {script.__name__} "
                         "cannot train. Pass a language model.")  # fmt: skip
