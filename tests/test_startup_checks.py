@@ -66,7 +66,6 @@ PLAIN_LOSS = {  # computes the loss from the model's own logits
         '    return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())\n'
     )
 }
-TRAINED_PADDING = {"-100, least=8": "0, least=8"}
 CONV = ["conv", "conv", "full_attention", "conv"]
 LEAKS = {  # folder in Transformers, additions to TINY_CONFIG
     "GptOss": ("gpt_oss", {"num_local_experts": 4, "head_dim": 32}),
@@ -133,7 +132,7 @@ EDITS = {
     "GPT-2: mean over rows": Edit(
         GPT2, NOT_A_SUM, {"targets=batch[": 'targets=batch["labels"]) / len(batch['}
     ),
-    "GPT-2: trained padding": Edit(GPT2, NOT_A_SUM, data={"width), -100": "width), 0"}),
+    "GPT-2: trained padding": Edit(GPT2, NOT_A_SUM, data={"pad(labels, -100": "pad(labels, 0"}),
     "GPT-2: scaled hidden states": Edit(
         GPT2, OTHER_LOGITS, {"(hidden.flatten(0, 1)": "(1.1 * hidden.flatten(0, 1)"}
     ),
@@ -149,7 +148,7 @@ EDITS = {
     "Llama: mean": Edit(LLAMA, NOT_A_SUM, {SUM: ""}),
     "Llama: mean, unpacked": Edit(LLAMA, NOT_A_SUM, {SUM: ""}, packing=False),
     "Llama: mean of own logits": Edit(LLAMA, NOT_A_SUM, PLAIN_LOSS | {SUM: ""}),
-    "Llama: trained padding": Edit(LLAMA, NOT_A_SUM, data=TRAINED_PADDING, packing=False),
+    "Llama: trained padding": Edit(LLAMA, NOT_A_SUM, data={"zeros - 100": "zeros"}, packing=False),
     "Llama: another position's logits": Edit(
         LLAMA, OTHER_LOGITS, {"hidden[target_positions]": "hidden[target_positions - 1]"}
     ),

@@ -90,7 +90,7 @@ SMALL = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples",
 LENGTHS = {  # and what needs no time
     "T5_training": ["--source-length", "32", "--target-length", "8", "--rouge-samples", "0"],
     "gpt2_fsdp": ["--block-size", "32"],
-    "llama_fsdp": ["--max-seq-length", "64"],
+    "llama_fsdp": ["--max-seq-length", "256"],
 }
 
 
