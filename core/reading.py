@@ -211,7 +211,7 @@ def map_rows(
     `bad_rows` is "skip", leave the row out."""
     rows = rows.with_format(None)
     rows = rows.select_columns([x for x in rows.column_names if x in {LINE, *MASKS, *columns}])
-    kinds = Features(features) | {ROW: Value("int64")}
+    kinds = Features({**features, ROW: Value("int64")})
     skipped: list[int] = []  # by this process
 
     def convert(columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
