@@ -323,6 +323,18 @@ def test_length_is_limited_by_positions_if_the_config_has_some():
         weights.check_length("--block-size", 64, transformers.GPT2Config(n_positions=32))
 
 
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_length_is_limited_by_the_original_positions_of_longrope(by_layer):
+    """A longer sequence would change the loss of others in its batch."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 8.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    config = transformers.LlamaConfig(max_position_embeddings=256, head_dim=16)
+    config.rope_parameters = {"full_attention": rope | factors} if by_layer else rope | factors
+    weights.check_length("--max-seq-length", 32, config)
+    with pytest.raises(ranks.Problem, match="--max-seq-length 64 is above the model's 32 pos"):
+        weights.check_length("--max-seq-length", 64, config)
+
+
 def test_layerdrop_is_switched_off(process_group, capfd):
     config = transformers.M2M100Config(encoder_layers=1, decoder_layers=1, d_model=16)
     assert config.encoder_layerdrop == 0.05
