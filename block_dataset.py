@@ -21,7 +21,7 @@ from core.steps import pad
 
 FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
-USUAL_COLUMNS = [("content",), ("document",), ("article",)]  # if there is no text
+USUAL_COLUMNS = [("text",), ("content",), ("document",), ("article",)]
 CONTINUES = "text continues"  # a key of pieces of text files: whether the next row continues it
 PIECE = 1 << 14  # characters of a text file that make a row
 # The start of a text that ends after a word, or after a line break between two lines.
@@ -87,9 +87,11 @@ def hold_out(name: str, rows: Dataset) -> reading.Parts:
 
 def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
     """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
-    size, column = args.block_size, args.text_column
+    size, column, eos = args.block_size, args.text_column, tokenizer.eos_token
     columns = reading.first_row(name, rows)
-    if column == Data.text_column and {column, "input_ids"}.isdisjoint(columns):
+    # With several data sets, the flag is for those that have the column.
+    is_default = column == Data.text_column or len(args.dataset + args.val_dataset) > 1
+    if is_default and {column, "input_ids"}.isdisjoint(columns):
         (column,) = reading.usual_columns(name, columns, USUAL_COLUMNS) or [column]
 
     def from_text(row: dict) -> list[dict]:
@@ -97,11 +99,15 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
         if not isinstance(text, str):
             raise ValueError(f"{column} is {text!r}, not text")
         options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
-        ids = tokenizer(text, verbose=False, **options)["input_ids"]
+        documents = []
+        # In a text file, the text of EOS separates documents.
+        for part in text.split(eos) if CONTINUES in row else [text]:
+            ids = tokenizer(part, verbose=False, **options)["input_ids"]
+            documents += [{"input_ids": [*ids, tokenizer.eos_token_id]}] if part else []
         is_line = "wikitext" in name.lower() and text.endswith("\n")  # of an article
-        if not is_line and not row.get(CONTINUES):
-            ids.append(tokenizer.eos_token_id)
-        return [{"input_ids": ids}] if text else []
+        if documents and (is_line or row.get(CONTINUES)):
+            documents[-1]["input_ids"].pop()
+        return documents
 
     def from_tokens(row: dict) -> list[dict]:
         limit = "--block-size", size + 1
@@ -110,10 +116,11 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     if column not in columns and "input_ids" not in columns:
         raise reading.no_columns(name, [column], columns, "Pass --text-column.")
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
-    rows = reading.select(rows, [column, "input_ids"])
     if column not in columns:
-        return reading.map_rows(name, rows, from_tokens, FEATURES, *key)
-    documents = reading.map_rows(name, rows, from_text, FEATURES, *key)
+        return reading.map_rows(name, rows, ["input_ids"], from_tokens, FEATURES, *key)
+    documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
+    if CONTINUES in columns and len(documents) > len(rows):
+        print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")
     key = reading.cache_key(blocks, documents._fingerprint, size)
     return Dataset.from_generator(partial(blocks, documents, size), FEATURES, fingerprint=key)
 

@@ -146,7 +146,7 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
     return reading.map_rows(
-        name, rows, lambda row: convert([row])[0], FEATURES, args.bad_rows, *key
+        name, rows, columns, lambda row: convert([row])[0], FEATURES, args.bad_rows, *key
     )
 
 

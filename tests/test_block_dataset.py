@@ -87,7 +87,7 @@ def test_lines_of_wikitext_are_not_documents(tmp_path):
 def test_columns_are_found_or_named(tmp_path, capfd):
     path = write_rows(tmp_path / "x.jsonl", [{"id": 1, "content": "seven"}])
     assert decode(load(path)) == "seven</s>"
-    assert "x.jsonl: uses content of the columns id, content" in capfd.readouterr().out
+    assert "x.jsonl: uses content; left out: id" in capfd.readouterr().out
     with pytest.raises(Problem, match="no column x. Its columns are: id, content. Pass --text-col"):
         load(path, text_column="x")
     write_rows(path, [{"content": "a", "text": "eight", "input_ids": [5]}])
