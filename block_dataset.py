@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Annotated, Any, Literal
@@ -121,8 +121,11 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
     if CONTINUES in columns and len(documents) > len(rows):
         print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")
-    key = reading.cache_key(blocks, documents._fingerprint, size)
-    return Dataset.from_generator(partial(blocks, documents, size), FEATURES, fingerprint=key)
+    added = tokenizer("", verbose=False)["input_ids"]
+    bos = [x for x in added if x == tokenizer.bos_token_id != tokenizer.eos_token_id]
+    key = reading.cache_key(blocks, documents._fingerprint, size, bos)
+    generate = partial(blocks, documents, size, tokenizer.eos_token_id, bos)
+    return Dataset.from_generator(generate, FEATURES, fingerprint=key)
 
 
 def text_pieces(file: IO[str]) -> Iterator[dict[str, Any]]:
@@ -142,12 +145,18 @@ def text_pieces(file: IO[str]) -> Iterator[dict[str, Any]]:
     yield {"text": pending.rstrip("\r\n"), CONTINUES: False}
 
 
-def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
+def blocks(
+    rows: Dataset, size: int, eos: int = -1, bos: Sequence[int] = ()
+) -> Iterator[dict[str, list[int]]]:
     """Join the documents and yield blocks of `size` + 1 tokens; the last one may be shorter. Each
-    starts with the last token of the one before, so every token but the first is a target once."""
+    starts with the last token of the one before, so every token but the first is a target once.
+    `bos` precedes each document: some models cannot predict without it."""
     pending: list[int] = []
+    beginning = bos
     for row in rows:
+        pending += beginning
         pending += row["input_ids"]
+        beginning = bos if row["input_ids"][-1:] == [eos] else ()
         last = (len(pending) - 1) // size * size
         for start in range(0, last, size):
             yield {"input_ids": pending[start : start + size + 1]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import block_dataset
@@ -180,6 +180,23 @@ def test_text_without_spaces_is_cut_too(tmp_path):
     with (tmp_path / "x.txt").open() as file:
         pieces = [piece["text"] for piece in block_dataset.text_pieces(file)]
     assert max(map(len, pieces)) <= 65 * block_dataset.PIECE and "".join(pieces) == "é" * 3_000_000
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_bos_precedes_each_document_if_the_tokenizer_adds_it(suffix, tmp_path, monkeypatch):
+    monkeypatch.setattr(block_dataset, "PIECE", 64)
+    tokenizer = small_tokenizer(PATTERNS["GPT-2"])
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    single = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer.backend_tokenizer.post_processor = single
+    texts = [random_text(seed, 300).strip() for seed in range(3)]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": text} for text in texts])
+    if suffix == ".txt":
+        path = tmp_path / "x.txt"
+        path.write_text("</s>".join(texts))
+    rows = block_dataset.load_blocks(str(path), tokenizer, Data(block_size=64))["train"]
+    assert ids_of(rows) == [token for text in texts for token in [*tokenizer(text)["input_ids"], 0]]
 
 
 @pytest.mark.slow  # measures time
