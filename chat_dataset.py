@@ -361,10 +361,18 @@ def check_rendered(turns: Turns, text: str, with_reasoning: bool) -> None:
         ends = [find(content, text, start, role)]
         for call in turn.get("tool_calls", ()):
             function = call.get("function", call)
-            names = function["name"], *function["arguments"]
-            start = max(find(name, text, start, role) for name in names)
+            arguments = function["arguments"]
+            parts = [function["name"], *arguments]
+            parts += [value for value in arguments.values() if isinstance(value, str)]
+            start = max(find(part, text, start, role) for part in parts)
             ends.append(start)
+            if arguments and str(arguments) in text:
+                raise Problem(f"the chat template writes calls in Python, not in JSON. {ADVICE}")
         if with_reasoning:
+            thoughts = turn["content"].count("</think>") or 1
+            if text.count("</think>") > thoughts + ("reasoning_content" in turn):
+                raise ValueError("the chat template adds </think> to an answer that has one. Write "
+                                 "the reasoning as reasoning_content")  # fmt: skip
             parts = reasoning.rpartition("<think>")[2], turn.get("reasoning_content", "")
             for part in (*parts, turn.get("thinking", "")):
                 find(part, text, 0, role)

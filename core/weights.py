@@ -24,7 +24,8 @@ TEXT_PART = "language_model."  # prefix of the keys of a multimodal model's text
 IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, and the rest
 # Buffers in files of older Transformers versions, which compute them now.
 OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|embed_positions\.weights$|"
-                         r"(inv_freq|position_ids|_float_tensor|version|causal_mask)$")  # fmt: skip
+                         r"(inv_freq|position_ids|_float_tensor|version|causal_mask)$|"
+                         r"EncDecAttention\.relative_attention_bias\.weight$")  # fmt: skip
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
 # Config fields that training changes; exports keep the base's values. SWITCHED_OFF are suffixes: of
 # a field that lets ranks skip different layers, and of one that makes validation divide weights.
@@ -195,6 +196,12 @@ def _read_model(
     problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
         raise Problem(f"{directory} does not contain this model; {problems}. Check its files.")
+    # Such as layers that predict further tokens, which Transformers leaves out without a word.
+    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$^"]))
+    unread = [x for x in text or tensors if ignored.search(x) and not OLD_BUFFERS.search(x)]
+    if unread:
+        print0(f"{len(unread)} tensors of {directory}, such as {unread[0]}, are not part of "
+               f"{library_class(kind).__name__}: they are not trained, nor in final/")  # fmt: skip
     return model
 
 

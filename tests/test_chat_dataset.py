@@ -327,6 +327,21 @@ def test_thoughts_are_targets_once():
             [USER, ASSISTANT | {"content": "<think>hm</think>b"}],
             "drops 'hm' of the assistant's turn",
         ),
+        (
+            CHATML.replace("m.content", "('</think>' if m.role == 'assistant') ~ m.content"),
+            [USER, ASSISTANT | {"content": "hm</think>b"}],
+            "adds </think> to an answer that has one",
+        ),
+        (
+            CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')"),
+            [USER, CALL_TURN],
+            "writes calls in Python",
+        ),
+        (
+            CHATML.replace("m.content", "m.content ~ ('f day n none of' if m.tool_calls)"),
+            [USER, CALL_TURN],
+            "drops '2024-05-01' of the assistant's turn",
+        ),
         ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     ],
 )

@@ -151,6 +151,20 @@ def test_older_and_extra_keys_are_accepted(process_group, t5_directory, gpt2_dir
     assert torch.equal(source["transformer.wte.weight"], tensors["wte.weight"])
 
 
+def test_tensors_that_transformers_leaves_out_are_named(
+    process_group, llama_directory, tmp_path, capfd, monkeypatch
+):
+    """As of Qwen 3.5, whose layer that predicts one token more is no part of the model."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*"])
+    tensors = stored(llama_directory)
+    save_file(tensors | {"mtp.norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    config = LlamaForCausalLM.config_class.from_pretrained(llama_directory)
+    weights.new_model(LlamaForCausalLM, config, llama_directory)
+    assert "not trained" not in capfd.readouterr().out
+    weights.new_model(LlamaForCausalLM, config, tmp_path)
+    assert "1 tensors of" in (out := capfd.readouterr().out) and "as mtp.norm.weight, are no" in out
+
+
 @pytest.mark.parametrize("name", [
     "model.decoder.version", "model.encoder.embed_positions.weights",
     "transformer.h.0.attn.causal_mask", "transformer.h.0.attn.attention.masked_bias",
