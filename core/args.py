@@ -57,7 +57,7 @@ class Run:
     save_every: Size = 50
     """save a checkpoint every N steps, after each epoch and at the end; 0: only at the end"""
     checkpoint_type: Literal["sharded", "full"] = "sharded"
-    """a file per rank, or one, for which rank 0 holds the whole state"""
+    """full: besides a file per rank, rank 0 writes full.pt of the whole state"""
     keep_checkpoints: Count = 2
     """newest checkpoints to keep"""
     save_best: bool = True

@@ -32,13 +32,12 @@ PAIRS = (  # other usual names of prompts and answers, in lower case
 INPUTS = ("input", "context")  # columns that continue those of INSTRUCTIONS
 INSTRUCTIONS = ("instruction", "query")
 PREFERENCES = ("chosen", "rejected", "rejected_response", "rejected_messages")
-TURNS = ("parent_id", "message_tree_id", "role")  # columns of rows that are single turns
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 # Keys of a turn or a row that say whether it is a target; `mask` says the opposite.
 TRAIN_KEYS = ("mask", "weight", "loss", "train", "training", "trainable", "loss_mask",
               "loss_scale", "loss_weight")  # fmt: skip
-# Columns besides the chat that are read here, and those that are refused.
-COLUMNS = (*INPUTS, *PREFERENCES, *MEDIA, *TRAIN_KEYS, "history", "functions", "label", "kto_tag")
+# Columns besides the chat that are read here, or refused.
+COLUMNS = (*INPUTS, *PREFERENCES, *MEDIA, *TRAIN_KEYS, "history", "label", "kto_tag")
 SPEAKERS = {"human": "user", "function": "tool", "observation": "tool", "tool_response": "tool"}
 SPEAKERS |= {"developer": "system"}
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call in JSON
@@ -49,7 +48,7 @@ date time timestamp created created_at create_time updated_at model model_name l
 state source category author user header hashed_ip openai_id toxic redacted temperature top_p
 token_counter tokens token_count num_tokens length rating score text markdown metadata finish_reason
 stop_reason end_turn recipient"""
-KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls", "function_call"}
+KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls"}
 KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
 # Tools and calls as in Hermes and Qwen 2.5.
 CHATML = r"""{{- bos_token or '' -}}
@@ -87,30 +86,31 @@ def find_columns(
 
     Raise Problem if the rows are preferences or single turns.
     """
-    if args.prompt_column:
+    if args.prompt_column and form == (args.prompt_column, args.completion_column):
         return form
-    form = form or next((x for x in FORMATS if {*x} <= {*columns}), ())
-    if not form and not {*TURNS}.isdisjoint(columns):
+    preferences = [x for x in PREFERENCES if x in columns]
+    if preferences:
+        raise Problem(f"Data set {name} has preferences ({', '.join(preferences)}), which need "
+                      "another loss. To train on the chosen answers, pass --prompt-column and "
+                      "--completion-column, or write them as rows of messages.")  # fmt: skip
+    for usual in FORMATS:
+        if not form and columns.keys() >= {*usual}:
+            form = usual
+    if form or "input_ids" in columns:
+        return form
+    if "role" in columns:
         raise Problem(f"Data set {name} has single turns. Write each path from a prompt to an "
                       "answer as one row of messages.")  # fmt: skip
-    if preferences := [x for x in PREFERENCES if x in columns]:
-        advice = "write them as rows of messages"
-        prompt = next((x for x in (*form[:1], "prompt", "question") if x in columns), None)
-        if prompt and "chosen" in columns and not isinstance(columns["chosen"], list):
-            advice = f"pass --prompt-column {prompt} --completion-column chosen"
-        raise Problem(f"Data set {name} has preferences ({', '.join(preferences)}), which need "
-                      f"another loss. To train on the chosen answers, {advice}.")  # fmt: skip
-    if not form and {args.text_column, "input_ids"}.isdisjoint(columns):
-        form = usual_columns(name, columns, PAIRS) or ()
-    return form
+    if args.text_column in columns:
+        return ()
+    return usual_columns(name, columns, PAIRS) or ()
 
 
 def normalize(row: dict, form: Sequence[str]) -> dict:
     """Return a row with its chat in the columns `form` as messages or text, and without the other
     COLUMNS. Raise ValueError if the row is unusable, for example because it is excluded."""
-    prompt, *answer = (row.get(column) for column in form)
     for key in MEDIA:
-        if row.get(key) and (key.endswith("s") or f"<{key}>" in f"{prompt} {answer}"):
+        if row.get(key):
             raise ValueError(f"the row has {key}, and this script trains on text only")
     tags = ("label", "kto_tag") if form[0] in ("messages", "prompt") else ("kto_tag",)
     for key in tags:
@@ -119,29 +119,35 @@ def normalize(row: dict, form: Sequence[str]) -> dict:
                           "needs another loss. Delete such rows, or the column.")  # fmt: skip
     if not is_trained(row, "row"):
         raise ValueError("the row excludes all assistant turns, so there is nothing to learn")
+    result = {key: value for key, value in row.items() if key not in COLUMNS}
+    result["tools"] = from_json(row.get("tools"))
+    prompt = row.get(form[0])
+    if len(form) == 1:
+        prompt = from_json(prompt)
+    else:
+        result[form[1]] = read_turns(row.get(form[1]))
     for key in INPUTS if form[0] in INSTRUCTIONS else ():
         if row.get(key) not in (None, ""):
             prompt = f"{as_text(prompt, form[0])}\n\n{as_text(row[key], key)}"
-    prompt = read_turns(prompt if answer else from_json(prompt))
-    earlier = [{"train": True} | x if x["role"] == "assistant" else x
-               for x in read_turns(earlier_turns(row.get("history")))]  # fmt: skip
-    if earlier:
-        prompt = [*earlier, *as_turns("user", prompt)]
-    chat = dict(zip(form, (prompt, *map(read_turns, answer)), strict=True))
-    tools = from_json(row.get("tools") or row.get("functions"))
-    others = {key: x for key, x in row.items() if key not in COLUMNS}
-    return others | chat | {"tools": tools}
+    prompt = read_turns(prompt)
+    earlier = earlier_turns(row.get("history"))
+    result[form[0]] = [*earlier, *as_turns("user", prompt)] if earlier else prompt
+    return result
 
 
 def is_trained(item: dict, what: str) -> bool:
     """Return whether a turn or a row is a target by its TRAIN_KEYS: true, 1 or none."""
-    words = {"0": 0, "false": 0, "1": 1, "true": 1}  # of CSV
-    values = {x: item[x] for x in TRAIN_KEYS if item.get(x) not in (None, "")}
-    values = {key: words.get(str(value).lower(), value) for key, value in values.items()}
-    for key, value in values.items():
-        if value not in (0, 1):
+    words = {"false": False, "0": False, "0.0": False, "true": True, "1": True, "1.0": True}
+    for key in TRAIN_KEYS:
+        value = item.get(key)
+        if value in (None, ""):
+            continue
+        word = str(value).lower()  # CSV has text
+        if word not in words:
             raise ValueError(f"the {what} has {key} {value!r}. Use true, false, 0 or 1")
-    return all(bool(value) != (key == "mask") for key, value in values.items())
+        if words[word] == (key == "mask"):
+            return False
+    return True
 
 
 def as_text(value: Any, name: str) -> str:
@@ -157,7 +163,8 @@ def as_turns(role: str, value: Any) -> list:
 
 
 def earlier_turns(history: Any) -> list[dict]:
-    """Return the turns of a `history`: pairs of question and answer, or messages."""
+    """Return the turns of a `history`, pairs of question and answer or messages. Answers are
+    targets, unless they say otherwise."""
     turns = []
     for item in from_json(history) or ():
         if isinstance(item, dict):
@@ -165,8 +172,12 @@ def earlier_turns(history: Any) -> list[dict]:
         elif not isinstance(item, list) or len(item) != 2:
             raise ValueError("history is not a list of pairs or turns")
         else:
-            question, answer = item
-            turns += [*as_turns("user", question), *as_turns("assistant", answer)]
+            turns += as_turns("user", item[0])
+            turns += as_turns("assistant", item[1])
+    turns = read_turns(turns)
+    for turn in turns:
+        if turn["role"] == "assistant":
+            turn.setdefault("train", True)
     return turns
 
 
@@ -181,50 +192,47 @@ def read_turns(value: Any) -> Any:
 
 def read_turn(turn: dict) -> dict:
     """Return a turn with role and content, with calls in `tool_calls`, with `train` False if it is
-    no target, and without empty or harmless keys. Raise ValueError if it contradicts itself."""
+    no target, and without empty or harmless keys."""
     speaker = turn.get("role") or turn.get("from")
     role = SPEAKERS.get(speaker, speaker)
     content = turn.get("content", turn.get("value"))
-    calls, call = from_json(turn.get("tool_calls")), turn.get("function_call")
+    calls = from_json(turn.get("tool_calls"))
     if speaker in CALLERS:
-        call, content = content, None
-    if call and calls:
-        raise ValueError(f"the {role}'s turn has function_call and tool_calls. Remove one")
-    if call:
-        call = from_json(call)
-        calls = [call] if isinstance(call, dict) else call
-        if not isinstance(calls, list):
+        call, content = from_json(content), None
+        if not isinstance(call, dict | list):
             raise ValueError("the function call is not an object")
-        calls = [{"type": "function", "function": x} for x in calls]
+        calls = call if isinstance(call, list) else [call]
+        calls = [{"type": "function", "function": function} for function in calls]
     if isinstance(content, list):
         content = joined_parts(content)
     result = {"role": role, "content": "" if content is None and calls else content}
     if calls:
-        result["tool_calls"] = list(map(parse_call, calls))
+        result["tool_calls"] = [parse_call(call) for call in calls]
     if not is_trained(turn, f"{role}'s turn"):
         result["train"] = False
-    result |= {key: turn[key] for key in OPTIONAL_KEYS if turn.get(key)}
-    unknown = {key: x for key, x in turn.items() if key not in KNOWN_KEYS}
-    return result | {key: x for key, x in unknown.items() if x not in (None, "", [], {})}
+    for key, value in turn.items():
+        is_kept = key in OPTIONAL_KEYS or key not in KNOWN_KEYS
+        if is_kept and value not in (None, "", [], {}):
+            result[key] = value
+    return result
 
 
 def joined_parts(parts: list) -> Any:
     """Return the text of a content that is a list of parts, unchanged if others than text or parts
     that are no targets are among them."""
-    texts = [
-        "text" in part.get("type", "text")
-        and is_trained(part, "part")
-        and part.get("text", part.get("value"))
-        for part in parts
-    ]
-    return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else parts
+    texts = []
+    for part in parts:
+        text = part.get("text", part.get("value"))
+        is_text = "text" in part.get("type", "text") and isinstance(text, str)
+        if not is_text or not is_trained(part, "part"):
+            return parts
+        texts.append(text)
+    return "".join(texts) if texts else parts
 
 
-def parse_call(call: Any) -> Any:
+def parse_call(call: dict) -> dict:
     """Return a tool call with its arguments parsed, as most templates write them by `tojson`."""
     function = call.get("function", call)
-    if not isinstance(function, dict):
-        return call
     function = function | {"arguments": from_json(function.get("arguments")) or {}}
     return call | {"function": function} if "function" in call else function
 

@@ -4,10 +4,9 @@ Without this file, all weights are trained. Works with any model. Needs peft, an
 bitsandbytes. All ranks call each function together.
 """
 
-import importlib.util
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,28 +44,20 @@ class Lora:
     """projections with adapters, such as q_proj v_proj; none: all in the blocks"""
     load_in_4bit: Switch = False
     """hold frozen projections in NF4 (QLoRA)"""
-    merge: Switch = False
-    """export whole models, not adapters"""
 
     def problems(self, args: Any) -> list[str]:
         """Return a message for each flag of LoRA or 4-bit weights that cannot work."""
         if not self.lora_rank:
-            changed = [name for name, x in vars(Lora()).items() if getattr(self, name) != x]
+            defaults = vars(Lora())
+            changed = [name for name, x in vars(self).items() if x != defaults[name]]
             return [f"--{x.replace('_', '-')} needs adapters. Pass --lora-rank." for x in changed]
-        install, in_4bit = "Run `pip install -r requirements-extras.txt`.", self.load_in_4bit
-        has_peft, has_bits = map(importlib.util.find_spec, ("peft", "bitsandbytes"))
-        fsdp, strategy, name = args.sharding.fsdp, args.sharding.strategy, args.model.model_name
-        is_whole = strategy in FSDP1_ONLY
-        rules = {
-            f"--lora-rank needs another strategy than {strategy}. Pass full_shard.": is_whole,
-            "--lora-rank needs --fsdp 2. FSDP1 holds gradients of frozen weights.": fsdp == 1,
-            "--merge needs a model in files, not tiny.": self.merge and name == "tiny",
-            f"--lora-rank needs peft. {install}": not has_peft,
-            f"--load-in-4bit needs bitsandbytes. {install}": in_4bit and not has_bits,
-            # FSDP2 would cast the bytes.
-            "--load-in-4bit needs torch 2.13 or newer.": in_4bit and torch.__version__ < "2.13",
-        }
-        return [message for message, is_wrong in rules.items() if is_wrong]
+        problems = []
+        if args.sharding.strategy in FSDP1_ONLY or args.sharding.fsdp == 1:
+            problems.append("--lora-rank needs --fsdp 2 and --strategy full_shard, hybrid_shard or "
+                            "shard_grad_op.")  # fmt: skip
+        if self.load_in_4bit and torch.__version__ < "2.13":  # FSDP2 would cast the bytes
+            problems.append("--load-in-4bit needs torch 2.13 or newer.")
+        return problems
 
 
 def choose_fsdp(args: Any) -> None:
@@ -123,11 +114,11 @@ def add(
             if ".lora_A." in name:
                 nn.init.kaiming_uniform_(source[name], a=math.sqrt(5))
     base_digest = ranks.on_rank_zero(lambda: digest(sorted(values.items()))[:8])
-    model.adapters, model.merges_adapters = config, options.merge
+    model.adapters = config
     model.only_trained = True  # in checkpoints
-    model.identity = f", adapters of rank {config.r}, alpha {config.lora_alpha:g}, on "
-    model.identity += f"{' '.join(sorted(targets))}, base {base_digest}"
-    model.identity += " in 4 bits" if options.load_in_4bit else ""
+    model.identity = f", --lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
+    model.identity += f"{' '.join(sorted(targets))}" + options.load_in_4bit * " --load-in-4bit"
+    model.identity += f", base {base_digest}"
 
 
 def projections(
@@ -157,11 +148,7 @@ def export_model(
     check_stop: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Write a model as `core.export` does or, if it has adapters, these, in fp32, as a directory
-    that `PeftModel.from_pretrained` loads.
-
-    With --merge, write a whole model in `dtype`: rank 0 maps the base's files again and adds the
-    product of the adapters in fp32.
-    """
+    that `PeftModel.from_pretrained` loads."""
     if not hasattr(model, "adapters"):
         export.export_model(model, tokenizer, path, dtype, check_stop)
         return
@@ -182,37 +169,7 @@ def export_model(
         export.write_tokenizer(tokenizer, temporary)
 
     with export.new_directory(path) as temporary:
-        if model.merges_adapters:
-            merged = _merged(model, tensors, dtype, check_stop)
-            export.write_model(model, merged, tokenizer, temporary, dtype)
-        else:
-            ranks.on_rank_zero(write_adapters)
-
-
-def _merged(
-    model: nn.Module, adapters: dict[str, Tensor], dtype: torch.dtype,
-    check_stop: Callable[[], None],
-) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """Yield the name and value of each tensor of the merged model. On rank 0, add the adapters'
-    products in fp32 and cast to `dtype`; on other ranks the values are on meta."""
-    directory = Path(model.config.name_or_path)  # as the run has opened it, on each node
-    base, source = weights.new_model(weights.library_class(type(model)), model.config, directory)
-    device = model.get_input_embeddings().weight.device_mesh.device_type
-    for name, tensor in export.whole_tensors(base, torch.float32, check_stop):
-        if source:  # rank 0
-            # On the device: one thread of a CPU would take ten minutes for 70B.
-            tensor = export.gather(source[name].to(device), torch.float32)
-            layer = name.removesuffix(".weight")
-            key = f"base_model.model.{layer}"
-            if f"{key}.lora_A.weight" in adapters:
-                # A is [rank, width], B [outputs, rank].
-                A, B = (adapters[f"{key}.lora_{x}.weight"].to(device) for x in "AB")
-                product = B @ A * (model.adapters.lora_alpha / model.adapters.r)
-                if isinstance(base.get_submodule(layer), Conv1D):
-                    product = product.T  # because its weight is [width, outputs]
-                tensor = tensor + product
-            tensor = export.gather(tensor, export.stored_dtype(base, name, dtype))
-        yield name, tensor
+        ranks.on_rank_zero(write_adapters)
 
 
 class Linear4bit(nn.Linear):
@@ -231,6 +188,7 @@ class Linear4bit(nn.Linear):
         self.quant_state = None
         packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight.whole_shape = torch.Size([outputs, width])
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.

@@ -6,7 +6,7 @@ masks most of it. With flash-attn, set `config._attn_implementation = "flash_att
 """
 
 import contextlib
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,45 +29,37 @@ class Kernel:
     attention: Literal["auto", "flash", "varlen", "sdpa", "eager"] = "auto"
     """flash: flash-attn; varlen: torch's; sdpa, eager: with a mask; auto: the first that runs"""
 
-    def problems(self, args: Any) -> list[str]:
-        """Return a message if the kernel of --attention cannot run here."""
-        if self.attention in ("flash", "varlen"):
-            try:
-                varlen_kernel(self.attention, args.sharding.precision)
-            except Problem as error:
-                return [str(error)]
-        return []
-
 
 def set_kernel(
     args: Any, config: transformers.PretrainedConfig, kind: type[transformers.PreTrainedModel]
 ) -> None:
     """Set --attention, given all arguments of a script, in the config of a model of class `kind`,
     and print it. Raise Problem if the model cannot use it."""
-    name, length, sharding = args.kernel.attention, args.data.max_seq_length, args.sharding
+    name, length, precision = (
+        args.kernel.attention,
+        args.data.max_seq_length,
+        args.sharding.precision,
+    )
     has_sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
     is_packed = kind._supports_attention_backend and not _needs_mask(config, length)
     if name == "auto":
         name = "sdpa" if has_sdpa else "eager"
         # `per_document` would break the compiled graph.
-        is_traced = sharding.compile and not torch.accelerator.is_available()
+        is_traced = args.sharding.compile and not torch.accelerator.is_available()
         for candidate in ("varlen", "flash") if has_sdpa and is_packed and not is_traced else ():
             with contextlib.suppress(Problem):
-                varlen_kernel(candidate, sharding.precision)
+                varlen_kernel(candidate, precision)
                 name = candidate
     if name == "sdpa" and not has_sdpa:
         raise Problem(f"--attention sdpa: {kind.__name__} lacks it. Pass eager.")
-    text = config._attn_implementation = name
+    config._attn_implementation = name
     if name in ("flash", "varlen"):
         if not is_packed:
-            raise Problem(
-                f"--attention {name}: {kind.__name__} needs a mask, dropout or attention of its "
-                f"own. Pass --attention {'sdpa' if has_sdpa else 'eager'}."
-            )
-        kernel = varlen_kernel(name, sharding.precision)
-        register(kernel, length)
-        config._attn_implementation, text = "packed", f"{name} ({kernel.__name__})"
-    print0(f"attention: {text}")
+            raise Problem(f"--attention {name}: {kind.__name__} needs a mask, dropout or attention "
+                          "of its own. Pass --attention sdpa or eager.")  # fmt: skip
+        register(varlen_kernel(name, precision), length)
+        config._attn_implementation = "packed"
+    print0(f"attention: {name}")
 
 
 def _needs_mask(config: transformers.PretrainedConfig, length: int) -> bool:
@@ -110,25 +102,21 @@ def varlen_kernel(name: str, precision: str) -> Function:
 
 def flash_attn() -> Function:
     """Return the kernel of flash-attn 3 if it is installed and the GPU is a Hopper, otherwise that
-    of flash-attn 2. Raise Problem if neither can be imported."""
+    of flash-attn 2. Raise Problem if it cannot be imported."""
+    name = "flash_attn"
     is_hopper = torch.cuda.get_device_capability()[0] == 9
-    errors = []
-    for name in ["flash_attn_interface"] * is_hopper + ["flash_attn"]:
-        try:
-            module = importlib.import_module(name)
-            function = module.flash_attn_varlen_func
-            break
-        except Exception as error:  # any type, if it was built for another torch or driver
-            errors.append(f"{name}: {error}")
-    else:
-        raise Problem(f"--attention flash needs flash-attn ({'; '.join(errors)}). Install it.")
+    if is_hopper and importlib.util.find_spec("flash_attn_interface"):
+        name = "flash_attn_interface"
+    try:
+        function = importlib.import_module(name).flash_attn_varlen_func
+    except Exception as error:  # any type, if it was built for another torch or driver
+        raise Problem(f"--attention flash needs {name} ({error}). Install it.") from error
 
     def flash(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> Tensor:
         limits = ends, ends, longest, longest
         output = function(q, k, v, *limits, softmax_scale=scale, causal=True)
         return output[0] if isinstance(output, tuple) else output
 
-    flash.__name__ = f"{name} {getattr(module, '__version__', '3')}"
     return flash
 
 
@@ -158,8 +146,8 @@ def register(kernel: Function, longest: int = 0) -> None:
         """Return attention [batch, length, heads, size] of [batch, heads, length, size] inputs."""
         name = type(module).__name__
         if cu_seq_lens_q is None:
-            raise Problem(f"--attention flash and varlen need cu_seq_lens_q, which the layer of "
-                          f"{name} does not pass on. Pass --attention sdpa.")  # fmt: skip
+            raise Problem(f"--attention flash and varlen need cu_seq_lens_q, which {name} does not "
+                          "pass on. Pass --attention sdpa.")  # fmt: skip
         batch, _, length, _ = query.shape
         features = {"attention_mask": attention_mask} | options
         if sliding_window is not None and sliding_window < (longest or length):
@@ -169,10 +157,9 @@ def register(kernel: Function, longest: int = 0) -> None:
         used = {feature for feature, x in features.items() if isinstance(x, Tensor) or x}
         missing = sorted(used - IGNORED)
         if missing:
-            raise Problem(
-                f"--attention flash and varlen do not support {', '.join(missing)}, which {name} "
-                "needs. Pass --attention eager, or sdpa for a window or dropout."
-            )
+            raise Problem(f"--attention flash and varlen lack {', '.join(missing)}, which {name} "
+                          "needs. Pass --attention eager, or sdpa for a window or dropout."
+                          )  # fmt: skip
         # Under autocast the rotary embedding leaves queries and keys in fp32.
         parts = (x.transpose(1, 2).flatten(0, 1).to(value.dtype) for x in (query, key, value))
         output = kernel(*parts, cu_seq_lens_q, max_length_q, scaling)

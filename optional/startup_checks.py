@@ -36,18 +36,28 @@ LEAK = (
     "because the model ignores position_ids and cu_seq_lens. Pass --no-packing."
 )
 NOT_A_SUM = (
-    "summed_loss is not a sum over target tokens: a batch's loss differs by {:.0%} from the sum of "
+    "summed_loss is not a sum over target tokens: a batch's loss differs by {:.2%} from the sum of "
     'its examples\' losses. Use reduction="sum". If your loss cannot be a sum, divide by your own '
     "count in train, and delete this check in startup_checks.py."
 )
-NOT_CHECKED = "The loss is not checked against the model's own logits: loss_logits was not called."
+FLAT_SHARDS = (
+    "{} gets flat shards of FSDP1, not tensors: this trains correctly only if each element is "
+    "updated by itself. Otherwise pass --fsdp 2."
+)
+ELEMENTWISE = ("torch.optim.", "bitsandbytes.")  # modules of optimizers
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise Problem if an optimizer would train incorrectly on the shards of a model."""
-    is_sharded = isinstance(model, FSDP | FSDPModule) and dist.get_world_size() > 1
-    if is_sharded and isinstance(optimizer, torch.optim.Adafactor):
+    """Raise Problem if an optimizer would train incorrectly on the shards of a model; print a line
+    if it may."""
+    if not isinstance(model, FSDP | FSDPModule) or dist.get_world_size() == 1:
+        return
+    if isinstance(optimizer, torch.optim.Adafactor):
         raise Problem("Adafactor would factor shards, not tensors. Pass --strategy ddp.")
+    bases = [base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer]
+    is_known = any(base.__module__.startswith(ELEMENTWISE) for base in bases)
+    if isinstance(model, FSDP) and not is_known:
+        print0(FLAT_SHARDS.format(type(optimizer).__name__))
 
 
 # Two samples that start alike, for the `collate` of each data module. The last one is the shortest.
@@ -94,8 +104,6 @@ def check_model(
         # FSDP records its prefetch order in the first pass, so run it as in training.
         losses = [summed_loss(model, batch).flatten()[:1] for batch in probe]
         if sum(map(len, chunks)) not in (len(is_target), is_target.sum()):
-            if not is_seq2seq:
-                print0(NOT_CHECKED)
             chunks = list(outputs)  # of the model's forward in summed_loss, if it was called
         if not chunks:
             chunks = [model(**_model_inputs(batch)).logits.flatten(0, 1) for batch in probe]
@@ -118,6 +126,18 @@ def check_model(
         _check_equal(after_itself, after_other, noise / 16, LEAK)
     # A mean would train with gradients that are too small. Rounding may route to other experts.
     _check_equal(sum(losses[1:]), losses[0], 0.1, NOT_A_SUM)
+    if token_loss := summed_loss.__globals__.get("token_loss"):
+        _check_token_loss(token_loss, together[:4], labels[labels != -100][:4])
+
+
+def _check_token_loss(token_loss: Callable, logits: Tensor, targets: Tensor) -> None:
+    """Raise Problem unless `token_loss` is exactly a sum over targets, as a term may be small."""
+    whole = token_loss(logits, targets)
+    parts = token_loss(logits[:1], targets[:1]) + token_loss(logits[1:], targets[1:])
+    ignored = torch.full_like(targets, -100)
+    padded = token_loss(torch.cat([logits, logits]), torch.cat([targets, ignored]))
+    for other in (parts, padded):
+        _check_equal(other[None], whole[None], 1e-5, NOT_A_SUM)
 
 
 def _model_inputs(batch: Batch) -> Batch:
@@ -132,8 +152,8 @@ def _recorded_logits(model: nn.Module) -> Iterator[tuple[list[Tensor], list[Tens
     chunks: list[Tensor] = []
     outputs: list[Tensor] = []
 
-    def record(compute: Callable, hidden: Tensor) -> Tensor:
-        chunks.append(compute(hidden))
+    def record(compute: Callable, *tensors: Tensor) -> Tensor:
+        chunks.append(compute(*tensors))
         return chunks[-1]
 
     def record_output(_: nn.Module, __: Any, output: Any) -> None:

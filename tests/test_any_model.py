@@ -125,7 +125,8 @@ def test_model_trains_resumes_and_exports_like_plain_pytorch(trained, name):
     else:
         mean_loss(model, seen["train"]).backward()
         expected = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
-        assert seen["gradient"].keys() == expected.keys()
+        unused = seen["gradient"].keys() - expected.keys()  # FSDP1 gives them zeros
+        assert not any(seen["gradient"][key].any() for key in unused)
         errors = [(seen["gradient"][key] - expected[key]).norm() for key in expected]
         norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
         assert torch.stack(errors).norm() < 1e-4 * norm

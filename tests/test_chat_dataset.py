@@ -73,10 +73,11 @@ def bpe(words: bool = True, **special: object) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
     tokenizer.decoder = decoders.ByteLevel()
-    lines = [f"{turn['content']} <|endoftext|> <|prompter|>" for turn in CHAT] * 4
+    end = "<|endoftext|> <|prompter|>" if words else "</s> [/INST]<think>\n\n</think>\n\n  x"
+    lines = [f"{turn['content']} {end}" for turn in CHAT] * 8
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"initial_alphabet": alphabet, "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=480 if words else 276, **options)
+    trainer = trainers.BpeTrainer(vocab_size=480 if words else 400, **options)
     tokenizer.train_from_iterator(lines, trainer)
     if bos := special.get("bos_token"):
         tokenizer.add_special_tokens([bos])
@@ -99,14 +100,9 @@ def byt5(template: str = PROMPTER) -> ByT5Tokenizer:
     return ByT5Tokenizer(chat_template=template)
 
 
-def encode(
-    chat: list[dict],
-    tokenizer: object,
-    tools: list[dict] | None = None,
-    train_on_prompt: bool = False,
-) -> list[tuple]:
+def encode(chat: list[dict], tokenizer: object, tools: list[dict] | None = None) -> list[tuple]:
     """Return the ids and labels of each document of a chat."""
-    return chat_dataset.encode((chat, tools), chat_dataset.AnswerTokens(tokenizer), train_on_prompt)
+    return chat_dataset.encode((chat, tools), chat_dataset.AnswerTokens(tokenizer))
 
 
 def target_texts(ids: list[int], labels: list[int], tokenizer: object) -> list[str]:
@@ -233,45 +229,28 @@ def test_labels_of_random_chats_are_exactly_the_answers(name, count):
     assert accepted_count > 0.6 * count
 
 
-def trained(model: object, trainer: object, pre_tokenizer: object, decoder: object) -> Tokenizer:
-    """Return a tokenizer trained on CHAT with words that merge across the templates' borders."""
-    tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.decoder = decoder
-    lines = [f"{x['content']} </s> [/INST]<think>\n\n</think>\n\n  x \n\n y" for x in CHAT] * 8
-    tokenizer.train_from_iterator(lines, trainer)
-    return tokenizer
-
-
-def merging_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose tokens merge spaces, line breaks and markers with other text."""
-    size = {"vocab_size": 400, "show_progress": False}
-    if kind == "byte-level":
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        trainer = trainers.BpeTrainer(initial_alphabet=level.alphabet(), **size)
-        tokenizer = trained(models.BPE(), trainer, level, decoders.ByteLevel())
-    elif kind == "SentencePiece":
-        spaces = pre_tokenizers.Metaspace(split=False)
-        trainer = trainers.BpeTrainer(special_tokens=["<unk>"], **size)
-        tokenizer = trained(models.BPE(unk_token="<unk>"), trainer, spaces, decoders.Metaspace())
-    else:
-        words = pre_tokenizers.WhitespaceSplit()
-        trainer = trainers.WordPieceTrainer(special_tokens=["<unk>"], **size)
-        model = models.WordPiece(unk_token="<unk>")
-        tokenizer = trained(model, trainer, words, decoders.WordPiece())
+def metaspace_tokenizer(*words: str) -> PreTrainedTokenizerFast:
+    """Return a Unigram tokenizer that prefers `words` to letters and puts a space before a text."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), *((x, -3.0) for x in "ab\n")]
+    tokenizer = Tokenizer(models.Unigram([*pieces, *((x, -1.0) for x in words)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
 
 
 def test_answer_whose_only_letter_merges_after_a_special_token_is_a_target():
     """Metaspace's "▁" before it has the offsets of the letter."""
-    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -1.0), ("a", -3.0), ("b", -3.0), ("ab", -1.0)]
-    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
-    [(ids, labels)] = chat_dataset.AnswerTokens(fast).encode("</s>ab", [(4, 5)])
-    assert fast.convert_ids_to_tokens(ids) == ["</s>", "▁", "a"]
+    tokenizer = metaspace_tokenizer("ab")
+    [(ids, labels)] = chat_dataset.AnswerTokens(tokenizer).encode("</s>ab", [(4, 5)])
+    assert tokenizer.convert_ids_to_tokens(ids) == ["</s>", "▁", "a"]
     assert labels == [-100, *ids[1:]]
+
+
+def test_answer_that_cannot_be_tokenized_on_its_own_is_refused():
+    """It would begin with a space after its prompt."""
+    tokens = chat_dataset.AnswerTokens(metaspace_tokenizer("ab"))
+    with pytest.raises(ValueError, match="a token spans the end of the prompt"):
+        tokens.encode("</s>ab", [(5, 6)])
 
 
 MERGES = {  # templates whose tokens merge at the start of an answer, or at its end
@@ -285,22 +264,16 @@ MERGES = {  # templates whose tokens merge at the start of an answer, or at its 
 
 
 @pytest.mark.parametrize("template", MERGES)
-@pytest.mark.parametrize("kind", ["byte-level", "SentencePiece", "WordPiece"])
-def test_context_of_each_answer_is_exactly_its_prompt(kind, template):
+def test_context_of_each_answer_is_exactly_its_prompt(template):
     """Tokens that span the end of a prompt or of an answer are cut, so that training sees what
     generation produces."""
-    tokenizer = merging_tokenizer(kind)
-    tokenizer.chat_template = MERGES[template]
+    tokenizer = bpe(words=False, eos_token="</s>", chat_template=MERGES[template])
     options = {"add_special_tokens": False}
     cut = 0
     for chat in [CHAT, *random_chats(3, 40)]:
         if chat[0]["role"] == "assistant":
             continue
-        try:
-            pairs = encode(chat, tokenizer)
-        except ValueError as error:
-            assert "drops" in str(error), error
-            continue
+        pairs = encode(chat, tokenizer)
         starts = []  # the tokens before each run of targets
         for ids, labels in pairs:
             runs = groupby(range(len(ids)), key=lambda i, labels=labels: labels[i] != -100)
@@ -311,11 +284,9 @@ def test_context_of_each_answer_is_exactly_its_prompt(kind, template):
         assert starts == [tokenizer(text, **options)["input_ids"] for text in prompts]
         whole = tokenizer(render(chat, None, tokenizer, False), **options)["input_ids"]
         cut += pairs[0][0][: len(whole)] != whole
-        if kind == "byte-level":
-            ends = [render(chat[: i + 1], None, tokenizer, False) for i in answers]
-            texts = [tokenizer.decode(ids).removesuffix("</s>") for ids, _ in pairs]
-            assert texts[-1].startswith(ends[-1].removesuffix("</s>"))
-    assert cut or kind == "WordPiece"
+        end = render(chat[: answers[-1] + 1], None, tokenizer, False).removesuffix("</s>")
+        assert tokenizer.decode(pairs[-1][0]).startswith(end)
+    assert cut
 
 
 def test_last_answer_gets_one_eos():
@@ -326,12 +297,10 @@ def test_last_answer_gets_one_eos():
     ((ids, labels),) = encode(CHAT[:4], tokenizer)
     assert target_texts(ids, labels, tokenizer) == answers[:1]
     tokenizer = bpe(eos_token="<|endoftext|>")
-    ((ids, labels),) = encode(CHAT[2:5], tokenizer)  # the assistant speaks first
-    assert [text.strip() for text in target_texts(ids, labels, tokenizer)] == [
-        x.strip() for x in answers[:2]
-    ]
-    ((ids, labels),) = encode(CHAT, tokenizer, train_on_prompt=True)
-    assert labels == [-100, *ids[1:]]
+    with pytest.raises(ValueError, match="starts with an answer"):
+        encode(CHAT[2:5], tokenizer)
+    ((ids, labels),) = encode([CHAT[2] | {"train": False}, *CHAT[3:5]], tokenizer)
+    assert target_texts(ids, labels, tokenizer) == [f"{answers[1]}"]
 
 
 def test_thoughts_are_targets_once():
@@ -350,13 +319,13 @@ def test_thoughts_are_targets_once():
         (LLAMA_2, [USER, USER, ASSISTANT], "rejects the chat: roles must alternate"),
         (chat_dataset.LLAMA_2, [ASSISTANT, USER], "user and assistant alternate"),
         (ASKS_FOR_THOUGHTS, [USER, ASSISTANT], "does not start the answer with its generation"),
-        (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], "drops content of the system's turn"),
-        (CHATML, [USER, CALL_TURN], "drops tool_calls of the assistant's turn"),
-        (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], "drops thinking of the assistant's turn"),
+        (FORGETS_THE_SYSTEM, [SYSTEM, USER, ASSISTANT], "does not start the answer with its"),
+        (CHATML, [USER, CALL_TURN], "drops 'f' of the assistant's turn"),
+        (CHATML, [USER, ASSISTANT | {"thinking": "hm"}], "drops 'hm' of the assistant's turn"),
         (
             CHATML.replace("m.content", "m.content.split('</think>')[-1]"),
             [USER, ASSISTANT | {"content": "<think>hm</think>b"}],
-            "drops content of the assistant's turn",
+            "drops 'hm' of the assistant's turn",
         ),
         ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     ],
@@ -365,9 +334,10 @@ def test_template_that_drops_content_is_refused(template, chat, message):
     tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=template)
     with pytest.raises(ValueError, match=message):
         encode(chat, tokenizer)
-    for question in (USER, USER | {"content": "the f"}):
-        with pytest.raises(ValueError, match="drops the tools"):
-            encode([question, ASSISTANT], known_tokenizer("chatml"), [TOOL])
+    for question, message in ((USER, "drops 'f' of the tools"), ("the f", "drops the tools")):
+        turn = question if question is USER else USER | {"content": question}
+        with pytest.raises(ValueError, match=message):
+            encode([turn, ASSISTANT], known_tokenizer("chatml"), [TOOL])
 
 
 STOCK = {"function": {"name": "stock_of", "arguments": {"item": 3}}}
@@ -381,11 +351,11 @@ CONTEXT += [RESULT, RESULT | {"content": "41"}, ASSISTANT | {"content": "42"}]
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("m.tool_calls or []", "[]", "drops tool_calls of the assistant's turn"),
-        ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "drops tool_calls of the assistant's"),
+        ("m.tool_calls or []", "[]", "drops '.*' of the assistant's turn"),
+        ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "drops '.*' of the assistant's"),
         ("assistant\n{{ m.content }}", "assistant\n{{ m.content if not m.tool_calls }}",
-         "drops content of the assistant's"),
-        ("<tool_response>\n{{ m.content }}", "<tool_response>\n", "drops content of the tool's"),
+         "drops 'Let me see.' of the assistant's"),
+        ("<tool_response>\n{{ m.content }}", "<tool_response>\n", "drops '41' of the tool's"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("tools", [None, [{"function": {"name": "stock_of", "x": "item"}}]])
@@ -405,8 +375,6 @@ def test_reasoning_may_be_left_out_of_the_context():
     chat = [USER, ASSISTANT | {"reasoning_content": "Hm.", "train": False}, USER, ASSISTANT]
     ((ids, _),) = encode(chat, tokenizer)
     assert "Hm." not in tokenizer.decode(ids)
-    with pytest.raises(ValueError, match="drops reasoning_content"):
-        encode([USER, ASSISTANT | {"reasoning_content": "Hm."}], bpe(), train_on_prompt=True)
 
 
 @pytest.mark.parametrize("chat", [CHAT, [USER, ASSISTANT | {"thinking": "Hm."}]])
@@ -419,33 +387,6 @@ def test_chat_trains_with_the_template_that_a_refusal_names(chat):
     thought = "<think>\nHm.\n</think>\n\n" if "thinking" in chat[-1] else ""
     answers = [turn["content"] + "<|im_end|>" for turn in chat if turn["role"] == "assistant"]
     assert "".join(target_texts(ids, labels, tokenizer)) == thought + "".join(answers) + "</s>"
-
-
-def test_targets_are_those_of_trls_training_templates():
-    """Except that TRL trains on the end of a prompt if its template renders it with the answer."""
-    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
-    compared = 0
-    for path in sorted(folder.glob("*_training.jinja")):
-        tokenizer = bpe(bos_token="<s>", eos_token="</s>", chat_template=path.read_text())
-        for chat in ([USER, ASSISTANT], [USER, ASSISTANT | {"reasoning_content": "Hm."}]):
-            try:
-                [(ids, labels)] = encode(chat, tokenizer)
-            except ValueError as error:
-                assert any(x in str(error) for x in ("generation prompt", "drops", "rejects"))
-                continue
-            options = {"return_dict": True, "return_assistant_tokens_mask": True}
-            out = tokenizer.apply_chat_template(chat, **options)
-            pairs = zip(out["input_ids"], out["assistant_masks"], strict=True)
-            theirs = tokenizer.decode([token for token, is_target in pairs if is_target]).rstrip()
-            ours = "".join(target_texts(ids, labels, tokenizer)).removesuffix("</s>").rstrip()
-            prompt = tokenizer.apply_chat_template(
-                chat[:1], tokenize=False, add_generation_prompt=True
-            )
-            theirs = theirs.removesuffix("</s>").rstrip()
-            assert theirs.endswith(ours), path.name
-            assert prompt.endswith(theirs.removesuffix(ours)), path.name
-            compared += 1
-    assert compared > 25
 
 
 def test_chat_template_flag_replaces_the_template(tmp_path, capfd):
@@ -500,11 +441,11 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path):
     path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
     rows = load_documents(path, known_tokenizer("qwen 3"))
     assert len(rows) == 300
-    parts = chat_dataset.hold_out("x", rows)
+    parts = reading.hold_out("x", rows)
     keys = [set(part["key"]) for part in parts.values()]
     assert not keys[0] & keys[1] and list(map(len, keys)) == [95, 5]
     with pytest.raises(ValueError, match="has too few different rows"):
-        chat_dataset.hold_out("x", rows.select([0, 0]))
+        reading.hold_out("x", rows.select([0, 0]))
 
 
 def test_each_data_set_is_validated_on_its_own(tmp_path):
@@ -538,7 +479,7 @@ def test_prompts_longer_than_the_sequence_are_dropped(count, tmp_path, capfd):
         return
     rows = chat_dataset.draw_documents("x", "train", rows, 0, 150)
     assert len(rows) == 100 - count and rows.column_names == ["input_ids", "labels"]
-    assert f"{count} left out, because their answers start" in capfd.readouterr().out
+    assert f"  {count} are left out, because their answers start" in capfd.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -616,7 +557,7 @@ def test_empty_batch_has_no_targets():
         ({"messages": [USER, ASSISTANT], "history": [["a", "b"]]}, "history would be ignored"),
         ({"prompt": "a", "completion": "b", "label": False}, "label would be ignored"),
         ({"prompt": "a", "completion": "b", "rejected": "c"}, "rejected would be ignored"),
-        ({"messages": json.dumps([USER, ASSISTANT])}, "messages is empty or not a list"),
+        ({"messages": json.dumps([ASSISTANT])}, "the chat has no assistant turn to train on"),
         ({"messages": [USER, ASSISTANT], "tools": "[]"}, "tools is empty or not a list"),
         ({"messages": [USER, ASSISTANT | {"content": None}]}, "turn is None, not text"),
         (
@@ -638,21 +579,21 @@ def test_messages_and_pairs_train_without_the_optional_formats(tmp_path, monkeyp
         {"messages": [SYSTEM, USER, ASSISTANT], "id": 1},
         {"prompt": "a", "completion": "b", "system": "c"},
         {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
-        {"q": "a", "r": "b", "s": "c"},
+        {"q": "a", "r": "b", "system": "c"},
     ]
-    flags = {"prompt_column": "q", "completion_column": "r", "system_column": "s"}
+    flags = {"prompt_column": "q", "completion_column": "r"}
     paths = [write(tmp_path / f"{i}.jsonl", [row]) for i, row in enumerate(chats)]
     expected = load_documents(paths[0])[:]
     monkeypatch.setattr(chat_dataset.chat_formats, "normalize", lambda row, form: row)
     monkeypatch.setattr(chat_dataset.chat_formats, "find_columns", lambda name, x, form, args: form)
     for path, row in zip(paths, chats, strict=True):
-        assert (
-            load_documents(path, **(flags if "q" in row else {}), max_seq_length=99)[:] == expected
-        )
+        assert load_documents(path, **(flags if "q" in row else {}))[:] == expected
     context = {"prompt": [USER, ASSISTANT, USER], "completion": "b"}
     document = load_documents(write(tmp_path / "context.jsonl", [context]))[0]
     assert len(target_texts(document["input_ids"], document["labels"], byt5())) == 1
-    with pytest.raises(Problem, match="Its columns are: q, r, s. Write messages, or pass --prompt"):
+    with pytest.raises(
+        Problem, match="columns are: q, r, system. Write messages, or pass --prompt"
+    ):
         load_documents(paths[3])
 
 

@@ -54,10 +54,6 @@ TRAINED = {
         '[{"name": "add"}]<system>s</s><user>q</s><assistant>«{"name": "add", "arguments": '
         '{"x": 1}}</s>»<tool>2</s><assistant>«a</s>»',
     ),
-    "LLaMA-Factory openai": (
-        {"messages": [{"role": "system", "content": "s"}, ASK, ANSWER]},
-        "<system>s</s><user>q</s><assistant>«a</s>»",
-    ),
     "ShareGPT": (
         {"id": "x", "conversations": [{"from": "system", "value": "s"}, HUMAN, GPT | {
             "markdown": None, "text": None}]},
@@ -101,14 +97,13 @@ TRAINED = {
         {"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER | {"content": "b"}]},
         "<user>q</s><assistant>a</s><user>q</s><assistant>«b</s>»",
     ),
-    "torchtune chat": ({"conversations": [HUMAN, GPT]}, "<user>q</s><assistant>«a</s>»"),
+    "parts of text": (
+        {"messages": [ASK | {"content": [{"type": "text", "text": "q"}], "name": None}, ANSWER]},
+        "<user>q</s><assistant>«a</s>»",
+    ),
     "chats as text": ({"messages": json.dumps([ASK, ANSWER])}, "<user>q</s><assistant>«a</s>»"),
     "Belle": (
         {"id": 1, "conversations": [HUMAN, {"from": "assistant", "value": "a"}]},
-        "<user>q</s><assistant>«a</s>»",
-    ),
-    "litgpt": (
-        {"instruction": "q", "input": "", "output": "a"},
         "<user>q</s><assistant>«a</s>»",
     ),
     "gsm8k": ({"question": "q", "answer": "a"}, "<user>q</s><assistant>«a</s>»"),
@@ -131,19 +126,6 @@ TRAINED = {
         {"instruction": "q", "output": "a", "label": False}, "<user>q</s><assistant>«a</s>»",
     ),
 }  # fmt: skip
-# (row, the flags that the message names, the document with these flags)
-ADVISED = {
-    "TRL preferences": (
-        {"prompt": "q", "chosen": "a", "rejected": "b"},
-        "--prompt-column prompt --completion-column chosen",
-        "<user>q</s><assistant>«a</s>»",
-    ),
-    "LLaMA-Factory preferences": (
-        {"conversations": [HUMAN, GPT, HUMAN], "chosen": GPT | {"value": "b"}, "rejected": GPT},
-        "--prompt-column conversations --completion-column chosen",
-        "<user>q</s><assistant>a</s><user>q</s><assistant>«b</s>»",
-    ),
-}
 REFUSED = {
     "OASST": (
         {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"},
@@ -151,10 +133,6 @@ REFUSED = {
     ),
     "a turn on each line": (
         {"role": "user", "content": "q"},
-        "Write each path from a prompt to an answer as one row of messages",
-    ),
-    "OASST trees": (
-        {"message_tree_id": "1", "prompt": {"text": "q", "replies": []}},
         "Write each path from a prompt to an answer as one row of messages",
     ),
     "LLaMA-Factory KTO": (
@@ -179,13 +157,9 @@ REFUSED = {
         "Its columns are: title, context, question, answers. Write messages",
     ),
     "Nectar": ({"prompt": "q", "answers": [{"answer": "a"}]}, "has no chats that can be read"),
-    "UltraFeedback": (
-        {"prompt": "q", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER], "messages": [ASK]},
-        "To train on the chosen answers, write them as rows of messages",
-    ),
     "implicit preferences": (
         {"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]},
-        "To train on the chosen answers, write them as rows of messages",
+        "has preferences .chosen, rejected., which need another loss",
     ),
 }
 
@@ -199,12 +173,6 @@ def marked(path: str, **flags: object) -> str:
     return text
 
 
-def parsed(flags: str) -> dict[str, str]:
-    """Return the values of flags by the names of their fields."""
-    words = flags.split()
-    return {x[2:].replace("-", "_"): y for x, y in zip(words[::2], words[1::2], strict=True)}
-
-
 @pytest.mark.parametrize("name", TRAINED)
 def test_format_trains_without_a_flag(name, tmp_path):
     row, expected = TRAINED[name]
@@ -212,13 +180,14 @@ def test_format_trains_without_a_flag(name, tmp_path):
     assert marked(path) == " ".join(expected.split())
 
 
-@pytest.mark.parametrize("name", ADVISED)
-def test_flags_in_the_message_train_the_format(name, tmp_path):
-    row, flags, expected = ADVISED[name]
+def test_chosen_answers_train_with_flags(tmp_path):
+    """LLaMA-Factory's preferences: `chosen` is a turn. Those in `conversations` are context."""
+    row = {"conversations": [HUMAN, GPT, HUMAN], "chosen": GPT | {"value": "b"}, "rejected": GPT}
     path = write(tmp_path / "rows.jsonl", [row] * 3)
-    with pytest.raises(ValueError, match=f"pass {flags}\\.$|Pass {flags}\\.$"):
+    with pytest.raises(ValueError, match="pass --prompt-column and --completion-column"):
         load_documents(path)
-    assert marked(path, **parsed(flags)) == expected
+    text = marked(path, prompt_column="conversations", completion_column="chosen")
+    assert text == "<user>q</s><assistant>a</s><user>q</s><assistant>«b</s>»"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -230,32 +199,15 @@ def test_format_is_refused_with_advice(name, tmp_path):
 
 def test_one_of_two_columns_is_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}])
-    with pytest.raises(ValueError, match="has no column reply. Its columns are: question, answer"):
-        load_documents(path, prompt_column="question", completion_column="reply")
-    args = chat_dataset.Data(prompt_column="question")
-    assert args.problems(None) == ["Pass both --prompt-column and --completion-column."]
-    assert chat_dataset.Data().problems(None) == []
+    for flags in ({"completion_column": "reply"}, {}):
+        with pytest.raises(ValueError, match="columns are: question, answer. Pass both --prompt-c"):
+            load_documents(path, prompt_column="question", **flags)
 
 
-def test_formats_give_the_same_chat(tmp_path):
-    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    parts = [{"type": "text", "text": "a"}]
-    rows = {
-        "messages": {"messages": [USER | {"name": None}, ASSISTANT], "id": 1},
-        "parts": {"messages": [USER | {"content": parts}, ASSISTANT]},
-        "prompt": {"prompt": "a", "completion": [ASSISTANT]},
-        "sharegpt": {"conversations": turns},
-        "alpaca": {"instruction": "a", "input": "", "output": "b", "content": "x"},
-    }
-    result = [load_documents(write(tmp_path / f"{x}.jsonl", [row]))[0] for x, row in rows.items()]
-    assert result == [result[0]] * 5
-    row = {"instruction": "a", "input": "c", "output": "b"}
-    ids = load_documents(write(tmp_path / "input.jsonl", [row]))["input_ids"][0]
-    assert "<|prompter|> a\n\nc <|endoftext|>" in byt5().decode(ids)
-    text = load_documents(
-        write(tmp_path / "text.jsonl", [{"body": "a</s>", "id": 1}]), text_column="body"
-    )
-    assert text["input_ids"][0] == [*(byte + 3 for byte in b"a</s>"), 1]
+def test_text_column_names_documents(tmp_path):
+    path = write(tmp_path / "text.jsonl", [{"body": "a</s>", "id": 1}])
+    document = load_documents(path, text_column="body")[0]
+    assert document["input_ids"] == [*(byte + 3 for byte in b"a</s>"), 1]
 
 
 @pytest.mark.parametrize(
@@ -273,20 +225,13 @@ def test_formats_give_the_same_chat(tmp_path):
         ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "the chat has no assistant turn to"),
         ({"messages": [USER, ASSISTANT], "train": False}, "the row excludes all assistant turns"),
         ({"messages": [USER, ASSISTANT], "loss_scale": 0.5}, "the row has loss_scale 0.5. Use"),
-        (
-            {"messages": [USER, ASSISTANT | {"function_call": "f"}]},
-            "the function call is not an object",
-        ),
-        (
-            {"messages": [USER, CALL_TURN | {"function_call": {"name": "f", "arguments": "{}"}}]},
-            "turn has function_call and tool_calls. Remove one",
-        ),
+        ({"conversations": [HUMAN, {"from": "tool_call", "value": "f"}]}, "call is not an object"),
+        ({"messages": [USER, ASSISTANT | {"function_call": {"name": "f"}}]}, "has function_call, "),
+        ({"messages": [USER, ASSISTANT], "functions": [TOOL]}, "functions would be ignored"),
         ({"messages": [USER, ASSISTANT | {"reasoning": "hm"}]}, "has reasoning, an unknown key"),
-        ({"messages": [USER, ASSISTANT | {"content": "\ud800"}]}, "surrogates not allowed"),
         ({"messages": [USER, ASSISTANT], "history": ["ab"]}, "history is not a list of pairs"),
         ({"messages": [USER, ASSISTANT], "images": ["x.png"]}, "the row has images, and"),
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "x"}, "a system column and a system"),
-        ({"prompt": "a", "completion": [USER, ASSISTANT]}, "completion does not start with an"),
         (
             {
                 "messages": [
@@ -316,7 +261,7 @@ def test_formats_give_the_same_chat(tmp_path):
             {"prompt": "a", "completion": "b", "label": "False"},
             "label false, so its answer is a bad",
         ),
-        ({"prompt": "a", "completion": 5}, "the assistant's turn is 5, not text"),
+        ({"prompt": "a", "completion": 5}, "completion is empty or not"),
         ({"instruction": "a", "input": float("nan"), "output": "b"}, "input is nan, not text"),
         ({"instruction": "a", "input": ["c"], "output": "b"}, r"input is \['c'\], not text"),
     ],
@@ -325,16 +270,16 @@ def test_unusable_chats_are_refused(row, message):
     args = chat_dataset.Data()
     form = chat_formats.find_columns("rows", row, (), args)
     with pytest.raises((ValueError, TypeError), match=message):
-        chat_dataset.read_chat(chat_formats.normalize(row, form), form, args)
+        chat_dataset.read_chat(row, form)
 
 
 def test_bad_rows_are_named_or_skipped(tmp_path, capfd):
     good = {"prompt": "a", "completion": "b"}
     path = write(tmp_path / "rows.jsonl", [good, good, {"prompt": "a"}, good])
-    with pytest.raises(ValueError, match="rows.jsonl, row 3: the assistant's turn is None, not te"):
+    with pytest.raises(ValueError, match="rows.jsonl, row 3: completion is empty or not a list"):
         load_documents(path)
     assert len(load_documents(path, bad_rows="skip")) == 3
-    assert f"Skipped {path}, row 3: the assistant's turn is None" in capfd.readouterr().out
+    assert f"Skipped {path}, row 3: completion is empty" in capfd.readouterr().out
     path = write(tmp_path / "more.jsonl", [good | {"completion": ""}, {"prompt": "a"}])
     with pytest.raises(ValueError, match="more.jsonl has no usable rows"):
         load_documents(path, bad_rows="skip")
@@ -378,4 +323,4 @@ def test_chatml_renders_tools_like_hermes_and_qwen():
 
 
 def test_columns_that_the_data_module_refuses_are_read_or_refused_here():
-    assert {*chat_dataset.UNREAD.split()} == {*chat_formats.COLUMNS}
+    assert {*chat_dataset.UNREAD.split()} == {*chat_formats.COLUMNS, "functions"}
