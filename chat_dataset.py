@@ -4,12 +4,10 @@ import functools
 import hashlib
 import itertools
 import json
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,10 +25,13 @@ from core.ranks import Batch, Problem, print0
 from optional import chat_formats  # optional: chat_formats
 
 IDS, NUMBER = List(Value("int32")), Value("int64")
-FEATURES = Features(
-    {"input_ids": IDS, "labels": IDS, "cut": NUMBER, "key": NUMBER, "first_target": NUMBER}
-)
-DATE = date(2024, 7, 26)  # instead of today, so that each start has the same texts
+FEATURES = Features({"input_ids": IDS, "labels": IDS, "cut": NUMBER, "key": NUMBER,
+                     "first_target": NUMBER, "spells": NUMBER})  # fmt: skip
+# Instead of today's date, so that each start has the same texts.
+FIXED_DATE = r"""{%- macro strftime_now(format) -%}{{- format | replace('%d', '26')
+| replace('%b', 'Jul') | replace('%B', 'July') | replace('%m', '07') | replace('%Y', '2024')
+| replace('%y', '24') | replace('%a', 'Fri') | replace('%A', 'Friday') | replace('%H', '12')
+| replace('%M', '00') | replace('%S', '00') -}}{%- endmacro %}"""
 ROLES = ("system", "user", "assistant", "tool")
 TURN_KEYS = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content"}
 TURN_KEYS |= {"thinking", "train"}
@@ -129,42 +130,56 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     length = args.max_seq_length + 1
     columns = reading.first_row(name, rows)
     form = chat_columns(name, columns, args)
+    added = tokenizer.added_tokens_decoder.values()
+    special = [str(token) for token in added if token.special]
 
     def convert(batch: Turns) -> list[Turns]:
         tokens = AnswerTokens(tokenizer)
         result = []
         for row in batch:
+            contents = ""
             if form:
                 turns, tools = read_chat(row, form)
                 first = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
                 prompt = [*first] or turns
                 documents = encode((turns, tools), tokens)
+                contents = "\n".join(turn["content"] for turn in turns)
             elif args.text_column in columns:
                 prompt = row.get(args.text_column)
                 documents = [encode_text(prompt, tokenizer)]
             else:
                 documents = [read_tokens(row, length, tokenizer)]
                 prompt = documents[0][0]
-            result.append([sample(prompt, *document, length) for document in documents])
+            samples = [sample(prompt, *document, length) for document in documents]
+            samples[0]["spells"] = int(any(token in contents for token in special))
+            result.append(samples)
         return result
 
     key = [length, form, args.text_column, tokenizer.chat_template]
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
     rows = reading.select(rows, rows.column_names)  # does not decode images
-    return reading.map_rows(name, rows, convert, FEATURES, args.bad_rows, *key)
+    documents = reading.map_rows(name, rows, convert, FEATURES, args.bad_rows, *key)
+    spells = documents.with_format("numpy")["spells"][:]
+    if (spells == 1).any():
+        row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)
+        print0(f"{name}: {np.count_nonzero(spells == 1):,} chats have text that spells a special "
+               f"token, which it becomes, the first in row {row:,}")  # fmt: skip
+    return documents
 
 
 def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
-    """Return the columns of a data set's chats: messages, or prompts and answers; () if its rows
-    are texts or tokens. `columns` is its first row. Raise Problem if it has none of these."""
+    """Return the columns of a data set's chats: those of the flags if it has them, messages, or
+    prompts and answers; () if its rows are texts or tokens. `columns` is its first row. Raise
+    Problem if it has none of these."""
     form: tuple = ()
     pair = args.prompt_column, args.completion_column
-    if any(pair):
+    is_alone = len(args.dataset) + len(args.val_dataset) == 1
+    if columns.keys() >= {*pair}:
         form = pair
-        if not columns.keys() >= {*pair}:
-            advice = "Pass both --prompt-column and --completion-column."
-            raise reading.no_columns(name, map(str, pair), columns, advice)
+    elif any(pair) and (is_alone or columns.keys() & {*pair}):
+        advice = "Pass both --prompt-column and --completion-column."
+        raise reading.no_columns(name, map(str, pair), columns, advice)
     elif "messages" in columns:
         form = ("messages",)
     elif "prompt" in columns and "completion" in columns:
@@ -179,7 +194,9 @@ def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
 
 def sample(prompt: object, ids: Ids, labels: Ids, length: int) -> Row:
     """Return a document with FEATURES and at most `length` tokens. `cut` counts those cut off,
-    `key` is a hash of everything before the first answer, `first_target` that one's position."""
+    `key` is a hash of everything before the first answer, `first_target` that one's position.
+    `spells` is 1 if the row's chat spells special tokens, else 0, and -1 after its first document.
+    """
     digest = hashlib.blake2b(repr(prompt).encode(), digest_size=7).hexdigest()
     is_target = np.array(labels) != -100
     return {
@@ -188,6 +205,7 @@ def sample(prompt: object, ids: Ids, labels: Ids, length: int) -> Row:
         "cut": max(0, len(ids) - length),
         "key": int(digest, 16),
         "first_target": is_target.argmax() if is_target.any() else len(ids),
+        "spells": -1,
     }
 
 
@@ -294,16 +312,6 @@ def encode(chat: Chat, tokens: "AnswerTokens") -> list[Document]:
     return documents
 
 
-@functools.cache
-def with_fixed_date(template: str) -> str:
-    """Return a chat template that writes DATE instead of today's date."""
-    call = r"strftime_now\(\s*(['\"])(.*?)\1\s*\)"  # with a literal format
-    result = re.sub(call, lambda match: json.dumps(DATE.strftime(match[2])), template)
-    if "strftime_now(" in result:
-        raise ValueError("the chat template writes today's date. Pass a --chat-template without it")
-    return result
-
-
 def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     """Render a chat. Return its documents as texts, with the answers in each.
 
@@ -312,7 +320,9 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     """
     turns = [{key: x for key, x in turn.items() if key != "train"} for turn in chat[0]]
     tools = chat[1]
-    template = with_fixed_date(tokenizer.get_chat_template(tools=tools))
+    template = tokenizer.get_chat_template(tools=tools)
+    if "strftime_now" in template:
+        template = FIXED_DATE + template
     options = {"tools": tools, "chat_template": template, "tokenize": False}
 
     def text_of(turns: Turns, **more: Any) -> str:
@@ -325,7 +335,7 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
     for tool in tools or ():
         find(tool.get("function", tool).get("name", ""), whole, 0, "tools")
     if tools and whole == text_of(turns, tools=None).rstrip():  # their names are elsewhere
-        raise ValueError(f"the chat template drops the tools. {ADVICE}")
+        raise Problem(f"the chat template drops the tools. {ADVICE}")
     documents: list[tuple[str, Spans]] = []
     text, answers, checked = "", [], 0  # of the last document, and the number of its turns
     for i, turn in enumerate(turns):
@@ -337,7 +347,7 @@ def render(chat: Chat, tokenizer: Tokenizer) -> list[tuple[str, Spans]]:
         text = whole if i + 1 == len(turns) else text_of(turns[: i + 1]).rstrip()
         prompt = text_of(turns[:i], add_generation_prompt=True)
         if not text.startswith(prompt):
-            raise ValueError(f"turn {i + 1}: the chat template does not start the answer with its "
+            raise Problem(f"turn {i + 1}: the chat template does not start the answer with its "
                              "generation prompt, so training would differ from use. If the prompt "
                              "opens <think>, the answers need reasoning_content. Or pass "
                              "--chat-template chatml, which opens none")  # fmt: skip
@@ -385,7 +395,7 @@ def find(part: str, text: str, start: int, role: str) -> int:
         if position >= 0:
             return position + len(form)
     part = reading.shorten(part)
-    raise ValueError(f"the chat template drops {part!r} of the {role}'s turn. {ADVICE}")
+    raise Problem(f"the chat template drops {part!r} of the {role}'s turn. {ADVICE}")
 
 
 class AnswerTokens:
