@@ -67,10 +67,10 @@ Document = tuple[Ids, Ids]  # ids, and labels: the ids of targets and otherwise 
 
 @dataclass
 class Data:
-    """NAME is docstrings (built in), a CSV, JSON, JSONL or Parquet file, a save_to_disk directory
-    or a hub id; NAME:train[:1000] takes a split or a part."""
+    """NAME is a CSV, JSON, JSONL or Parquet file, a save_to_disk directory or a hub id;
+    NAME:train[:1000] takes a split or a part."""
 
-    dataset: Names = ("docstrings",)
+    dataset: Names = ("docstrings.jsonl",)
     """data to train on, joined"""
     val_dataset: Names = ()
     """data to validate on; none: validation splits, or 5% of each --dataset"""
@@ -103,7 +103,7 @@ def load(
     split `validation` or 5% of it, or --val-dataset. Raise Problem if data cannot be used."""
     load_parts = functools.partial(load_documents, tokenizer=tokenizer, args=args)
     draw = functools.partial(draw_documents, length=args.max_seq_length)
-    train_set, val_sets = reading.load_sets(args, load_parts, hold_out, draw, evaluate_only)
+    train_set, val_sets = reading.load_sets(args, load_parts, reading.hold_out, draw, evaluate_only)
     capacity = args.max_seq_length if args.packing else 0
     packs = {spec: PackedDataset(rows, capacity, seed) for spec, rows in val_sets.items()}
     if train_set is None:
@@ -114,13 +114,7 @@ def load(
 
 def load_documents(spec: str, tokenizer: Tokenizer, args: Data) -> reading.Parts:
     """Return the documents of one --dataset argument by split: train, and maybe validation."""
-    name, _, split = spec.partition(":")
-    if name == "docstrings":
-        rows = reading.docstring_rows()
-        rows = rows.rename_columns({"headline": "prompt", "text": "completion"})
-        parts = reading.pick(name, {"train": rows}, split)
-    else:
-        parts = reading.read(spec, args.dataset_config)
+    parts = reading.read(spec, args.dataset_config)
     return {part: encode_rows(spec, rows, tokenizer, args) for part, rows in parts.items()}
 
 
@@ -130,36 +124,32 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     length = args.max_seq_length + 1
     columns = reading.first_row(name, rows)
     form = chat_columns(name, columns, args)
+    tokens = AnswerTokens(tokenizer)
     added = tokenizer.added_tokens_decoder.values()
     special = [str(token) for token in added if token.special]
 
-    def convert(batch: Turns) -> list[Turns]:
-        tokens = AnswerTokens(tokenizer)
-        result = []
-        for row in batch:
-            contents = ""
-            if form:
-                turns, tools = read_chat(row, form)
-                first = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
-                prompt = [*first] or turns
-                documents = encode((turns, tools), tokens)
-                contents = "\n".join(turn["content"] for turn in turns)
-            elif args.text_column in columns:
-                prompt = row.get(args.text_column)
-                documents = [encode_text(prompt, tokenizer)]
-            else:
-                documents = [read_tokens(row, length, tokenizer)]
-                prompt = documents[0][0]
-            samples = [sample(prompt, *document, length) for document in documents]
-            samples[0]["spells"] = int(any(token in contents for token in special))
-            result.append(samples)
-        return result
+    def convert(row: Row) -> list[Row]:
+        contents = ""
+        if form:
+            turns, tools = read_chat(row, form)
+            first = itertools.takewhile(lambda turn: turn["role"] != "assistant", turns)
+            prompt = [*first] or turns
+            documents = encode((turns, tools), tokens)
+            contents = "\n".join(turn["content"] for turn in turns)
+        elif args.text_column in columns:
+            prompt = row.get(args.text_column)
+            documents = [encode_text(prompt, tokenizer)]
+        else:
+            documents = [read_tokens(row, length, tokenizer)]
+            prompt = documents[0][0]
+        samples = [sample(prompt, *document, length) for document in documents]
+        samples[0]["spells"] = int(any(token in contents for token in special))
+        return samples
 
     key = [length, form, args.text_column, tokenizer.chat_template]
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
-    rows = reading.select(rows, rows.column_names)  # does not decode images
-    documents = reading.map_rows(name, rows, convert, FEATURES, args.bad_rows, *key)
+    documents = reading.map_rows(name, rows, columns, convert, FEATURES, args.bad_rows, *key)
     spells = documents.with_format("numpy")["spells"][:]
     if (spells == 1).any():
         row = np.count_nonzero(spells[: spells.argmax() + 1] >= 0)
@@ -376,10 +366,18 @@ def check_rendered(turns: Turns, text: str, with_reasoning: bool) -> None:
         ends = [find(content, text, start, role)]
         for call in turn.get("tool_calls", ()):
             function = call.get("function", call)
-            names = function["name"], *function["arguments"]
-            start = max(find(name, text, start, role) for name in names)
+            arguments = function["arguments"]
+            parts = [function["name"], *arguments]
+            parts += [value for value in arguments.values() if isinstance(value, str)]
+            start = max(find(part, text, start, role) for part in parts)
             ends.append(start)
+            if arguments and str(arguments) in text:
+                raise Problem(f"the chat template writes calls in Python, not in JSON. {ADVICE}")
         if with_reasoning:
+            thoughts = turn["content"].count("</think>") or 1
+            if text.count("</think>") > thoughts + ("reasoning_content" in turn):
+                raise ValueError("the chat template adds </think> to an answer that has one. Write "
+                                 "the reasoning as reasoning_content")  # fmt: skip
             parts = reasoning.rpartition("<think>")[2], turn.get("reasoning_content", "")
             for part in (*parts, turn.get("thinking", "")):
                 find(part, text, 0, role)
@@ -398,6 +396,14 @@ def find(part: str, text: str, start: int, role: str) -> int:
     raise Problem(f"the chat template drops {part!r} of the {role}'s turn. {ADVICE}")
 
 
+@functools.lru_cache(maxsize=100)
+def tokenize(tokenizer: Tokenizer, text: str) -> tuple[Ids, Spans]:
+    """Return the tokens of a text and their characters, none if the tokenizer reports none."""
+    options = {"add_special_tokens": False, "return_offsets_mapping": tokenizer.is_fast}
+    result = tokenizer(text, verbose=False, **options)
+    return result["input_ids"], result.get("offset_mapping", [])
+
+
 class AnswerTokens:
     """Tokenize rendered chats so that the tokens before each answer are those of its prompt alone.
 
@@ -408,25 +414,19 @@ class AnswerTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.added = {*tokenizer.added_tokens_decoder}
-        self.tokenize = functools.cache(self._tokenize)
-
-    def _tokenize(self, text: str) -> tuple[Ids, Spans]:
-        options = {"add_special_tokens": False, "return_offsets_mapping": self.tokenizer.is_fast}
-        result = self.tokenizer(text, verbose=False, **options)
-        return result["input_ids"], result.get("offset_mapping", [])
 
     def prefix(self, text: str, position: int) -> Ids:
         """Return the tokens of text[:position]: the first ones of `text`, if those since the last
         added token, which do not depend on the text before it, are the same."""
-        ids, offsets = self.tokenize(text)
+        ids, offsets = tokenize(self.tokenizer, text)
         count = bisect_right(offsets, position, key=itemgetter(1))
         for i in reversed(range(count)):
             if ids[i] in self.added:
-                recent, _ = self.tokenize(text[offsets[i][0] : position])
+                recent, _ = tokenize(self.tokenizer, text[offsets[i][0] : position])
                 if recent == ids[i:count]:
                     return ids[:count]
                 break
-        return self.tokenize(text[:position])[0]
+        return tokenize(self.tokenizer, text[:position])[0]
 
     def encode(self, text: str, answers: Spans) -> list[Document]:
         """Return the documents of a text as ids and labels, given the answers in it."""
@@ -435,7 +435,7 @@ class AnswerTokens:
             prompt, ids = self.prefix(text, start), self.prefix(text, end)
             if ids[: len(prompt)] != prompt:
                 whole = self.tokenizer.decode(ids)
-                ids = prompt + self.tokenize(text[start:end])[0]
+                ids = prompt + tokenize(self.tokenizer, text[start:end])[0]
                 if self.tokenizer.decode(ids) != whole:
                     raise ValueError("a token spans the end of the prompt of an answer")
             labels = [-100] * len(prompt) + ids[len(prompt) :]
@@ -470,15 +470,6 @@ def read_tokens(row: Row, length: int, tokenizer: Tokenizer) -> Document:
     if not is_right:
         raise ValueError("labels must be one per token, -100 or the token, and not all -100")
     return ids, labels
-
-
-def hold_out(name: str, rows: Dataset) -> reading.Parts:
-    """Split documents into `train` and `validation`, see `reading.held_out`. Documents with equal
-    prompts (column `key`) stay together."""
-    keys = rows.with_format("numpy")["key"][:]
-    distinct = np.unique(keys)  # hashes, so their order is random
-    usual = keys < distinct[len(distinct) // 20]
-    return reading.split_by(reading.held_out(name, keys, usual), rows)
 
 
 def draw_documents(name: str, split: str, rows: Dataset, limit: int, length: int) -> Dataset:

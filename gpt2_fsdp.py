@@ -1,6 +1,7 @@
 """Train GPT-2 with PyTorch FSDP, and compare sharding strategies.
 
-    python gpt2_fsdp.py --model-name tiny --dataset docstrings  # no GPU
+    python tools/docstrings.py docstrings.jsonl  # data
+    python gpt2_fsdp.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 gpt2_fsdp.py  # gpt2 on WikiText-2
     sbatch --nodes 2 launch.slurm gpt2_fsdp.py --strategy hybrid_shard
 
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -110,8 +110,9 @@ def fsdp_main(args: Args) -> None:
     ranks.set_seed(args.optim.seed)
     newest = None
     if not run.evaluate_only:
-        newest = checkpoint.find_newest(output / "checkpoints", was_finished)
+        newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
         newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
+        safe_checkpoint.check(newest)  # optional: safe_checkpoint
     model, blocks, tokenizer, source = load_model(args, needs_weights=newest is None)
     shapes = weights.whole_shapes(model)
     if run.export_only or run.evaluate_only:
@@ -122,11 +123,11 @@ def fsdp_main(args: Args) -> None:
     model = wrap_model(args, device, model, blocks, source)
     with running(output):
         is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        if is_finished and not (was_finished and newest == checkpoint.find_newest(newest.parent)):
+        if is_finished or (is_finished is None and not was_finished):
             export_model(model, tokenizer, output / "final", dtype)
-    write_status(output, "finished" if is_finished else "stopped")
+    write_status(output, "stopped" if is_finished is False else "finished")
     trackers.finish()  # optional: trackers
-    ranks.leave(0 if is_finished else STOPPED)
+    ranks.leave(STOPPED if is_finished is False else 0)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ def wrap_model(
 ) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     policy = policies.wrap_policy(blocks)
     if args.model.wrap != "block":
@@ -192,9 +193,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,
@@ -215,12 +215,13 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["input_ids"], targets=batch["labels"])
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
-) -> bool:  # fmt: skip
-    """Train from the checkpoint `newest`, or from step 0, to the last step. Return False if a
-    signal asked to stop before: a checkpoint is saved. Call on all ranks."""
+) -> bool | None:  # fmt: skip
+    """Train from the checkpoint `newest`, or from step 0, to the last step. Return None if that is
+    done already, False if a signal asked to stop: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
     run, optim, output = args.run, args.optim, args.run.output_dir
     rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
@@ -243,19 +244,18 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
     sets = train_set, *val_sets.values()
-    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, args)
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
-    save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
-    save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
-    seal = checksums.write  # optional: checksums
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    save = checkpoint.save
+    save = checksums.save  # optional: checksums
+    save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
     if newest:
-        state |= checkpoint.load(newest, model, optimizer, state, reader=reader)
+        state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
-        return True
+        return None
     probe = checks.blocks(), block_dataset.collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
@@ -342,10 +342,11 @@ def train(
             path = output / "checkpoints" / f"step-{step:08d}"
             try:
                 with log.pause():
-                    save(path, model, optimizer, state, run.checkpoint_type == "full", seal)
-                    if is_last or is_stopping:  # optional: async_save
-                        save.wait()  # optional: async_save
-                    checkpoint.prune(path.parent, run.keep_checkpoints, path)
+                    save.settle()  # optional: async_save
+                    is_full = run.checkpoint_type == "full"
+                    save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
+                    save.wait(is_last or is_stopping)  # optional: async_save
+                    ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
                 failed_saves = 0
@@ -358,7 +359,6 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    watchdog.stop()  # optional: watchdog
     log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 
@@ -372,7 +372,7 @@ def evaluate(
     try:
         with log.pause():
             results = validation(args, device, model, val_sets, stop)
-            is_best = state["step"] > 0 and results["loss"] < state["best_loss"]
+            is_best = results["loss"] < state["best_loss"]
             if is_best and args.run.save_best:
                 path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
                 try:
@@ -417,14 +417,11 @@ def run_without_training(
     """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
     output = args.run.output_dir
     if args.run.export_only:
-        if newest is None:
-            raise Problem(f"--export-only needs a checkpoint in --output-dir {output}.")
-        reader = dcp.FileSystemReader
-        reader = safe_checkpoint.reader  # optional: safe_checkpoint
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
-        checkpoint.load_weights(newest, model, reader=reader)
+        checkpoint.load_weights(newest, model)
         export_model(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return
+    checkpoint.check_evaluated(output, args.model.model_name)
     _, val_sets = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer, True)
     results = validation(args, device, model, val_sets, StopRequest())
     write_results(output / "evaluation.json", results, asdict(args))

@@ -1,6 +1,7 @@
 """Fine-tune Llama on chats with PyTorch FSDP, up to 70B, with packed documents.
 
-    python llama_fsdp.py --model-name tiny  # no GPU
+    python tools/docstrings.py docstrings.jsonl  # data
+    python llama_fsdp.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 llama_fsdp.py --dataset chats.jsonl
     sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from transformers.models.llama import modeling_llama
 import chat_dataset
 import optional.async_save as async_save  # optional: async_save
 import optional.checksums as checksums  # optional: checksums
+import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
 import optional.lora as lora  # optional: lora
 import optional.packed_attention as attention  # optional: packed_attention
@@ -55,7 +56,7 @@ from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_grou
 MODEL = transformers.LlamaForCausalLM
 OTHER = "T5_training.py trains encoder-decoders."
 BLOCKS = (modeling_llama.LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
-NORMS = (modeling_llama.LlamaRMSNorm,)
+NORMS = (modeling_llama.LlamaRMSNorm,)  # optional: fused_norms
 TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
                "num_attention_heads": 4, "num_key_value_heads": 2,
                "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
@@ -103,8 +104,9 @@ def fsdp_main(args: Args) -> None:
     lock.hold(output)  # optional: lock
     was_finished = open_directory(output)
     ranks.set_seed(args.optim.seed)
-    newest = checkpoint.find_newest(output / "checkpoints", was_finished)
+    newest = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", was_finished)
     newest = newest and checksums.find_intact(newest.parent)  # optional: checksums
+    safe_checkpoint.check(newest)  # optional: safe_checkpoint
     model, blocks, tokenizer, source = load_model(args, newest is None or run.evaluate_only)
     shapes = weights.whole_shapes(model)
     if run.export_only or run.evaluate_only:
@@ -115,11 +117,11 @@ def fsdp_main(args: Args) -> None:
     model = wrap_model(args, device, model, blocks, source)
     with running(output):
         is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        if is_finished and not (was_finished and newest == checkpoint.find_newest(newest.parent)):
+        if is_finished or (is_finished is None and not was_finished):
             export(model, tokenizer, output / "final", dtype)
-    write_status(output, "finished" if is_finished else "stopped")
+    write_status(output, "stopped" if is_finished is False else "finished")
     trackers.finish()  # optional: trackers
-    ranks.leave(0 if is_finished else STOPPED)
+    ranks.leave(STOPPED if is_finished is False else 0)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -148,8 +150,8 @@ class LossModel:
             options |= dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen)
         if targets is None:
             return super().forward(input_ids, **options)
-        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        hidden = getattr(self, "model", self.base_model)(input_ids, use_cache=False, **options)
+        hidden, targets = hidden.last_hidden_state.flatten(0, 1), targets.flatten()
         if target_positions is not None:  # because most of a chat is the prompt
             hidden, targets = hidden[target_positions], targets[target_positions]
         return self.get_output_embeddings()(hidden, targets)
@@ -168,7 +170,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     attention.set_kernel(args, config, kind)  # optional: packed_attention
     kind = type("LossModel", (LossModel, kind), {})
     model, source = weights.new_model(kind, config, directory, needs_weights)
-    policies.fuse_norms(model, MODEL, NORMS)
+    fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, source, blocks)  # optional: lora
     lora.check_markers(args, model, source, tokenizer)  # optional: lora
@@ -181,7 +183,7 @@ def wrap_model(
 ) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     # Tied weights must stay in the root unit.
@@ -194,9 +196,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,
@@ -218,12 +219,13 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**inputs, targets=batch["labels"])
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
-) -> bool:  # fmt: skip
-    """Train from the checkpoint `newest`, or from step 0, to the last step, or return False if a
-    signal asked to stop before: a checkpoint is saved. Call on all ranks."""
+) -> bool | None:  # fmt: skip
+    """Train from the checkpoint `newest`, or from step 0, to the last step. Return None if that is
+    done already, False if a signal asked to stop: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
     run, optim, output = args.run, args.optim, args.run.output_dir
     rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
@@ -247,19 +249,18 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
     sets = train_set, *val_sets.values()
-    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, args)
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
-    save, seal, reader = checkpoint.save, None, dcp.FileSystemReader
-    save = async_save.Saver(args.saves, run.timeout_minutes)  # optional: async_save
-    seal = checksums.write  # optional: checksums
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    save = checkpoint.save
+    save = checksums.save  # optional: checksums
+    save = async_save.Saver(save, args.saves, model, run.timeout_minutes)  # optional: async_save
     if newest:
-        state |= checkpoint.load(newest, model, optimizer, state, reader=reader)
+        state |= checkpoint.load(newest, model, optimizer, state)
         scaler.load_state_dict(state["scaler"] or scaler.state_dict())
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
-        return True
+        return None
     probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
@@ -346,10 +347,11 @@ def train(
             path = output / "checkpoints" / f"step-{step:08d}"
             try:
                 with log.pause():
-                    save(path, model, optimizer, state, run.checkpoint_type == "full", seal)
-                    if is_last or is_stopping:  # optional: async_save
-                        save.wait()  # optional: async_save
-                    checkpoint.prune(path.parent, run.keep_checkpoints, path)
+                    save.settle()  # optional: async_save
+                    is_full = run.checkpoint_type == "full"
+                    save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
+                    save.wait(is_last or is_stopping)  # optional: async_save
+                    ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
                 failed_saves = 0
@@ -362,7 +364,6 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    watchdog.stop()  # optional: watchdog
     log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 
@@ -376,7 +377,7 @@ def evaluate(
     try:
         with log.pause():
             results = validation(args, device, model, val_sets, stop)
-            is_best = state["step"] > 0 and results["loss"] < state["best_loss"]
+            is_best = results["loss"] < state["best_loss"]
             if is_best and args.run.save_best:
                 path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
                 try:
@@ -419,15 +420,14 @@ def run_without_training(
     shapes: dict[str, torch.Size], newest: Path | None,
 ) -> None:  # fmt: skip
     """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
-    output, reader = args.run.output_dir, dcp.FileSystemReader
-    reader = safe_checkpoint.reader  # optional: safe_checkpoint
+    output = args.run.output_dir
     needs_checkpoint = args.run.export_only
     needs_checkpoint |= args.adapters.lora_rank > 0  # optional: lora
     if needs_checkpoint:
-        if newest is None:
-            raise Problem(f"There is no checkpoint in --output-dir {output}. Pass that of a run.")
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
-        checkpoint.load_weights(newest, model, reader)
+        checkpoint.load_weights(newest, model)
+    else:
+        checkpoint.check_evaluated(output, args.model.model_name)
     if args.run.export_only:
         export(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return

@@ -87,9 +87,15 @@ class Ours:
         self.optimizer = torch.optim.AdamW(groups, lr=self.args.optim.lr, fused=True)
         sampler = StepSampler(len(NO_DATA), 1, 1, self.args.optim.seed)
         self.state = checkpoint.new_state(
-            __file__, self.model, self.shapes, [], self.optimizer, sampler, {}
+            __file__, self.model, self.shapes, [], self.optimizer, sampler, self.args
         )
-        self.saver = async_save.Saver(self.args.saves, self.args.run.timeout_minutes)
+        saves, minutes = self.args.saves, self.args.run.timeout_minutes
+        self.saver = async_save.Saver(self.save_and_note, saves, self.model, minutes)
+
+    def save_and_note(self, *job: Any, **options: Any) -> None:
+        """Save, and say that the save is on the disk."""
+        checksums.save(*job, **options)
+        self.note()
 
     def step(self) -> None:
         """Make a step, as the peers do."""
@@ -103,13 +109,11 @@ class Ours:
         """Save, and call `note` when the save is on the disk, maybe later."""
         path = self.checkpoints / f"step-{self.steps:08d}"
         full = self.args.run.checkpoint_type == "full"
-
-        def seal(path: Path) -> None:
-            checksums.write(path)
-            note()
-
-        self.saver(path, self.model, self.optimizer, self.state, full, seal)
-        checkpoint.prune(self.checkpoints, 1, path)
+        self.note = note
+        self.saver.settle()
+        tensors = checkpoint.snapshot(self.model, self.optimizer, self.state)
+        self.saver(path, tensors, self.state, full)
+        ranks.on_rank_zero(checkpoint.prune, self.checkpoints, 1, path)
 
     def wait(self) -> None:
         """Wait for a save in the background."""
@@ -119,8 +123,8 @@ class Ours:
         """Resume from the newest checkpoint; return the time when it is restored."""
         newest = checksums.find_intact(self.checkpoints)
         self.begin(needs_weights=False)
-        options = {"reader": safe_checkpoint.reader}
-        checkpoint.load(newest, self.model, self.optimizer, self.state, **options)
+        safe_checkpoint.check(newest)
+        checkpoint.load(newest, self.model, self.optimizer, self.state)
         return time.perf_counter()
 
     def export(self, path: Path) -> None:
@@ -256,8 +260,8 @@ def worker(options: argparse.Namespace) -> None:
     name, stage, directory = options.worker
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
-    flags = ["--model-name", f"{directory}/model", "--dataset", "docstrings", "--export-dtype",
-             "fp32", "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
+    flags = ["--model-name", f"{directory}/model", "--export-dtype", "fp32",
+             "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
              "1", "--output-dir", f"{directory}/output"]  # fmt: skip
     args = parse(llama_fsdp, *flags, *OURS.get(name, []))
     device = ranks.setup(args.run.timeout_minutes)

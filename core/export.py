@@ -9,33 +9,34 @@ import itertools
 import json
 import re
 import shutil
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 from . import weights
+from .checkpoint import model_weights
 from .ranks import on_rank_zero, print0
-from .weights import plain_name, unwrapped
+from .weights import unwrapped
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FILE_BYTES = 5e9  # a file ends with the layer that exceeds this; rank 0 holds two files
 TOKENIZER_FILES = ("*token*.json", "*.model", "*.spm", "vocab.*", "merges.txt")
+# Suffixes of settings that differ in training only.
+OF_TRAINING = (*weights.FOR_TRAINING, *weights.SWITCHED_OFF, *weights.ACTIVATIONS, "pad_token_id",
+               "name_or_path")  # fmt: skip
 
 
 def export_model(
@@ -53,24 +54,10 @@ def export_model(
 def whole_tensors(
     model: nn.Module, dtype: torch.dtype, check_stop: Callable[[], None]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and value of each parameter and persistent buffer of a model, tied ones once.
-
-    FSDP1 gathers one unit at a time, on rank 0 only; FSDP2 casts each tensor before gathering it.
-    """
-    inner = unwrapped(model)
-    units = defaultdict(list, {"": []})  # the root first, or FSDP would make another unit the root
-    for name, first in weights.first_names(inner).items():
-        module, _, key = name.rpartition(".")
-        if name == first and key not in inner.get_submodule(module)._non_persistent_buffers_set:
-            units[name.rpartition("._fsdp_wrapped_module.")[0]].append(name)
-    for unit, names in units.items():
-        options = {"recurse": False, "writeback": False, "rank0_only": True}
-        with FSDP.summon_full_params(model.get_submodule(unit), **options):  # no-op without FSDP1
-            for name in names:
-                check_stop()
-                plain = plain_name(name)
-                kept = stored_dtype(inner, plain, dtype)
-                yield plain, gather(attrgetter(name)(inner).detach(), kept)
+    """Yield name and value of each parameter and persistent buffer of a model, tied ones once."""
+    for name, tensor in model_weights(model).items():
+        check_stop()
+        yield name, gather(tensor, stored_dtype(unwrapped(model), name, dtype))
 
 
 def stored_dtype(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -110,54 +97,64 @@ def write_model(
     def finish() -> None:
         keys = _name_files([file.result() for file in files], directory)
         base = Path(model.config.name_or_path or "no base")
-        settings = _read_json(base / "config.json")
-        if settings.get("model_type") != model.config.model_type and settings:  # a multimodal model
-            settings = settings.get("text_config", settings)
-            settings["model_type"] = model.config.model_type
-        settings = _updated(settings, model.config) | {"architectures": [type(hf_model).__name__]}
+        settings = _settings(model.config, base / "config.json")
+        settings["model_type"] = model.config.model_type
+        settings["architectures"] = [type(hf_model).__name__]
         settings["dtype"] = settings["torch_dtype"] = str(dtype).removeprefix("torch.")
         if not hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
             settings["tie_word_embeddings"] = False  # T5's config always says true
         _write_json(settings, directory / "config.json")
-        path = directory / "generation_config.json"
-        _write_json(_updated(_read_json(base / path.name), model.generation_config), path)
+        name = "generation_config.json"
+        stops, own = stop_tokens(model.generation_config, tokenizer)
+        settings = _settings(model.generation_config, base / name)
+        if stops != own:
+            settings["eos_token_id"] = stops
+            print0(f"{name} stops at {' '.join(tokenizer.convert_ids_to_tokens(stops))}")
+        _write_json(settings, directory / name)
         write_tokenizer(tokenizer, directory)
 
     on_rank_zero(finish)
 
 
-def _updated(
-    settings: dict[str, Any], config: PretrainedConfig | GenerationConfig
-) -> dict[str, Any]:
-    """Return a base's settings with those that the script changed; without a base, `config`'s."""
+def _settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict[str, Any]:
+    """Return the settings in a base's file, if it exists, with those that the script changed."""
     version = {"transformers_version": transformers.__version__}
-    if not settings:
+    if not path.is_file():
         return json.loads(config.to_json_string()) | version
-    base = type(config).from_dict(copy.deepcopy(settings))
-    before, now = (json.loads(x.to_json_string(use_diff=False)) for x in (base, config))
-    ours = (*weights.FOR_TRAINING, *weights.SWITCHED_OFF, *weights.ACTIVATIONS)
-    ours = (*ours, "pad_token_id", "name_or_path")
-    changed = [name for name in now if now[name] != before.get(name) and not name.endswith(ours)]
-    return settings | {name: now[name] for name in changed} | version
+    settings = json.loads(path.read_text())
+    settings = settings.get("text_config", settings)  # of a multimodal model
+    before = type(config).from_dict(copy.deepcopy(settings)).to_dict()
+    for name, value in config.to_dict().items():
+        if value != before.get(name) and not name.endswith(OF_TRAINING):
+            settings[name] = value
+    return settings | version
+
+
+def stop_tokens(config: GenerationConfig, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens that end a text: those of a base's `config`, the tokenizer's EOS, and the
+    first added token that its chat template puts after an answer; and those of the config. Any
+    rank."""
+    own = config.eos_token_id
+    own = [own] if isinstance(own, int) else own or []
+    after = ""
+    with contextlib.suppress(TemplateError, ValueError):  # no template, or not for such turns
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
+        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2]
+    ids = tokenizer(after, add_special_tokens=False).input_ids
+    ends = [x for x in ids if x in tokenizer.added_tokens_decoder][:1]
+    return list(dict.fromkeys([*own, tokenizer.eos_token_id, *ends])), own
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write a tokenizer; copy the files of its base unless it has changed. Rank 0 only."""
-    if tokenizer.is_fast:  # it would save the padding and truncation of its last call
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
     tokenizer.save_pretrained(directory)
     base = Path(tokenizer.name_or_path or "no base")
-    if not base.is_dir():
-        return
-    original = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-    if repr(tokenizer) == repr(original):  # it contains all settings but the chat template
-        for file in itertools.chain(*map(base.glob, TOKENIZER_FILES)):
-            shutil.copyfile(file, directory / file.name)
-    settings = _read_json(directory / "tokenizer_config.json")
-    if "chat_template" in settings and tokenizer.chat_template != original.chat_template:
-        settings["chat_template"] = tokenizer.chat_template
-        _write_json(settings, directory / "tokenizer_config.json")
+    if base.is_dir():
+        original = transformers.AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+        has_changed = repr(tokenizer) != repr(original)  # of all settings but the template
+        if not has_changed and tokenizer.chat_template == original.chat_template:
+            for file in itertools.chain(*map(base.glob, TOKENIZER_FILES)):
+                shutil.copyfile(file, directory / file.name)
 
 
 def _files_of(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -203,42 +200,32 @@ def _name_files(sizes: list[dict[str, int]], directory: Path) -> set[str]:
     return set(weight_map)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
 def _write_json(value: dict[str, Any], path: Path) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory that replaces `path`, or the target of this link, at the end;
-    delete it after an error."""
+    """Yield a temporary directory that replaces `path`, or the target of this link, at the end."""
     target = path.resolve()
-    # Never reuse a name: on NFS, a node may see the old directory for up to a minute.
-    temporary = target.with_name(f"tmp-{target.name}-{time.time_ns()}")
-
-    def create() -> None:
-        for unfinished in target.parent.glob(f"tmp-{target.name}-{19 * '[0-9]'}*"):
-            shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-        temporary.mkdir(parents=True)
-
-    def replace() -> None:
-        for file in temporary.glob("*.safetensors"):  # safetensors makes them private to the user
-            shutil.copymode(temporary / "tokenizer_config.json", file)
-        old = temporary.with_name(f"{temporary.name}-old")
-        if target.exists():
-            target.rename(old)  # on NFS, a directory whose files are in use cannot be deleted
-        temporary.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-
-    on_rank_zero(create)
+    temporary = target.with_name(f"tmp-{target.name}")
+    on_rank_zero(shutil.rmtree, temporary, True)  # of a process that was killed
+    on_rank_zero(temporary.mkdir, 0o777, True)
     try:
         yield temporary
-        on_rank_zero(replace)  # the other ranks wait
-    except BaseException:
+        on_rank_zero(_replace, target, temporary)  # the other ranks wait
+    finally:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise
     print0(f"The model is in {path}")
+
+
+def _replace(target: Path, temporary: Path) -> None:
+    for file in temporary.glob("*.safetensors"):  # safetensors makes them private to the user
+        shutil.copymode(temporary / "tokenizer_config.json", file)
+    old = target.with_name(f"tmp-old-{target.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)  # on NFS, a directory whose files are in use cannot be deleted
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -3,12 +3,19 @@
 import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from core.checkpoint import complete_checkpoints
+from core import checkpoint
 from core.ranks import Problem, on_every_rank, on_rank_zero, print0
+
+
+def save(path: Path, *job: Any, group: dist.ProcessGroup | None = None) -> None:
+    """Save a checkpoint as `core.checkpoint.save`, then its sums. Call on all ranks."""
+    checkpoint.save(path, *job, group=group)
+    on_every_rank(write, path, group=group)
 
 
 def write(path: Path) -> None:
@@ -24,7 +31,7 @@ def write(path: Path) -> None:
 def find_intact(directory: Path) -> Path:
     """Return the newest complete checkpoint that agrees with its sums, if it has any: a kill before
     `write` leaves none. Raise Problem if there is no such checkpoint. Call on all ranks."""
-    for path in reversed(on_rank_zero(complete_checkpoints, directory)):
+    for path in reversed(on_rank_zero(checkpoint.complete_checkpoints, directory)):
         try:
             on_every_rank(_verify, path)
             return path

@@ -116,9 +116,9 @@ def add(
     base_digest = ranks.on_rank_zero(lambda: digest(sorted(values.items()))[:8])
     model.adapters = config
     model.only_trained = True  # in checkpoints
-    model.identity = f", adapters of rank {config.r}, alpha {config.lora_alpha:g}, on "
-    model.identity += f"{' '.join(sorted(targets))}, base {base_digest}"
-    model.identity += " in 4 bits" if options.load_in_4bit else ""
+    model.identity = f", --lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
+    model.identity += f"{' '.join(sorted(targets))}" + options.load_in_4bit * " --load-in-4bit"
+    model.identity += f", base {base_digest}"
 
 
 def projections(
@@ -212,6 +212,7 @@ class Linear4bit(nn.Linear):
         self.quant_state = None
         packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight.whole_shape = torch.Size([outputs, width])
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.

@@ -1,6 +1,7 @@
 """Helpers and fixtures for the tests: launches on several CPU processes, small models and data."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -17,11 +18,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import (
     ByT5Tokenizer,
-    GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
@@ -29,7 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 CACHE = tempfile.TemporaryDirectory()  # `datasets` reads the variable when imported
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
+# Rows for runs of the scripts, written once: processes that the tests start inherit the variable.
+DOCSTRINGS = os.environ.setdefault("DOCSTRINGS", f"{CACHE.name}/docstrings.jsonl")
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # already imported
+if not Path(DOCSTRINGS).exists():
+    from tools import docstrings
+
+    lines = [json.dumps(row) + "\n" for row in itertools.islice(docstrings.rows(), 1000)]
+    Path(DOCSTRINGS).write_text("".join(lines))
 
 # The tests that `make test` runs; an empty set: the whole file. `make test-ci` runs the others.
 MAKE_TEST: dict[str, set[str]] = {
@@ -37,9 +42,9 @@ MAKE_TEST: dict[str, set[str]] = {
     "test_block_dataset": set(),
     "test_chat_dataset": set(),
     "test_layout": set(),
-    "test_llama": {"test_ten_steps_on_two_ranks_equal_plain_pytorch"},
     "test_memory_estimator": {"test_verdict_contains_a_command_that_the_script_accepts"},
     "test_reading": set(),
+    "test_parity": {"test_ten_steps_equal_plain_pytorch"},
     "test_readme": {
         "test_every_command_is_marked_or_run_by_a_test",
         "test_commands_parse",
@@ -52,21 +57,16 @@ MAKE_TEST: dict[str, set[str]] = {
     },
     "test_startup_checks": {"test_edit_is_refused_with_its_message"},
     "test_summarization_dataset": set(),
-    "test_t5": {
+    "test_weight": set(),
+    "test_whole_runs": {
         "test_killed_run_resumes_bit_for_bit",
         "test_exports_reload_with_the_same_loss",
         "test_bad_input_exits_with_one_message",
     },
-    "test_weight": set(),
 }
-WIDE = {
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+WIDE = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 128}  # fmt: skip
 
 
 def launch(
@@ -159,47 +159,70 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="session")
-def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a small random T5 without dropout and a byte tokenizer. Return the Hugging Face
-    directory."""
+def save_model(path: Path, model_class: type, dtype: str = "float32", **config: object) -> Path:
+    """Save a small random model, Llama's in several files, with a byte tokenizer; return path."""
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
-    shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    config = T5Config(
-        vocab_size=len(tokenizer), decoder_start_token_id=0, dropout_rate=0.0, **shape
-    )
-    path = tmp_path_factory.mktemp("t5")
-    T5ForConditionalGeneration(config).save_pretrained(path)
+    model = model_class(model_class.config_class(vocab_size=len(tokenizer), **config))
+    if path.name.startswith("llama"):
+        model.generation_config.update(temperature=0.6, do_sample=True)
+    size = "60KB" if path.name.startswith("llama") else "1GB"
+    model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=size)
     tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def t5_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Hugging Face directory of a small random T5 without dropout."""
+    shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    others = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+    return save_model(tmp_path_factory.mktemp("t5"), T5ForConditionalGeneration, **shape, **others)
+
+
+@pytest.fixture(scope="session")
+def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Hugging Face directory of a small random GPT-2 without dropout."""
+    shape = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    path = tmp_path_factory.mktemp("gpt2")
+    return save_model(path, GPT2LMHeadModel, bos_token_id=1, eos_token_id=1, **rates, **shape)
+
+
+@pytest.fixture(scope="session")
+def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the Hugging Face directory of a small random Llama with grouped queries, in several
+    files."""
+    shape = WIDE | {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3}
+    path = tmp_path_factory.mktemp("llama")
+    save_model(path, LlamaForCausalLM, bos_token_id=None, eos_token_id=1, **shape)
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path
+
+
+@pytest.fixture(scope="session")
+def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a small random Llama in bf16 whose widths are multiples of 64."""
+    path = tmp_path_factory.mktemp("wide")
+    options = {"bos_token_id": None, "eos_token_id": 1, "dtype": "bfloat16"}
+    return save_model(path, LlamaForCausalLM, **options, **WIDE)
+
+
+def save_rows(tmp_path_factory: pytest.TempPathFactory, name: str, rows: list[dict]) -> Path:
+    """Write rows as lines of JSON to a file and return its path."""
+    path = tmp_path_factory.mktemp(name) / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a file of 40 pairs with targets of 1 to 29 bytes; about two are held out."""
-    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [
         {"text": f"text {i}" + " ab cd" * (i % 7), "headline": chr(97 + i % 26) * (1 + 7 * i % 29)}
         for i in range(40)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.fixture(scope="session")
-def gpt2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a small random GPT-2 without dropout and a byte tokenizer. Return the Hugging Face
-    directory."""
-    torch.manual_seed(0)
-    tokenizer = ByT5Tokenizer()
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    shape = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
-    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=1, **rates, **shape)
-    path = tmp_path_factory.mktemp("gpt2")
-    GPT2LMHeadModel(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_rows(tmp_path_factory, "pairs", rows)
 
 
 @pytest.fixture(scope="session")
@@ -207,51 +230,22 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Return files of training text (35 blocks of 32 bytes, of which the last is short) and
     validation text (5 blocks)."""
     path = tmp_path_factory.mktemp("texts")
-    line = "The {} of {} is {} times {}.\n"
     words = ["sum", "root", "cube", "half", "sine"]
     for name, count in (("train", 35), ("val", 5)):
-        lines = [line.format(words[i % 5], i * i, i % 7, words[i * i % 5]) for i in range(count)]
+        lines = [
+            f"The {words[i % 5]} of {i * i} is {i % 7} times {words[i * i % 5]}.\n"
+            for i in range(count)
+        ]
         (path / f"{name}.txt").write_text("".join(lines))
     return path / "train.txt", path / "val.txt"
 
 
 @pytest.fixture(scope="session")
-def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a small random Llama with grouped queries, in several files, and a byte tokenizer."""
-    torch.manual_seed(0)
-    tokenizer = ByT5Tokenizer()
-    shape = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **shape)
-    path = tmp_path_factory.mktemp("llama")
-    model = LlamaForCausalLM(config)
-    model.generation_config.update(temperature=0.6, do_sample=True)
-    model.save_pretrained(path, max_shard_size="60KB")
-    assert len(list(path.glob("*.safetensors"))) > 1
-    tokenizer.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="session")
-def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a small random Llama in bf16 whose widths are multiples of 64."""
-    torch.manual_seed(0)
-    tokenizer = ByT5Tokenizer()
-    config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, **WIDE)
-    path = tmp_path_factory.mktemp("wide")
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="session")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a file of 70 chats of two or four turns, some of which are truncated to 64 tokens."""
-    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
     rows = []
     for i in range(70):
         turns = [("user", f"{i}?"), ("assistant", chr(97 + i % 26) * (1 + 11 * i % 23))]
         turns = [*turns, ("user", "so?"), ("assistant", "!")] if i % 5 == 0 else turns
         rows.append({"messages": [{"role": r, "content": c} for r, c in turns]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return save_rows(tmp_path_factory, "chats", rows)

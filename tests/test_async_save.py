@@ -30,8 +30,8 @@ def flags(texts: tuple[Path, Path]) -> list[str]:
 
 
 def test_background_save_copies_what_training_changes(process_group):
-    saver = Saver(Saves(async_save=True), 1.0)
     model = torch.nn.Linear(3, 2)
+    saver = Saver(checkpoint.save, Saves(async_save=True), model, 1.0)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
         model(torch.ones(3)).sum().backward()
@@ -39,7 +39,7 @@ def test_background_save_copies_what_training_changes(process_group):
         moments = optimizer.state_dict()["state"]
         tensors = {"model": dict(model.named_parameters()), "optimizer": moments}
         before = [x.detach().clone() for x in pytree.tree_leaves(tensors)]
-        copies = saver._copy(tensors, ())
+        copies = saver._copy(tensors)
         optimizer.step()
         assert not torch.equal(model.weight, before[0])
         assert all(map(torch.equal, pytree.tree_leaves(copies), before))
@@ -88,16 +88,16 @@ def test_save_does_not_wait_for_a_stream(flags, tmp_path, monkeypatch):
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> list[str]:
-    """Make these calls of `checkpoint.write` fail; return a list of the threads of all calls."""
-    write, threads = checkpoint.write, []
+    """Make these calls of `checkpoint.save` fail; return a list of the threads of all calls."""
+    save, threads = checkpoint.save, []
 
-    def failing_write(path: Path, *args: object) -> None:
+    def failing_save(path: Path, *args: object, **options: object) -> None:
         threads.append(threading.current_thread().name)
         if len(threads) in calls:
             raise OSError(f"{path} could not be saved (No space left on device).")
-        write(path, *args)
+        save(path, *args, **options)
 
-    monkeypatch.setattr(checkpoint, "write", failing_write)
+    monkeypatch.setattr(checkpoint, "save", failing_save)
     return threads
 
 

@@ -1,56 +1,53 @@
 """The diffs of docs/change-a-script.md, applied to copies of the scripts."""
 
 import ast
-import importlib
 import json
 import math
 import re
 import shutil
-from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, launch, losses, metrics, weights
+from conftest import DOCSTRINGS, ROOT, launch, losses, metrics, weights
+from copied import EMA_SECTION, PAGE, diffs, edited_script, edited_text
 from in_process import start
 
 from tools.copy_script import needed_files
 
-PAGE = (ROOT / "docs/change-a-script.md").read_text()
 EDITS = re.search("<!-- z-loss -->(.*)<!-- accuracy -->(.*)<!-- end -->", PAGE, re.S)
 Z_LOSS, ACCURACY = EDITS.groups()
 BEFORE, SECTION = PAGE.replace(Z_LOSS, "").replace(ACCURACY, "").split("## Recipes")
 SECTION, AFTER = SECTION.split("<!-- recipes end -->")
 RECIPES = dict(re.findall(r"<!-- ([a-z ]+) -->\n(.*?)(?=<!--|\Z)", SECTION, re.S))
 OTHERS = BEFORE + AFTER
-EMA = BEFORE[BEFORE.index("## EMA weights") :].replace("+from lion import Lion\n", "")
-RECIPES["average"] += EMA
+RECIPES["average"] += EMA_SECTION
 
 
-def apply_diffs(script: str, text: str) -> str:
-    """Return the script's text with all diffs in `text` applied. Fail if one does not match."""
-    source = (ROOT / f"{script}.py").read_text()
-    for diff in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
-        lines = diff.splitlines()
-        old = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "+")
-        new = "".join(f"{line[1:]}\n" for line in lines if line[:1] != "-")
-        assert source.count(old) == 1, diff
-        source = source.replace(old, new)
-    return source
+MY_MODEL = """
+from transformers.models.t5.modeling_t5 import T5Block, T5ForConditionalGeneration
+
+class MyLayer(T5Block):
+    pass
+
+class MyModel(T5ForConditionalGeneration):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in (*self.encoder.block, *self.decoder.block):
+            layer.__class__ = MyLayer
+"""
 
 
 def run(script: str, text: str, flags: list, output: object) -> int:
     """Train with a copy of a script that the diffs in `text` have changed; return its exit code."""
-    module = ModuleType(script)
-    module.__file__ = importlib.import_module(script).__file__  # where tyro reads the help
-    exec(compile(apply_diffs(script, text), module.__file__, "exec"), vars(module))
-    return start(module, *flags, "--output-dir", output)
+    return start(edited_script(script, diffs(text)), *flags, "--output-dir", output)
 
 
 def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
-    """BART with Lion, label smoothing, another schedule and an average of the weights."""
-    (tmp_path / "my_script.py").write_text(apply_diffs("T5_training", OTHERS))
+    """An own model with Lion, label smoothing, another schedule and an average of the weights."""
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    (tmp_path / "my_script.py").write_text(edited_text("T5_training", diffs(OTHERS)))
     for name in ("lion", "ema"):
-        shutil.copy(ROOT / f"tests/helpers/{name}.py", tmp_path)
+        shutil.copy(ROOT / f"docs/examples/{name}.py", tmp_path)
     for file in needed_files(ROOT / "T5_training.py", []):
         target = tmp_path / file.relative_to(ROOT)
         target.parent.mkdir(exist_ok=True)
@@ -64,18 +61,19 @@ def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
     assert list(history) == list(range(1, 23)) and history[22] < 0.8 * history[1]
     assert [line["updates"] for line in metrics(output, "train")] == list(range(1, 23))
     assert [line["step"] for line in metrics(output, "start")] == [0, 20]
-    assert '"BartForConditionalGeneration"' in (output / "final/config.json").read_text()
+    assert '"MyModel"' in (output / "final/config.json").read_text()
 
 
 @pytest.mark.parametrize("script", ["T5_training", "llama_fsdp"])
 def test_diffs_fit_the_other_scripts(script):
     edits = RECIPES | {"z-loss": Z_LOSS, "accuracy": ACCURACY}
     for name in edits.keys() - {"exact answers", "average"}:
-        ast.parse(apply_diffs(script, edits[name]))
+        ast.parse(edited_text(script, diffs(edits[name])))
 
 
-GPT2 = ["--dataset=docstrings", "--block-size=32", "--num-train-samples=40", "--num-val-samples=4",
-        "--precision=fp32", "--lr=1e-2", "--batch-size=2", "--log-every=1"]  # fmt: skip
+GPT2 = [f"--dataset={DOCSTRINGS}", "--block-size=32", "--num-train-samples=40",
+        "--num-val-samples=4", "--precision=fp32", "--lr=1e-2", "--batch-size=2",
+        "--log-every=1"]  # fmt: skip
 
 
 def test_documented_diffs_add_z_loss_and_accuracy(gpt2_directory, tmp_path):

@@ -205,9 +205,9 @@ def test_one_of_two_columns_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("row, line", [
-    ({"question": "q", "choices": ["a", "b"], "answer": "a"}, "question and answer, not choices"),
-    ({"instruction": "q", "output": "a", "rationale": "r"}, "and output, not rationale"),
-    ({"prompt": "q", "context": "c", "completion": "a"}, "prompt and completion, not context"),
+    ({"question": "q", "choices": ["a", "b"], "answer": "a"}, "and answer; left out: choices"),
+    ({"instruction": "q", "output": "a", "rationale": "r"}, "and output; left out: rationale"),
+    ({"prompt": "q", "context": "c", "completion": "a"}, "and completion; left out: context"),
     ({"instruction": "q", "input": "i", "output": "a", "score": 3}, None),
 ])  # fmt: skip
 def test_text_that_is_left_out_of_a_pair_is_named(row, line, tmp_path, capfd):
@@ -333,6 +333,14 @@ def test_chatml_renders_tools_like_hermes_and_qwen():
         tokenizer = bpe(chat_template=QWEN_2_5, eos_token="<|im_end|>")
         expected = tokenizer.apply_chat_template([SYSTEM, *turns], tokenize=False)
         assert ours.apply_chat_template([SYSTEM, *turns], tokenize=False) == expected
+
+
+def test_chatml_does_not_double_a_bos_that_is_its_marker():
+    """As that of SmolLM2."""
+    tokenizer = bpe(bos_token="<|im_start|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = chat_formats.CHATML
+    text = tokenizer.apply_chat_template([USER], tokenize=False)
+    assert text == "<|im_start|>user\na<|im_end|>\n"
 
 
 def test_columns_that_the_data_module_refuses_are_read_or_refused_here():

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT, launch, losses, metrics, weights
 from in_process import start
 from transformers import ByT5Tokenizer, GPT2Config, GPT2LMHeadModel
 
 import gpt2_fsdp
 from core import checkpoint
-from core.ranks import Problem
 from core.steps import settings
 
 SIMULATOR = ROOT.parent / "shared/simdev"
@@ -86,22 +86,22 @@ def test_save_and_resume_use_little_device_memory(flags, deep_gpt2, texts, tmp_p
     assert abs(resume["device_after"] - moments) < unit
 
 
-def test_extra_tensors_of_single_ranks_need_as_many_processes(process_group, tmp_path):
+def test_full_file_and_extra_tensors_of_single_ranks(process_group, tmp_path):
+    """The extra tensors need as many processes."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    extra = {"mine": torch.nn.BatchNorm1d(2)}
-    extra["mine"].running_mean += 7
-    identity = {"--seed": 0}
-    state = {"settings": settings(optimizer), "step": 2, "flags": {}, "identity": identity}
-    options = {"extra_state": {"mine": torch.nn.BatchNorm1d(2)}}
-    checkpoint.save(tmp_path / "x", model, optimizer, state, extra_state=extra)
-    checkpoint.load(tmp_path / "x", model, optimizer, state, **options)
-    assert options["extra_state"]["mine"].running_mean.tolist() == [7, 7]
-    path = tmp_path / "x/train_state.json"
-    saved = json.loads(path.read_text())
-    path.write_text(json.dumps(saved | {"processes": [2, *saved["processes"][1:]]}))
-    with pytest.raises(Problem, match="mine: 2 processes saved tensors of their own. Start as m"):
-        checkpoint.load(tmp_path / "x", model, optimizer, state, **options)
+    state = {"settings": settings(optimizer), "step": 2, "flags": {}, "identity": {"--seed": 0}}
+    mean, seven = torch.zeros(2), torch.full((2,), 7.0)
+    extra = checkpoint.extra_state("mine", {"mean": seven})
+    tensors = checkpoint.snapshot(model, optimizer, state) | extra
+    checkpoint.save(tmp_path / "x", tensors, state, full=True)
+    assert torch.equal(torch.load(tmp_path / "x/full.pt")["model"]["weight"], model.weight)
+    extra = checkpoint.extra_state("mine", {"mean": mean})
+    checkpoint.read(tmp_path / "x", extra)
+    assert torch.equal(mean, seven)
+    extra["mine"] = {"mean of rank 0 of 2": mean}  # as two processes would read it
+    with pytest.raises(dcp.CheckpointException, match="mean of rank 0 of 2"):
+        checkpoint.read(tmp_path / "x", extra)
 
 
 def test_checkpoints_cross_strategies_and_world_sizes(gpt2_directory, texts, tmp_path):

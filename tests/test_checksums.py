@@ -1,6 +1,5 @@
 """Damage each file of a run in every way: no run uses a damaged file, and messages name it."""
 
-import contextlib
 import itertools
 import json
 import os
@@ -46,18 +45,7 @@ def cut(path: Path, other: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def empty(path: Path, other: Path) -> None:
-    """Empty the file, as a power failure can."""
-    os.truncate(path, 0)
-
-
-def delete(path: Path, other: Path) -> None:
-    """Delete the file."""
-    path.unlink()
-
-
 SAME_SIZE = (flip, flip_early, zero, exchange)
-DAMAGES = (*SAME_SIZE, cut, empty, delete)
 
 
 @pytest.fixture
@@ -119,46 +107,12 @@ def resume(run: Path, flags: list[str]) -> int:
     return start(gpt2_fsdp, *flags, "--output-dir", run, "--max-steps", "10")
 
 
-def files(directory: Path) -> list[str]:
-    """Return the names of a directory's files; fail if there are none."""
-    names = sorted(path.name for path in directory.iterdir())
-    assert names, directory
-    return names
-
-
-@pytest.mark.slow
-def test_run_resumes_from_the_checkpoint_before_a_damaged_one(source_run, flags, tmp_path, capfd):
-    """Its losses are those of a run without the damaged checkpoint."""
-    expected_run = Path(shutil.copytree(source_run, tmp_path / "clean"))
-    shutil.rmtree(expected_run / "checkpoints/step-00000008")
-    assert resume(expected_run, flags) == 0
-    newest = "checkpoints/step-00000008"
-    names = [x for x in files(source_run / newest) if not x.startswith("crc-")]
-    assert any(name.endswith("_0.distcp") for name in names) and "train_state.json" in names
-    for name, damage in itertools.product(names, DAMAGES):
-        run = Path(shutil.copytree(source_run, tmp_path / "run"))
-        other_rank = name.replace("__0_", "__x_").replace("__1_", "__0_").replace("__x_", "__1_")
-        is_shard = damage is exchange and other_rank != name
-        other = f"{newest}/{other_rank}" if is_shard else f"checkpoints/step-00000006/{name}"
-        damage(run / newest / name, run / other)
-        capfd.readouterr()
-        assert resume(run, flags) == 0, (name, damage)
-        stdout = capfd.readouterr().out
-        case = f"{name}, {damage.__name__}: {stdout}"
-        assert f"Resuming from {run / 'checkpoints/step-00000006'}" in stdout, case
-        assert f"{run / newest} is damaged" in stdout and "skipped" in stdout, case
-        assert losses(run) == losses(expected_run) and status(run) == "finished", case
-        check_equal_weights(run / "final", expected_run / "final")
-        shutil.rmtree(run)
-
-
 @pytest.mark.slow
 def test_run_survives_damaged_status_and_metrics(source_run, flags, tmp_path):
     """Only the damaged lines of metrics.jsonl are lost."""
     expected_run = Path(shutil.copytree(source_run, tmp_path / "clean"))
     assert resume(expected_run, flags) == 0
-    damages = [damage for damage in DAMAGES if damage is not exchange]
-    for name, damage in itertools.product(("status", "metrics.jsonl"), damages):
+    for name, damage in itertools.product(("status", "metrics.jsonl"), (flip, zero, cut)):
         run = Path(shutil.copytree(source_run, tmp_path / "run"))
         damage(run / name, run)
         case = f"{name}, {damage.__name__}"
@@ -170,25 +124,3 @@ def test_run_survives_damaged_status_and_metrics(source_run, flags, tmp_path):
         assert loss_by_step == expected and status(run) == "finished", case
         check_equal_weights(run / "final", expected_run / "final")
         shutil.rmtree(run)
-
-
-@pytest.mark.slow
-def test_damaged_export_is_rejected_as_model(source_run, flags, tmp_path):
-    """Flipped bits are not tested, because safetensors has no checksum. The run that wrote the
-    export replaces it."""
-    accepted = set()
-    for name, damage in itertools.product(files(source_run / "final"), (cut, empty, zero, delete)):
-        run = Path(shutil.copytree(source_run, tmp_path / "run"))
-        damage(run / "final" / name, run / "best" / name)
-        model = ["--model-name", run / "final", "--output-dir", tmp_path / "new"]
-        with contextlib.suppress(ValueError):  # a library's, with a traceback
-            if start(gpt2_fsdp, *flags, *model) == 0:
-                accepted.add(f"{name}, {damage.__name__}")
-        shutil.rmtree(tmp_path / "new", ignore_errors=True)
-        if damage is zero:
-            assert resume(run, flags) == 0
-            assert files(run / "final") == files(source_run / "final")
-        shutil.rmtree(run)
-    cases = itertools.product(("added_tokens.json", "validation.json"), DAMAGES)
-    optional = {f"{name}, {damage.__name__}" for name, damage in cases}
-    assert accepted <= optional | {"generation_config.json, delete"}

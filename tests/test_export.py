@@ -3,7 +3,6 @@
 import copy
 import filecmp
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,7 +85,7 @@ def export_base(
     directory, config, _, tokenizer = weights.open_model(str(base), model_class, "")
     edit(config)
     model, source = weights.new_model(model_class, config, directory)
-    model.apply(weights.Loader(model, source, torch.device("cpu"), False).fill)
+    model.apply(weights.Loader(model, source, torch.device("cpu")).fill)
     tokenizer(["a text", "b"], truncation=True, max_length=3, padding="max_length")
     export.export_model(model, tokenizer, final, dtype)
     return read(final / "config.json")
@@ -176,7 +175,7 @@ def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_g
 def test_model_without_a_base_has_all_settings(process_group, tmp_path):
     config = transformers.LlamaConfig(**SHAPE, attention_bias=True)
     model, source = weights.new_model(transformers.LlamaForCausalLM, config, None)
-    model.apply(weights.Loader(model, source, torch.device("cpu"), False).fill)
+    model.apply(weights.Loader(model, source, torch.device("cpu")).fill)
     export.export_model(model, transformers.ByT5Tokenizer(), tmp_path / "final", torch.float32)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert loaded.config.attention_bias and type(loaded) is transformers.LlamaForCausalLM
@@ -184,27 +183,8 @@ def test_model_without_a_base_has_all_settings(process_group, tmp_path):
         assert torch.equal(tensor, loaded.state_dict()[name])
 
 
-def test_generation_settings_of_older_models_are_in_their_config(
-    process_group, t5_directory, tmp_path
-):
-    base, final = tmp_path / "base", tmp_path / "final"
-    base.mkdir()
-    for file in t5_directory.iterdir():
-        (base / file.name).write_bytes(file.read_bytes())
-    change(base / "config.json", num_beams=3, min_length=5, forced_bos_token_id=7)
-    (base / "generation_config.json").unlink()
-    plain = transformers.T5ForConditionalGeneration.from_pretrained(base)
-    assert plain.generation_config.num_beams == 3
-    export_base(base, final, "T5ForConditionalGeneration")
-    for is_deleted in (False, True):
-        if is_deleted:
-            (final / "generation_config.json").unlink()
-        loaded = type(plain).from_pretrained(final)
-        assert loaded.generation_config.to_dict() == plain.generation_config.to_dict()
-
-
 @pytest.mark.parametrize("template", ["{{ messages }}", NAMED])
-def test_files_of_the_tokenizer_are_the_base_s(template, process_group, tmp_path):
+def test_tokenizer_files_are_the_base_s_unless_it_is_changed(template, process_group, tmp_path):
     """Files with which Transformers 5 does not save a tokenizer are copied too."""
     base, final = tmp_path / "base", tmp_path / "final"
     save_base("llama", base)
@@ -217,28 +197,37 @@ def test_files_of_the_tokenizer_are_the_base_s(template, process_group, tmp_path
     names = {path.name for path in base.iterdir()} - {"config.json", "generation_config.json"}
     _, *different = filecmp.cmpfiles(base, final, names, shallow=False)
     assert different == [[], []]
-
-
-@pytest.mark.parametrize("template", ["{{ messages }}", NAMED])
-def test_changed_tokenizer_is_written(template, process_group, tmp_path):
-    base = tmp_path / "base"
-    save_base("llama", base)
-    change(base / "tokenizer_config.json", chat_template=template)
-    (base / "tokenizer.model").write_text("pieces")
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = "{{ messages[0] }}"
     for name in ("template", "tokens"):
-        final = tmp_path / name
-        final.mkdir()
-        if name == "template":
-            tokenizer.chat_template = "{{ messages[0] }}"
-        else:
-            tokenizer.add_tokens(["<new>"])
-        export.write_tokenizer(tokenizer, final)
-        saved = transformers.AutoTokenizer.from_pretrained(final)
+        export.write_tokenizer(tokenizer, tmp_path / name)
+        saved = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
         assert saved.chat_template == tokenizer.chat_template and len(saved) == len(tokenizer)
-        assert (final / "tokenizer.model").exists() == (name == "template")
-        settings = read(final / "tokenizer_config.json")
-        assert settings.get("chat_template", tokenizer.chat_template) == tokenizer.chat_template
+        assert not (tmp_path / name / "tokenizer.model").exists()
+        tokenizer.add_tokens(["<new>"])
+
+
+@pytest.mark.parametrize(("after", "stops"), [
+    ("</s>", [2, 1]),
+    ("<end>\n</s>", [2, 1, 384]),
+    (" and on", [2, 1]),
+    ("{{ raise_exception('no such turn') }}", [2, 1]),
+])  # fmt: skip
+def test_generation_stops_where_answers_end(after, stops, process_group, tmp_path, capsys):
+    """The base stops at 2 only. The tokenizer's EOS is 1, and 384 ends a turn."""
+    base, final = tmp_path / "base", tmp_path / "final"
+    save_base("llama", base)
+    change(base / "generation_config.json", eos_token_id=2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<end>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + after + "{% endfor %}"
+    stops = [tokenizer.convert_tokens_to_ids("<end>") if x == 384 else x for x in stops]
+    tokenizer.save_pretrained(base)
+    export_base(base, final, "LlamaForCausalLM")
+    assert read(final / "generation_config.json")["eos_token_id"] == stops
+    assert "generation_config.json stops at" in capsys.readouterr().out
+    export_base(final, tmp_path / "again", "LlamaForCausalLM")
+    assert "stops at" not in capsys.readouterr().out
 
 
 EXPERTS = {  # a bias decides between them
@@ -295,16 +284,15 @@ def test_export_lands_in_the_target_of_a_link(process_group, tmp_path):
     disk, link = tmp_path / "disk", tmp_path / "final"
     disk.mkdir()
     link.symlink_to(disk / "final")
-    (disk / f"tmp-final-{time.time_ns()}").mkdir()  # of a process that was killed
-    (disk / "tmp-final-notes").mkdir()  # the user's
+    for name in ("tmp-final", "tmp-old-final"):
+        (disk / name).mkdir()  # of a process that was killed
     for text in ("old", "new"):
         with export.new_directory(link) as temporary:
             (temporary / "tokenizer_config.json").write_text(text)
-    assert link.is_symlink() and (disk / "final/tokenizer_config.json").exists()
     with pytest.raises(OSError, match="full"), export.new_directory(link):
         raise OSError("full")
-    assert (link / "tokenizer_config.json").read_text() == "new"
-    assert {path.name for path in disk.iterdir()} == {"final", "tmp-final-notes"}
+    assert link.is_symlink() and (disk / "final/tokenizer_config.json").read_text() == "new"
+    assert {path.name for path in disk.iterdir()} == {"final"}
 
 
 @pytest.mark.parametrize("error", [SafetensorError("No space left"), KeyboardInterrupt()])
@@ -322,7 +310,7 @@ def test_failed_export_keeps_the_one_before(error, process_group, tmp_path, monk
     model, source = weights.new_model(
         transformers.LlamaForCausalLM, transformers.LlamaConfig(**SHAPE), None
     )
-    model.apply(weights.Loader(model, source, torch.device("cpu"), False).fill)
+    model.apply(weights.Loader(model, source, torch.device("cpu")).fill)
     if not is_stop:
         monkeypatch.setattr(export, "save_file", fail)
     stop = {"check_stop": fail} if is_stop else {}

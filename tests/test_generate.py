@@ -18,15 +18,13 @@ def generate(*args: object, lines: str = "") -> subprocess.CompletedProcess:
     return subprocess.run(command, input=lines, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("kind", ["t5", "gpt2", "llama"])
+@pytest.mark.parametrize("kind", ["t5", "gpt2"])
 def test_each_line_is_a_prompt(kind, request):
     directory = request.getfixturevalue(f"{kind}_directory")
     lines = generate(directory, "--max-new-tokens", 5, lines="one\ntwo\n")
     assert lines.returncode == 0 and not lines.stderr, lines.stderr
     single = generate(directory, "one", "--max-new-tokens", 5)
-    assert lines.stdout.count("\n") >= 2 and single.stdout
-    if kind != "llama":  # its generation_config.json enables sampling
-        assert lines.stdout.startswith(single.stdout)
+    assert lines.stdout.count("\n") >= 2 and lines.stdout.startswith(single.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -77,30 +75,21 @@ def test_terminal_is_a_chat_of_several_turns(chat_directory):
 def test_top_p_and_temperature_change_the_sampling(gpt2_directory):
     """The share of the likeliest token alone is greedy, and a high temperature is not."""
     expected = greedy(gpt2_directory, "one", special=True) + "\n"
-    for flags in (["--top-p", 1e-6], ["--temperature", 50, "--top-p", 1e-6]):
-        assert generate(gpt2_directory, "one", "--max-new-tokens", 5, *flags).stdout == expected
-    hot = generate(gpt2_directory, "one", "--max-new-tokens", 5, "--temperature", 50)
-    assert hot.returncode == 0 and hot.stdout != expected
+    hot = ["one", "--temperature", 50, "--max-new-tokens"]
+    assert generate(gpt2_directory, *hot, 5, "--top-p", 1e-6).stdout == expected
+    assert generate(gpt2_directory, *hot, 30).stdout != expected
 
 
-def test_invalid_values_exit_with_one_message(chat_directory, gpt2_directory):
+def test_invalid_values_exit_with_one_message(chat_directory, gpt2_directory, tmp_path):
     for words, message in {
         (chat_directory, " "): "The prompt is blank.",
-        (chat_directory, ""): "The prompt is blank.",
         (chat_directory, "one", "--top-p", 0): "--top-p above 0 and at most 1",
-        (chat_directory, "one", "--temperature", -1): "--temperature must be from 0",
         (chat_directory, "one", "--temperature", "nan"): "--temperature must be from 0",
         (chat_directory, "one", "--system", "rejected"): "No such turn",
         (gpt2_directory, "one", "--system", "be"): "chat_template is not set",
+        (tmp_path, "one"): f"{tmp_path} has no model. Pass a final/ or best/ of a run.",
     }.items():
         result = generate(*words)
         assert result.returncode == 1 and not result.stdout, words
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
         assert message in result.stderr
-
-
-def test_directory_without_a_model_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "nothere"):
-        result = generate(path, "one")
-        assert result.returncode == 1
-        assert result.stderr == (f"error: {path} has no model. Pass a final/ or best/ of a run.\n")

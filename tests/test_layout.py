@@ -1,5 +1,4 @@
-"""Import rules that keep a script's dependencies known, marks of optional lines, and what a script
-shows."""
+"""Import rules that keep a script's dependencies known, and what a script shows."""
 
 import ast
 import re
@@ -8,11 +7,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-SCRIPTS = {"T5_training", "gpt2_fsdp", "llama_fsdp"}
-DATA = {"summarization_dataset", "block_dataset", "chat_dataset"}
-OURS = SCRIPTS | DATA | {"policies", "optional", "tools", "benchmarks", "core"}
+SCRIPTS = ("gpt2_fsdp", "T5_training", "llama_fsdp")
+DATA = ("summarization_dataset", "block_dataset", "chat_dataset")
+OURS = {*SCRIPTS, *DATA, "policies", "optional", "tools", "benchmarks", "core"}
 CORE = sorted((ROOT / "core").glob("*.py"))
-ROOMS = sorted(path.stem for path in (ROOT / "optional").glob("*.py"))
+ROOMS = sorted((ROOT / "optional").glob("*.py"))
 
 
 def imports(path: Path) -> set[str]:
@@ -27,77 +26,50 @@ def imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
-def test_core_imports_and_names_nothing_above_it(path):
+def test_core_names_nothing_above_it_and_does_nothing_on_import(path):
+    """Only definitions, constants and imports are at its top level."""
     assert not imports(path) & OURS
     text = path.read_text()
-    for name in SCRIPTS | DATA:
-        assert not re.search(rf"\b{name}\b", text), name
-    if path.name == "ranks.py":
-        assert "" not in imports(path)
-
-
-@pytest.mark.parametrize("path", CORE, ids=lambda path: path.stem)
-def test_core_does_nothing_on_import(path):
-    """Only definitions, constants and imports are at its top level."""
-    for node in ast.parse(path.read_text()).body:
+    assert not re.search(rf"\b({'|'.join((*SCRIPTS, *DATA))})\b", text)
+    kinds = (
+        ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+    )
+    for node in ast.parse(text).body:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        kinds = (ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign
-                 | ast.AnnAssign)  # fmt: skip
         assert is_docstring or isinstance(node, kinds), ast.unparse(node)
 
 
-@pytest.mark.parametrize("name", sorted(DATA | {"policies"}))
-def test_data_modules_and_policies_import_only_core(name):
-    allowed = {"core", "optional"} if name in DATA else {"core"}
-    assert imports(ROOT / f"{name}.py") & OURS <= allowed
-
-
-def test_optional_modules_import_no_script_and_no_other_room():
-    assert len(ROOMS) > 8
-    for name in ROOMS:
-        assert imports(ROOT / f"optional/{name}.py") & OURS <= {"core", "policies"}, name
-
-
-def test_lines_that_mention_an_optional_module_are_marked():
-    """Besides scripts and data modules, only benchmarks and tools import optional modules."""
-    for name in SCRIPTS | DATA:
-        for line in (ROOT / f"{name}.py").read_text().splitlines():
-            mark = re.search(r"  # optional: (\w+)$", line)
-            assert not mark or mark[1] in ROOMS, line
-            is_import = re.match(r"(from|import) optional", line)
-            uses = re.findall(rf"\b({'|'.join(ROOMS)})\.\w", line.partition("  # ")[0])
-            assert bool(mark) or not (is_import or uses), f"{name}: {line}"
+def test_modules_import_only_what_is_below_them():
+    for name in DATA:
+        assert imports(ROOT / f"{name}.py") & OURS <= {"core", "optional"}, name
+    for path in (ROOT / "policies.py", *ROOMS):
+        assert imports(path) & OURS <= {"core", "policies"}, path
 
 
 def test_only_packed_attention_mentions_cuda():
     """All other code uses torch.accelerator, so that any accelerator works."""
-    files = [*ROOT.glob("*.py"), *CORE, *(ROOT / "optional").glob("*.py")]
+    files = [*ROOT.glob("*.py"), *CORE, *ROOMS]
     mentions = {path.name for path in files if re.search(r'torch\.cuda|"cuda"', path.read_text())}
     assert mentions == {"packed_attention.py"}
 
 
-@pytest.mark.parametrize("script", sorted(SCRIPTS))
+PARTS = """DataLoader( AdamW( fully_shard( DDP( FSDP( summed_loss( .backward() clip_gradients(
+isfinite() scaler.step(optimizer) optimizer.zero_grad() host_sums( checkpoint.prune save("""
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_script_contains_the_whole_training_in_short_functions(script):
     text = (ROOT / f"{script}.py").read_text()
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
     assert "train" in [function.name for function in functions]
     for function in functions:
         assert function.name == "train" or function.end_lineno - function.lineno < 60, function.name
-    for part in (
-        "DataLoader(",
-        "AdamW(",
-        "fully_shard(",
-        "DDP(",
-        "FSDP(",
-        "summed_loss(",
-        ".backward()",
-        "clip_gradients(",
-        "isfinite()",
-        "scaler.step(optimizer)",
-        "optimizer.zero_grad()",
-        'group["lr"] = lr',
-        "host_sums(",
-        "save(path, model, optimizer, state",
-        "checkpoint.prune(",
-    ):
+    for part in (*PARTS.split(), 'group["lr"] = lr'):
         assert part in text, part
+
+
+def test_scripts_share_the_step_and_the_loss():
+    texts = [(ROOT / f"{script}.py").read_text() for script in SCRIPTS]
+    for start, end in ("        # 3. Count", "        # 6. "), ("def token_loss", "\n\n\n"):
+        parts = {text.partition(start)[2].partition(end)[0] for text in texts}
+        assert len(parts) == 1 and len(parts.pop()) > 100, start

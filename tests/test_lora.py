@@ -10,9 +10,9 @@ import torch
 from conftest import WIDE, check_equal_weights, error_lines, launch, losses, metrics, weights
 from copied import edited_script
 from in_process import start
+from parity import HYBRID, WORKER, check_parity, held_out_loss, plain_steps, val_documents
 from safetensors.torch import save_file
 from ten_steps import COMPILED, parse_args
-from test_llama import HYBRID, WORKER, check_parity, held_out_loss, plain_steps, val_documents
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
@@ -216,21 +216,21 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
     for extra, message in (
-        (["--lora-alpha", "9"], "adapters of rank 4, alpha 9"),
+        (["--lora-alpha", "9"], "--lora-rank 4 --lora-alpha 9"),
         (["--output-dir", tmp_path / "nothing"], "no checkpoint in --output-dir"),
-        (["--model-name", run / "final"], "final has no config.json"),
+        (["--model-name", run / "final"], "final does not appear to have a file named config.json"),
     ):
         assert start(llama_fsdp, *command, *extra) == 1
         assert message in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("change, message", [
-    (["--lora-alpha", "9"], "of rank 4, alpha 9, on"),
-    (["--lora-rank", "2"], "of rank 2, alpha 8, on"),
-    (["--lora-targets", "q_proj"], "on q_proj, base"),
-    (["--no-load-in-4bit"], "in 4 bits. Pass"),
-    (["--model-name", "OTHER"], "in 4 bits, was"),
-    (["ALL WEIGHTS"], "model is "),
+    (["--lora-alpha", "9"], "--lora-rank 4 --lora-alpha 9 --lora-t"),
+    (["--lora-rank", "2"], "--lora-rank 2 --lora-alpha 8 --lora-t"),
+    (["--lora-targets", "q_proj"], "--lora-targets q_proj --load-in-4bit, base"),
+    (["--no-load-in-4bit"], "--load-in-4bit, base"),
+    (["--model-name", "OTHER"], "--load-in-4bit, base"),
+    (["ALL WEIGHTS"], ", --lora-rank 4 --lora-alpha 8"),
 ])  # fmt: skip
 def test_resume_rejects_changed_adapters_or_base(
     change, message, uninterrupted, flags, wide_llama, tmp_path, capfd

@@ -1,15 +1,14 @@
 """Test bitsandbytes' paged AdamW: ten steps, and resumes from its checkpoints."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import launch
 from in_process import start
+from parity import check_parity, reference, run_worker
 from ten_steps import PAGED
-from test_llama import WORKER, check_parity, reference
+from transformers import LlamaForCausalLM
 
 import llama_fsdp
 
@@ -20,14 +19,14 @@ pytest.importorskip("bitsandbytes")
 def results(tmp_path_factory: pytest.TempPathFactory, llama_directory: Path, chats: Path) -> dict:
     """Return two ranks' results for each variant, at a global batch of 8 sequences."""
     path = tmp_path_factory.mktemp("results") / "two.pt"
-    launch(2, WORKER, path, llama_directory, chats, 4, json.dumps(PAGED))
-    return torch.load(path, weights_only=False)
+    return run_worker(2, path, llama_directory, [chats], PAGED)
 
 
 @pytest.mark.parametrize("variant", PAGED)
 def test_ten_steps_equal_plain_pytorch_and_resume(variant, results, llama_directory):
     """A resume is exact with the same optimizer, and close with PyTorch's."""
-    check_parity(results[variant], reference(results[variant], llama_directory))
+    model = LlamaForCausalLM.from_pretrained(llama_directory, dtype=torch.float32)
+    check_parity(results[variant], reference(model, results[variant]["rows"]))
     losses, parameters = results[variant]["resume"]["uninterrupted"]
     resumed, resumed_parameters = results[variant]["resume"]["paged"]
     assert losses == resumed and len(losses) == 3

@@ -110,10 +110,10 @@ def test_demo_learns_unseen_dates(tmp_path):
 
 @pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
 def test_cpu_command_runs_from_another_directory(script, tmp_path):
-    start = f"python {script} --model-name tiny"
-    line = next(line for line in inline_commands() if line.startswith(start))
+    write, train = (line for line in commands() if "docstrings.jsonl" in line)
+    launch(0, *shlex.split(write)[1:], cwd=tmp_path)
     limits = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
-    flags = [*shlex.split(line)[2:], *limits, "--output-dir", "here"]
+    flags = [*shlex.split(train)[2:], *limits, "--output-dir", "here"]
     launch(0, script, *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
 
@@ -125,6 +125,7 @@ def test_every_command_is_marked_or_run_by_a_test():
         "python tools/generate.py output/demo/final",  # test_demo_trains_evaluates_and_plots
         ". .venv/bin/activate", "pip install -r",  # make test
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
+        "python tools/docstrings.py", "python gpt2_fsdp.py --model-name tiny",  # test_cpu_command
         "python tools/memory_estimator.py",  # test_memory_table_matches_estimator
         "python tools/copy_script.py",  # test_copies
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks
@@ -160,9 +161,7 @@ def program_and_flags(line: str) -> tuple[str, list[str], int, int]:
 def create_inputs(flags: list[str]) -> None:
     """Create the files and prepared data that the flags name, in the working directory."""
     for word in (*flags, "data/wikihowAll.csv"):
-        path = Path(word)
-        if path.name == "prepared":
-            path = path / "dataset_info.json"
+        path = Path(word) / ("dataset_info.json" if word.endswith("/prepared") else "")
         if path.suffix in (".csv", ".json", ".jsonl", ".parquet", ".txt"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
@@ -200,29 +199,14 @@ def test_commands_parse(line, monkeypatch, tmp_path, capsys):
         pytest.fail(f"{line}: {capsys.readouterr().err}")
 
 
-def test_upload_commands_have_the_arguments_of_hf():
-    hf = Path(sys.executable).parent / "hf"
-    usage = subprocess.check_output([hf, "upload", "--help"], text=True)
-    assert "hf upload [OPTIONS] REPO_ID [LOCAL_PATH]" in usage
-    lines = [line for line in commands() if line.startswith("hf upload ")]
-    assert lines
-    for line in lines:
-        _, _, repository, path = shlex.split(line, comments=True)
-        assert "/" in repository and path.endswith("/final")
-
-
 def anchors(text: str) -> set[str]:
-    """Return the anchors that GitHub generates for the headings of a page."""
-    counts: dict[str, int] = {}
+    """Return the anchors that GitHub generates for the headings of a page, all different."""
     plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    for heading in re.findall(r"^#+ (.*)$", plain, re.MULTILINE):
-        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
-        number = counts.get(anchor, 0)
-        counts[anchor] = number + 1
-        if number:
-            counts[f"{anchor}-{number}"] = 1
-    return set(counts)
+    headings = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
+    words = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", x).strip().lower() for x in headings]
+    names = [re.sub(r"[^\w\- ]", "", x).replace(" ", "-") for x in words]
+    assert len(set(names)) == len(names)
+    return set(names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -248,24 +232,20 @@ def test_files_named_in_docs_exist():
         assert any(path.is_file() for path in paths), name
 
 
+COLUMNS = (("ddp", False), ("shard_grad_op", False), ("full_shard", False), ("full_shard", True))
+
+
 def test_memory_table_matches_estimator():
-    rows = set(
-        re.findall(r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$", TEXT, re.MULTILINE)
-    )
+    pattern = r"^\| `(llama-2-\d+b)` \|((?: [\d,.]+ \|){4} \d) \|$"
+    rows = set(re.findall(pattern, TEXT, re.MULTILINE))
     assert {name for name, _ in rows} == {"llama-2-7b", "llama-2-13b", "llama-2-70b"}
     for name, cells in rows:
         args = memory_estimator.parse_args(["--model-name", name])
         model = memory_estimator.read_model(args)
-        estimates = {(s, o): memory_estimator.estimate(model, args, s, o, True, "adamw")
-                     for s, o in memory_estimator.MODES}  # fmt: skip
-        columns = (
-            ("ddp", False),
-            ("shard_grad_op", False),
-            ("full_shard", False),
-            ("full_shard", True),
-        )
-        expected = [f"{estimates[column]['peak_bytes'] / 1e9:,.1f}" for column in columns]
-        expected.append(str(estimates["full_shard", False]["smallest_nodes"]))
+        choices = [(*column, True, "adamw") for column in COLUMNS]
+        estimates = [memory_estimator.estimate(model, args, *choice) for choice in choices]
+        expected = [f"{estimate['peak_bytes'] / 1e9:,.1f}" for estimate in estimates]
+        expected.append(str(estimates[2]["smallest_nodes"]))
         assert [cell.strip() for cell in cells.split("|")] == expected
 
 
@@ -273,10 +253,9 @@ def test_gpu_table_matches_estimator():
     pattern = r"^\| `([\w.-]+)` \| (\d+) x (\d+) GB \| ([\d,.]+) \| (?:`(.*)` )?\|$"
     for name, gpus, memory, figure, flags in set(re.findall(pattern, TEXT, re.MULTILINE)):
         nodes = max(1, int(gpus) // 8)
-        args = memory_estimator.parse_args([
-            "--model-name", name, "--nodes", str(nodes), "--gpus-per-node", str(int(gpus) // nodes),
-            "--gpu-memory-gb", memory, *flags.split(),
-        ])  # fmt: skip
+        words = f"--model-name {name} --nodes {nodes} --gpus-per-node {int(gpus) // nodes} "
+        words += f"--gpu-memory-gb {memory} {flags}"
+        args = memory_estimator.parse_args(words.split())
         model = memory_estimator.read_model(args)
         estimate = memory_estimator.estimate(model, args, "full_shard", False, True, "adamw")
         assert estimate["fits"] and f"{estimate['peak_bytes'] / 1e9:,.1f}" == figure, (name, gpus)

@@ -17,7 +17,7 @@ import torch
 import transformers
 from jinja2 import TemplateError
 
-from core import ranks
+from core import export, ranks
 
 
 def load(directory: Path) -> tuple:
@@ -69,6 +69,7 @@ def main() -> None:
     turns = system = [{"role": "system", "content": args.system}] if args.system else []
     try:
         tokenizer, model = load(args.directory)
+        settings["eos_token_id"], _ = export.stop_tokens(model.generation_config, tokenizer)
         if args.system:  # without a template, or if it rejects system turns, this raises an error
             tokenizer.apply_chat_template([*system, {"role": "user", "content": "?"}])
     except (OSError, ValueError, ImportError, TemplateError) as error:

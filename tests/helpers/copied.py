@@ -1,20 +1,41 @@
 """Modules made from the scripts by search and replace, as a user would modify a copy."""
 
 import importlib
+import re
 from types import ModuleType
 
 from conftest import ROOT
+
+PAGE = (ROOT / "docs/change-a-script.md").read_text()
+EMA_SECTION = PAGE[PAGE.index("## EMA weights") : PAGE.index("## Recipes")]
+EMA_SECTION = EMA_SECTION.replace("+from lion import Lion\n", "")
+
+
+def diffs(text: str) -> dict[str, str]:
+    """Return the replacements that the diffs in a page describe."""
+    replacements = {}
+    for diff in re.findall(r"```diff\n(.*?)```", text, re.DOTALL):
+        lines = diff.splitlines()
+        old, new = ([x[1:] for x in lines if x[:1] != sign] for sign in "+-")
+        replacements["\n".join(old) + "\n"] = "\n".join(new) + "\n"
+    return replacements
+
+
+def edited_text(script: str, replacements: dict[str, str]) -> str:
+    """Return the text of a script with each key replaced by its value. Fail if one is missing."""
+    source = (ROOT / f"{script}.py").read_text()
+    for old, new in replacements.items():
+        assert old in source, old
+        source = source.replace(old, new)
+    return source
 
 
 def edited_script(
     script: str, replacements: dict[str, str], in_data: dict[str, str] | None = None
 ) -> ModuleType:
-    """Return a module made from the text of `script`, with each key replaced by its value, and
-    `in_data` replaced in the data module that it imports."""
-    source = (ROOT / f"{script}.py").read_text()
-    for old, new in replacements.items():
-        assert old in source, old
-        source = source.replace(old, new)
+    """Return a module made from the `edited_text` of a script, and with `in_data` replaced in the
+    data module that it imports."""
+    source = edited_text(script, replacements)
     module = ModuleType(script)
     module.__file__ = importlib.import_module(script).__file__  # where tyro reads the help
     exec(compile(source, module.__file__, "exec"), vars(module))

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-import importlib.util
+import inspect
+import itertools
 import json
 import sys
 import traceback
@@ -11,58 +12,44 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import policies
-from core import checkpoint, ranks, weights
+from core import ranks, weights
 
+TWO_MICRO_BATCHES = ["--batch-size", "2", "--gradient-accumulation-steps", "2"]
 SHARED_VARIANTS = {
     "full_shard": [],
     "shard_grad_op": ["--strategy", "shard_grad_op"],
     "no_shard": ["--strategy", "no_shard"],
     "ddp": ["--strategy", "ddp"],
-    "accumulate": ["--batch-size", "2", "--gradient-accumulation-steps", "2"],
-    "accumulate_no_sync": ["--batch-size", "2", "--gradient-accumulation-steps", "2",
-                           "--accumulate-no-sync"],
-    "ddp_accumulate": ["--strategy", "ddp", "--batch-size", "2", "--gradient-accumulation-steps",
-                       "2"],
+    "accumulate": TWO_MICRO_BATCHES,
+    "accumulate_no_sync": [*TWO_MICRO_BATCHES, "--accumulate-no-sync"],
+    "ddp_accumulate": ["--strategy", "ddp", *TWO_MICRO_BATCHES],
     "activation_checkpointing": ["--activation-checkpointing"],
     "ddp_activation_checkpointing": ["--activation-checkpointing", "--strategy", "ddp"],
     "fsdp2": ["--fsdp", "2"],
     "fsdp2_shard_grad_op": ["--fsdp", "2", "--strategy", "shard_grad_op"],
-    "fsdp2_accumulate": ["--fsdp", "2", "--batch-size", "2", "--gradient-accumulation-steps", "2"],
-    "fsdp2_accumulate_no_sync": ["--fsdp", "2", "--batch-size", "2",
-                                 "--gradient-accumulation-steps", "2", "--accumulate-no-sync"],
+    "fsdp2_accumulate": ["--fsdp", "2", *TWO_MICRO_BATCHES],
+    "fsdp2_accumulate_no_sync": ["--fsdp", "2", *TWO_MICRO_BATCHES, "--accumulate-no-sync"],
     "fsdp2_activation_checkpointing": ["--fsdp", "2", "--activation-checkpointing"],
-}  # fmt: skip
-# GPT-2 runs all of them. The scripts share the text of the wrapping and the loop, as test_gpt2.py
-# checks, so the other models run only the variants that depend on a model's own forward pass.
-CORE_VARIANTS = {
-    name: SHARED_VARIANTS[name]
-    for name in (
-        "full_shard",
-        "ddp",
-        "accumulate",
-        "activation_checkpointing",
-        "fsdp2",
-        "fsdp2_accumulate_no_sync",
-    )
 }
 PAGED = {  # for Llama
     "paged": ["--optimizer", "paged_adamw_32bit"],
     "ddp_paged": ["--optimizer", "paged_adamw_32bit", "--strategy", "ddp"],
 }
-if not importlib.util.find_spec("bitsandbytes"):  # skips their tests
-    PAGED = {}
 # Micro-batches of 2 with a short last one give batches of several lengths and sizes.
 COMPILED = ["--compile", "--activation-checkpointing", *SHARED_VARIANTS["accumulate_no_sync"]]
+patched = mock.patch.multiple  # a context in which a module has other attributes
 
 
 def compile_without_compiler() -> None:
@@ -72,36 +59,28 @@ def compile_without_compiler() -> None:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a DTensor, or a plain tensor itself."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return tensor
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or a plain tensor itself."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def strategy_flags(name: str) -> list[str]:
     """Return the flags for a --strategy, or for FSDP2 with its default strategy."""
-    if name == "fsdp2":
-        return ["--fsdp", "2"]
-    return ["--strategy", name]
+    return ["--fsdp", "2"] if name == "fsdp2" else ["--strategy", name]
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the full gradient of each parameter, by its name before wrapping."""
-    is_sharded = isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD
-    if is_sharded:
+    if isinstance(model, FSDP) and model.sharding_strategy != ShardingStrategy.NO_SHARD:
         with FSDP.summon_full_params(model, with_grads=True, writeback=False):
             full = {name: p.grad.clone() for name, p in model.named_parameters()}
     else:
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         full = {name: whole(p.grad).clone() for name, p in trainable}
-    for wrapper in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-        full = {name.replace(wrapper, ""): grad for name, grad in full.items()}
+    full = {weights.plain_name(name): grad for name, grad in full.items()}
     return {name.removeprefix("module."): grad for name, grad in full.items()}
 
 
@@ -134,19 +113,6 @@ class Watch(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def check_recomputation(results: dict, **pairs: str) -> None:
-    """Check that variants with recomputation have bit-for-bit the losses of those without."""
-    for name, plain in pairs.items():
-        assert results[name]["losses"] == results[plain]["losses"], name
-
-
-def check_no_host_sync(results: dict, variants: Iterable[str]) -> None:
-    """Check that a step and the fetch of its micro-batches read no tensor's value on the host.
-    Transformers' check of its masks is exempt."""
-    for name in variants:
-        assert results[name]["waits"].keys() <= {"masking_utils.py"}, (name, results[name]["waits"])
-
-
 class Left(Exception):
     """A script has ended its run, with this exit code."""
 
@@ -160,46 +126,33 @@ def parse_args(script: types.ModuleType, flags: list[str]) -> Any:
         sys.argv = before
 
 
-@contextlib.contextmanager
-def patched(module: Any, **values: Any) -> Iterator[None]:
-    """A context in which a module has other attributes."""
-    before = {name: getattr(module, name) for name in values}
-    for name, value in values.items():
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(module, name, value)
-
-
 def run(script: types.ModuleType, args: Any, device: torch.device) -> tuple[int, dict[str, Any]]:
     """Run a script's `fsdp_main` in the process group of this process. Return its exit code, and
-    the arguments of `train` and `begin` (of the last save) by name."""
+    by name the arguments of `train`, the optimizer, and the adapters before training."""
     seen: dict[str, Any] = {}
-    train, begin = script.train, checkpoint.begin
+    train = script.train
 
     def train_and_keep(*values: Any) -> bool:
-        names = train.__code__.co_varnames
+        names = inspect.unwrap(train).__code__.co_varnames
         seen.update(zip(names, values, strict=False))
+        seen["initial_adapters"] = {
+            weights.plain_name(name): whole(parameter).clone()
+            for name, parameter in seen["model"].named_parameters()
+            if ".lora_" in name
+        }
         return train(*values)
-
-    def begin_and_keep(path: Path, model: Any, optimizer: Any, *values: Any) -> Any:
-        seen.update(optimizer=optimizer)
-        return begin(path, model, optimizer, *values)
 
     def leave(code: int) -> None:
         raise Left(code)
 
-    with (
-        patched(ranks, setup=lambda _: device, leave=leave),
-        patched(script, train=train_and_keep),
-        patched(checkpoint, begin=begin_and_keep),
-    ):
+    hook = register_optimizer_step_post_hook(lambda x, *_: seen.update(optimizer=x))
+    with patched(ranks, setup=lambda _: device, leave=leave), patched(script, train=train_and_keep):
         try:
             script.fsdp_main.__wrapped__(args)  # without torchrun's record of errors
         except Left as left:
             return left.args[0], seen
+        finally:
+            hook.remove()
     raise AssertionError("fsdp_main returned")
 
 
@@ -223,9 +176,7 @@ def ten_steps(script: types.ModuleType, args: Any, device: torch.device) -> dict
 
     def watch_fourth(items: Any, text: str, *values: Any) -> Iterator[Any]:
         iterator = iter(progress(items, text, *values))
-        number = 0
-        while True:
-            number += 1
+        for number in itertools.count(1):
             is_watched = text == "step" and number == 4 and not args.sharding.compile
             with Watch() if is_watched else contextlib.nullcontext() as watch:
                 item = next(iterator, None)
@@ -244,24 +195,37 @@ def ten_steps(script: types.ModuleType, args: Any, device: torch.device) -> dict
     ):
         code, seen = run(script, args, device)
     assert code == 0
-    events = [json.loads(x) for x in (args.run.output_dir / "metrics.jsonl").open()]
-    trained = [event for event in events if event["event"] == "train"]
-    result["losses"] = [event["loss"] for event in trained]
-    result["norms"] = [event["grad_norm"] for event in trained]
-    result["validation"] = [event["loss"] for event in events if event["event"] == "val"][-1]
-    for step in range(trained[-1]["step"]):
+    result["graphs"] = counters["stats"]["unique_graphs"]
+    result["graph_breaks"] = list(counters["graph_break"])
+    for step in range(args.optim.max_steps):
         samples = samplers[0].samples(step).tolist()
         result["samples"].append(samples)
         rows = [seen["train_set"][i] for i in samples]
         result["rows"].append(tree_map(lambda x: x.tolist() if hasattr(x, "tolist") else x, rows))
-    model, optimizer = seen["model"], seen["optimizer"]
-    moments = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
-    result["optimizer_bytes"] = storage_bytes(moments)
-    result["graphs"] = counters["stats"]["unique_graphs"]
-    result["graph_breaks"] = list(counters["graph_break"])
-    unit = FSDPModule if args.sharding.fsdp == 2 else FSDP
-    result["units"] = sum(isinstance(module, unit) for module in model.modules())
+    return result | logged(args.run.output_dir) | facts(seen)
+
+
+def logged(output: Path) -> dict[str, Any]:
+    """Return losses and norms of a run, and its last validation loss."""
+    events = [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    trained = [event for event in events if event["event"] == "train"]
+    return {
+        "losses": [event["loss"] for event in trained],
+        "norms": [event["grad_norm"] for event in trained],
+        "validation": [event["loss"] for event in events if event["event"] == "val"][-1],
+    }
+
+
+def facts(seen: dict[str, Any]) -> dict[str, Any]:
+    """Return what a run (see `run`) had on this rank."""
+    model = seen["model"]
+    moments = [v for s in seen["optimizer"].state.values() for k, v in s.items() if k != "step"]
     inner = weights.unwrapped(model)
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
-    result["tied"] = head is not None and head.weight is embedding.weight
-    return result
+    return {
+        "optimizer_bytes": storage_bytes(moments),
+        "units": sum(isinstance(module, FSDPModule | FSDP) for module in model.modules()),
+        "tied": head is not None and head.weight is embedding.weight,
+        "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
+        "initial_adapters": seen["initial_adapters"],
+    }

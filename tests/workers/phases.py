@@ -46,7 +46,7 @@ def add_pause(phase: str, pause: Callable[[], None], script: ModuleType) -> None
     elif phase == "tokenisation":
         before(reading, "map_rows", lambda *_: True)
     elif phase == "save":
-        before(checkpoint, "write", lambda *_: True)
+        before(checkpoint, "save", lambda *_: True)
     elif phase == "generation":
         before(script.rouge, "generation", lambda *_: True)
     elif phase != "none":

@@ -1,24 +1,36 @@
-"""Load an exported T5 in a fresh process with plain transformers: reload.py DIRECTORY PAIRS.json
+"""Load an exported model with plain Transformers and print what it is: reload.py DIRECTORY ROWS
 
-PAIRS.json is a list of [source, target]. Prints one JSON object with the mean loss over the target
-tokens, the model's dtype and whether the embeddings are tied.
+ROWS is a JSON file with lists of token ids by data set.
 """
 
 import json
 import sys
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+sys.path.append(str(Path(__file__).resolve().parents[1] / "helpers"))
 
-model = AutoModelForSeq2SeqLM.from_pretrained(sys.argv[1]).eval()
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-total = count = 0
-for source, target in json.loads(Path(sys.argv[2]).read_text()):
-    labels = tokenizer(target, return_tensors="pt").input_ids
-    with torch.no_grad():
-        loss = model(**tokenizer(source, return_tensors="pt"), labels=labels).loss
-    total, count = total + loss.double().item() * labels.numel(), count + labels.numel()
-tied = model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight is model.shared.weight
-head = model.lm_head.weight is model.shared.weight
-print(json.dumps({"loss": total / count, "tied": tied and head, "dtype": str(model.dtype)}))
+import torch
+import transformers
+from plain import mean_loss
+
+directory = sys.argv[1]
+sets = json.loads(Path(sys.argv[2]).read_text())
+is_t5 = transformers.AutoConfig.from_pretrained(directory).is_encoder_decoder
+auto = transformers.AutoModelForSeq2SeqLM if is_t5 else transformers.AutoModelForCausalLM
+model = auto.from_pretrained(directory).eval()
+tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+with torch.no_grad():
+    losses = {name: mean_loss(model, rows).item() for name, rows in sets.items()}
+    loss = mean_loss(model, sum(sets.values(), [])).item()
+result = {
+    "loss": loss,
+    "losses": losses,
+    "class": type(model).__name__,
+    "dtype": str(model.dtype),
+    "is_tied": head.weight is embedding.weight,
+    "temperature": model.generation_config.temperature,
+    "template": tokenizer.chat_template,
+    "ids": tokenizer("a text").input_ids,
+}
+print(json.dumps(result))

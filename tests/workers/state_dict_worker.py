@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +99,10 @@ def save_and_resume(args: gpt2_fsdp.Args, device: torch.device) -> dict:
     path = args.run.output_dir / "step-00000002"
     model, optimizer = start(args, device, 2)
     state = new_state(optimizer)
-    save = partial(checkpoint.save, path, model, optimizer, state)
+
+    def save() -> None:
+        checkpoint.save(path, checkpoint.snapshot(model, optimizer, state), state)
+
     save()
     units = [unit for unit in FSDP.fsdp_modules(model) if unit._handle]
     sizes = [unit._handle.flat_param._unpadded_unsharded_size.numel() for unit in units]

@@ -1,16 +1,7 @@
-"""An exponential moving average of the weights, as a user would add it to a script."""
+"""An exponential moving average of the weights; docs/change-a-script.md adds it to a script."""
 
 import torch
 from torch import nn
-
-EMA = {  # replacements for edited_script()
-    "import policies\n": "import policies\nfrom ema import Ema\n",
-    "    scaler = policies.": "    ema = Ema(model)\n    scaler = policies.",
-    "optimizer, state, reader=reader)": 'optimizer, state, {"ema": ema}, reader=reader)',
-    '"full", seal)': '"full", seal, {"ema": ema})',
-    "        optimizer.zero_grad()\n": "        optimizer.zero_grad()\n        ema.update(model)\n",
-    "lr=lr, grad_norm=grad_norm)": "lr=lr, grad_norm=grad_norm, updates=ema.count)",
-}
 
 
 class Ema:
@@ -36,8 +27,3 @@ class Ema:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the average and the number of updates."""
         return {f"average.{i}": x for i, x in enumerate(self.average)} | {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Load the average and the number of updates."""
-        self.count = state["count"]
-        self.average = [state[f"average.{i}"] for i in range(len(self.average))]

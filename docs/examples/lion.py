@@ -1,4 +1,4 @@
-"""An optimizer from a user's own file. It is not fused and does not support a loss scaler."""
+"""The optimizer Lion, for docs/change-a-script.md. It is not fused and takes no loss scaler."""
 
 import torch
 from torch.optim import Optimizer
