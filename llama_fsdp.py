@@ -171,6 +171,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, source, blocks)  # optional: lora
+    lora.check_markers(args, model, source, tokenizer)  # optional: lora
     return model, blocks, tokenizer, source
 
 
