@@ -1,6 +1,7 @@
 """Fine-tune T5 to summarize articles with PyTorch FSDP.
 
-    python T5_training.py --model-name tiny --dataset docstrings  # no GPU
+    python tools/docstrings.py docstrings.jsonl  # data
+    python T5_training.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 T5_training.py  # t5-base on WikiHow
     sbatch --nodes 4 launch.slurm T5_training.py
 
@@ -28,10 +29,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from transformers import ByT5Tokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.models.t5.modeling_t5 import T5Block, T5LayerNorm
+from transformers.models.t5 import modeling_t5
 
 import optional.async_save as async_save  # optional: async_save
 import optional.checksums as checksums  # optional: checksums
+import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
 import optional.rouge as rouge  # optional: rouge
 import optional.safe_checkpoint as safe_checkpoint  # optional: safe_checkpoint
@@ -49,8 +51,8 @@ from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_grou
 
 MODEL = transformers.T5ForConditionalGeneration
 OTHER = "llama_fsdp.py trains decoders."
-BLOCKS = (T5Block,)  # FSDP units, each compiled and recomputed separately
-NORMS = (T5LayerNorm,)  # RMS norms, each computed by one kernel
+BLOCKS = (modeling_t5.T5Block,)  # FSDP units, each compiled and recomputed separately
+NORMS = (modeling_t5.T5LayerNorm,)  # optional: fused_norms
 TINY_CONFIG = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4,
                "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}  # fmt: skip
 
@@ -138,7 +140,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     if args.sharding.precision == "fp32" and not torch.accelerator.is_available():
         config._attn_implementation = "eager"  # on a CPU, sdpa with a position bias is slower
     model, source = weights.new_model(kind, config, directory, needs_weights)
-    policies.fuse_norms(model, MODEL, NORMS)
+    fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     return model, blocks, tokenizer, source
 
@@ -149,7 +151,7 @@ def wrap_model(
 ) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     policy = policies.wrap_policy(blocks)
     if sharding.compile:  # each block separately, before FSDP wraps it
@@ -160,9 +162,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model,
@@ -190,6 +191,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,

@@ -3,15 +3,13 @@
 `load` tokenizes the rows, joins them and cuts them into blocks; `collate` pads a batch.
 """
 
-import functools
 import re
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Annotated, Any, Literal
 
 import numpy as np
-import torch
 import tyro
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -19,20 +17,22 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from core import reading
 from core.args import Names, Range, Size
 from core.ranks import Batch, Problem, print0
+from core.steps import pad
 
 FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
-USUAL_COLUMNS = [("content",), ("document",), ("article",)]  # if there is no text
-CONTINUES = "text continues"  # a key of pieces of text files, if the next row continues the text
+USUAL_COLUMNS = [("text",), ("content",), ("document",), ("article",)]
+# Keys of pieces of text files: whether the next row continues it, and whether it continues one.
+CONTINUES, LATER = "text continues", "later text"
 PIECE = 1 << 14  # characters of a text file that make a row
-# Where a text file is cut: before a space, or else at a line break.
-CUTS = [re.compile(r"[^\W\d_](?= )"), re.compile(r"[^\W\d_](?=\s)|(?<=\S)\n(?=\S)")]
+# The start of a text that ends after a word, or after a line break between two lines.
+START = re.compile(r"(?s).*([^\W\d_](?=\s)|\S\n(?=\S))")
 
 
 @dataclass
 class Data:
-    """NAME is docstrings (built in), a text, CSV, JSON, JSONL or Parquet file, a directory of
-    *.txt or of save_to_disk, or a hub id; NAME:train[:1000] takes a split or a part."""
+    """NAME is a text, CSV, JSON, JSONL or Parquet file, a directory of *.txt or of save_to_disk, or
+    a hub id; NAME:train[:1000] takes a split or a part."""
 
     dataset: Names = (WIKITEXT,)
     """data to train on, joined"""
@@ -57,7 +57,7 @@ def load(
 ) -> tuple[Dataset | None, reading.Parts]:
     """Return the training set, None with `evaluate_only`, and the validation sets by name. Raise
     Problem if data or flags cannot be used."""
-    load_parts = functools.partial(load_blocks, tokenizer=tokenizer, args=args)
+    load_parts = partial(load_blocks, tokenizer=tokenizer, args=args)
     return reading.load_sets(args, load_parts, hold_out, draw, evaluate_only)
 
 
@@ -70,92 +70,100 @@ def draw(name: str, split: str, rows: Dataset, limit: int) -> Dataset:
 
 def load_blocks(spec: str, tokenizer: Tokenizer, args: Data) -> reading.Parts:
     """Return the blocks of one --dataset argument by split: train, and maybe validation."""
-    name, _, split = spec.partition(":")
-    if name == "docstrings":
-        rows = reading.docstring_rows()
-        is_held_out = [zlib.crc32(module.encode()) % 8 == 0 for module in rows["module"]]
-        parts = reading.pick(name, reading.split_by(np.array(is_held_out), rows), split)
-    else:
-        default = "wikitext-2-raw-v1" if name == WIKITEXT else None
-        parts = reading.read(spec, args.dataset_config or default, text_pieces)
+    default = "wikitext-2-raw-v1" if spec.startswith(WIKITEXT) else None
+    parts = reading.read(spec, args.dataset_config or default, text_pieces)
     return {key: encode(spec, rows, tokenizer, args) for key, rows in parts.items()}
 
 
 def hold_out(name: str, rows: Dataset) -> reading.Parts:
     """Split blocks into `train` and `validation`, the last 5%. Raise Problem if too few."""
-    if len(rows) < 2:
-        raise Problem(f"Data set {name} gives {len(rows)} blocks, so none can be held out for "
+    count = len(rows)
+    if count < 2:
+        raise Problem(f"Data set {name} gives {count} blocks, so none can be held out for "
                       "validation. Pass --val-dataset, or a smaller --block-size.")  # fmt: skip
-    first = len(rows) - max(1, len(rows) // 20)
-    return reading.split_by(np.arange(len(rows)) >= first, rows)
+    first = count - max(1, count // 20)
+    validation = rows.select(range(first, count))
+    return {"train": rows.select(range(first)), "validation": validation}
 
 
 def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
     """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
-    size, column = args.block_size, args.text_column
-    columns = [x for x in reading.first_row(name, rows) if x != CONTINUES]
-    if columns == ["text"]:
-        column = "text"
-    elif column == Data.text_column and {column, "input_ids"}.isdisjoint(columns):
+    size, column, eos = args.block_size, args.text_column, tokenizer.eos_token
+    columns = reading.first_row(name, rows)
+    # With several data sets, the flag is for those that have the column.
+    is_default = column == Data.text_column or len(args.dataset + args.val_dataset) > 1
+    if is_default and {column, "input_ids"}.isdisjoint(columns):
         (column,) = reading.usual_columns(name, columns, USUAL_COLUMNS) or [column]
 
-    def from_texts(batch: list[dict]) -> list[list[dict]]:
-        texts = [row.get(column) for row in batch]
-        for text in texts:
-            if not isinstance(text, str):
-                raise ValueError(f"{column} is {text!r}, not text")
+    def from_text(row: dict) -> list[dict]:
+        text = row.get(column)
+        if not isinstance(text, str):
+            raise ValueError(f"{column} is {text!r}, not text")
         options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
-        encoded = tokenizer(texts, return_attention_mask=False, verbose=False, **options)
-        samples = []
-        for row, text, ids in zip(batch, texts, encoded["input_ids"], strict=True):
-            is_line = "wikitext" in name.lower() and text.endswith("\n")  # of an article
-            ids = ids if is_line or row.get(CONTINUES) else [*ids, tokenizer.eos_token_id]
-            samples.append([{"input_ids": ids}] if text else [])
-        return samples
+        documents = []
+        before = ""  # because some tokenizers put a space in front of a text, as Llama 2's
+        if row.get(LATER):
+            before = "a" if text[:1].isspace() else "\n"
+        # In a text file, the text of EOS separates documents.
+        for part in text.split(eos) if CONTINUES in row else [text]:
+            ids = tokenizer(before + part, verbose=False, **options)["input_ids"]
+            if before:
+                ids = ids[len(tokenizer(before, verbose=False, **options)["input_ids"]) :]
+                before = ""
+            documents += [{"input_ids": [*ids, tokenizer.eos_token_id]}] if part else []
+        is_line = "wikitext" in name.lower() and text.endswith("\n")  # of an article
+        if documents and (is_line or row.get(CONTINUES)):
+            documents[-1]["input_ids"].pop()
+        return documents
 
-    def from_tokens(batch: list[dict]) -> list[list[dict]]:
-        limit = "--block-size", size + 1, tokenizer
-        ids = [reading.token_ids(row, "input_ids", *limit) for row in batch]
-        return [[{"input_ids": x}] for x in ids]
+    def from_tokens(row: dict) -> list[dict]:
+        limit = "--block-size", size + 1
+        return [{"input_ids": reading.token_ids(row, "input_ids", *limit, tokenizer)}]
 
     if column not in columns and "input_ids" not in columns:
         raise reading.no_columns(name, [column], columns, "Pass --text-column.")
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
-    rows = reading.select(rows, [column, "input_ids"])
     if column not in columns:
-        return reading.map_rows(name, rows, from_tokens, FEATURES, *key)
-    documents = reading.map_rows(name, rows, from_texts, FEATURES, *key)
-    fingerprint = reading.cache_key(blocks, documents._fingerprint, size)
-    generate = functools.partial(blocks, documents, size)
-    return Dataset.from_generator(generate, FEATURES, fingerprint=fingerprint)
+        return reading.map_rows(name, rows, ["input_ids"], from_tokens, FEATURES, *key)
+    documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
+    if CONTINUES in columns and len(documents) > len(rows):
+        print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")
+    added = tokenizer("", verbose=False)["input_ids"]
+    bos = [x for x in added if x == tokenizer.bos_token_id != tokenizer.eos_token_id]
+    key = reading.cache_key(blocks, documents._fingerprint, size, bos)
+    generate = partial(blocks, documents, size, tokenizer.eos_token_id, bos)
+    return Dataset.from_generator(generate, FEATURES, fingerprint=key)
 
 
 def text_pieces(file: IO[str]) -> Iterator[dict[str, Any]]:
     """Yield a text file in pieces that have the same tokens as in the whole text: those of
-    byte-level BPE span neither a letter and the space after it, nor a single line break and the
+    BPE span neither a letter and the space after it, nor a single line break and the
     next word. The line breaks at the end are left out."""
-    pending = ""
+    pending, is_later = "", False
     while block := file.read(PIECE):
         if "\0" in block:
             raise ValueError("it is not text, because it contains a zero byte")
         pending += block
-        start = max(0, len(pending) - PIECE)
-        places = CUTS[len(pending) > 16 * PIECE].finditer(pending, start)
-        cut = max((place.end() for place in places), default=0)
-        if not cut and len(pending) > 64 * PIECE:
-            cut = len(pending) - 1
-        if cut and pending[cut:].strip():
-            yield {"text": pending[:cut], CONTINUES: True}
-            pending = pending[cut:]
-    yield {"text": pending.rstrip("\r\n")}
+        start = START.match(pending)
+        end = start.end() if start else len(pending) - 1
+        if pending[end:].strip() and (start or len(pending) > 64 * PIECE):
+            yield {"text": pending[:end], CONTINUES: True, LATER: is_later}
+            pending, is_later = pending[end:], True
+    yield {"text": pending.rstrip("\r\n"), CONTINUES: False, LATER: is_later}
 
 
-def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
+def blocks(
+    rows: Dataset, size: int, eos: int = -1, bos: Sequence[int] = ()
+) -> Iterator[dict[str, list[int]]]:
     """Join the documents and yield blocks of `size` + 1 tokens; the last one may be shorter. Each
-    starts with the last token of the one before, so every token but the first is a target once."""
+    starts with the last token of the one before, so every token but the first is a target once.
+    `bos` precedes each document: some models cannot predict without it."""
     pending: list[int] = []
+    beginning = bos
     for row in rows:
+        pending += beginning
         pending += row["input_ids"]
+        beginning = bos if row["input_ids"][-1:] == [eos] else ()
         last = (len(pending) - 1) // size * size
         for start in range(0, last, size):
             yield {"input_ids": pending[start : start + size + 1]}
@@ -170,17 +178,12 @@ def collate(examples: list[dict[str, np.ndarray]]) -> Batch:
 
     If there are no examples, as on a rank that has none left, the batch is one row without targets.
     """
-    rows = [example["input_ids"] for example in examples] or [np.zeros(1, dtype=np.int64)]
-    width = max(8, *(len(row) - 1 for row in rows))
-    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    labels = torch.full((len(rows), width), -100)
-    for i, row in enumerate(rows):
-        input_ids[i, : len(row) - 1] = torch.as_tensor(row[:-1])
-        labels[i, : len(row) - 1] = torch.as_tensor(row[1:])
-    count = sum(len(row) - 1 for row in rows)
+    rows = [example["input_ids"] for example in examples] or [[0]]
+    labels = [row[1:] for row in rows]
+    count = sum(map(len, labels))
     return {
-        "input_ids": input_ids,
-        "labels": labels,
+        "input_ids": pad([row[:-1] for row in rows], 0, least=8),
+        "labels": pad(labels, -100, least=8),
         "targets": count,
         "tokens": count,
     }

@@ -66,10 +66,10 @@ Document = tuple[Ids, Ids]  # ids, and labels: the ids of targets and otherwise 
 
 @dataclass
 class Data:
-    """NAME is docstrings (built in), a CSV, JSON, JSONL or Parquet file, a save_to_disk directory
-    or a hub id; NAME:train[:1000] takes a split or a part."""
+    """NAME is a CSV, JSON, JSONL or Parquet file, a save_to_disk directory or a hub id;
+    NAME:train[:1000] takes a split or a part."""
 
-    dataset: Names = ("docstrings",)
+    dataset: Names = ("docstrings.jsonl",)
     """data to train on, joined"""
     val_dataset: Names = ()
     """data to validate on; none: validation splits, or 5% of each --dataset"""
@@ -102,7 +102,7 @@ def load(
     split `validation` or 5% of it, or --val-dataset. Raise Problem if data cannot be used."""
     load_parts = functools.partial(load_documents, tokenizer=tokenizer, args=args)
     draw = functools.partial(draw_documents, length=args.max_seq_length)
-    train_set, val_sets = reading.load_sets(args, load_parts, hold_out, draw, evaluate_only)
+    train_set, val_sets = reading.load_sets(args, load_parts, reading.hold_out, draw, evaluate_only)
     capacity = args.max_seq_length if args.packing else 0
     packs = {spec: PackedDataset(rows, capacity, seed) for spec, rows in val_sets.items()}
     if train_set is None:
@@ -113,13 +113,7 @@ def load(
 
 def load_documents(spec: str, tokenizer: Tokenizer, args: Data) -> reading.Parts:
     """Return the documents of one --dataset argument by split: train, and maybe validation."""
-    name, _, split = spec.partition(":")
-    if name == "docstrings":
-        rows = reading.docstring_rows()
-        rows = rows.rename_columns({"headline": "prompt", "text": "completion"})
-        parts = reading.pick(name, {"train": rows}, split)
-    else:
-        parts = reading.read(spec, args.dataset_config)
+    parts = reading.read(spec, args.dataset_config)
     return {part: encode_rows(spec, rows, tokenizer, args) for part, rows in parts.items()}
 
 
@@ -151,8 +145,9 @@ def encode_rows(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> D
     key = [length, form, args.text_column, tokenizer.chat_template]
     key.append(reading.tokenizer_digest(tokenizer))
     key.append(reading.cache_key(chat_formats.find_columns))  # optional: chat_formats
-    rows = reading.select(rows, rows.column_names)  # does not decode images
-    return reading.map_rows(name, rows, convert, FEATURES, args.bad_rows, *key)
+    return reading.map_rows(
+        name, rows, columns, lambda row: convert([row])[0], FEATURES, args.bad_rows, *key
+    )
 
 
 def chat_columns(name: str, columns: Row, args: Data) -> tuple[str, ...]:
@@ -366,10 +361,18 @@ def check_rendered(turns: Turns, text: str, with_reasoning: bool) -> None:
         ends = [find(content, text, start, role)]
         for call in turn.get("tool_calls", ()):
             function = call.get("function", call)
-            names = function["name"], *function["arguments"]
-            start = max(find(name, text, start, role) for name in names)
+            arguments = function["arguments"]
+            parts = [function["name"], *arguments]
+            parts += [value for value in arguments.values() if isinstance(value, str)]
+            start = max(find(part, text, start, role) for part in parts)
             ends.append(start)
+            if arguments and str(arguments) in text:
+                raise Problem(f"the chat template writes calls in Python, not in JSON. {ADVICE}")
         if with_reasoning:
+            thoughts = turn["content"].count("</think>") or 1
+            if text.count("</think>") > thoughts + ("reasoning_content" in turn):
+                raise ValueError("the chat template adds </think> to an answer that has one. Write "
+                                 "the reasoning as reasoning_content")  # fmt: skip
             parts = reasoning.rpartition("<think>")[2], turn.get("reasoning_content", "")
             for part in (*parts, turn.get("thinking", "")):
                 find(part, text, 0, role)
@@ -460,15 +463,6 @@ def read_tokens(row: Row, length: int, tokenizer: Tokenizer) -> Document:
     if not is_right:
         raise ValueError("labels must be one per token, -100 or the token, and not all -100")
     return ids, labels
-
-
-def hold_out(name: str, rows: Dataset) -> reading.Parts:
-    """Split documents into `train` and `validation`, see `reading.held_out`. Documents with equal
-    prompts (column `key`) stay together."""
-    keys = rows.with_format("numpy")["key"][:]
-    distinct = np.unique(keys)  # hashes, so their order is random
-    usual = keys < distinct[len(distinct) // 20]
-    return reading.split_by(reading.held_out(name, keys, usual), rows)
 
 
 def draw_documents(name: str, split: str, rows: Dataset, limit: int, length: int) -> Dataset:

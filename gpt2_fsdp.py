@@ -1,6 +1,7 @@
 """Train GPT-2 with PyTorch FSDP, and compare sharding strategies.
 
-    python gpt2_fsdp.py --model-name tiny --dataset docstrings  # no GPU
+    python tools/docstrings.py docstrings.jsonl  # data
+    python gpt2_fsdp.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 gpt2_fsdp.py  # gpt2 on WikiText-2
     sbatch --nodes 2 launch.slurm gpt2_fsdp.py --strategy hybrid_shard
 
@@ -179,7 +180,7 @@ def wrap_model(
 ) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     policy = policies.wrap_policy(blocks)
     if args.model.wrap != "block":
@@ -192,9 +193,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,
@@ -215,6 +215,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["input_ids"], targets=batch["labels"])
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
@@ -358,7 +359,6 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    watchdog.stop()  # optional: watchdog
     log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 

@@ -1,6 +1,7 @@
 """Fine-tune Llama on chats with PyTorch FSDP, up to 70B, with packed documents.
 
-    python llama_fsdp.py --model-name tiny  # no GPU
+    python tools/docstrings.py docstrings.jsonl  # data
+    python llama_fsdp.py --model-name tiny --dataset docstrings.jsonl  # no GPU
     torchrun --nnodes 1 --nproc_per_node 8 llama_fsdp.py --dataset chats.jsonl
     sbatch --nodes 4 launch.slurm llama_fsdp.py --dataset chats.jsonl
 
@@ -34,6 +35,7 @@ from transformers.models.llama import modeling_llama
 import chat_dataset
 import optional.async_save as async_save  # optional: async_save
 import optional.checksums as checksums  # optional: checksums
+import optional.fused_norms as fused_norms  # optional: fused_norms
 import optional.lock as lock  # optional: lock
 import optional.lora as lora  # optional: lora
 import optional.packed_attention as attention  # optional: packed_attention
@@ -54,7 +56,7 @@ from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_grou
 MODEL = transformers.LlamaForCausalLM
 OTHER = "T5_training.py trains encoder-decoders."
 BLOCKS = (modeling_llama.LlamaDecoderLayer,)  # FSDP units, each compiled and recomputed separately
-NORMS = (modeling_llama.LlamaRMSNorm,)
+NORMS = (modeling_llama.LlamaRMSNorm,)  # optional: fused_norms
 TINY_CONFIG = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
                "num_attention_heads": 4, "num_key_value_heads": 2,
                "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
@@ -148,8 +150,8 @@ class LossModel:
             options |= dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen)
         if targets is None:
             return super().forward(input_ids, **options)
-        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        hidden = getattr(self, "model", self.base_model)(input_ids, use_cache=False, **options)
+        hidden, targets = hidden.last_hidden_state.flatten(0, 1), targets.flatten()
         if target_positions is not None:  # because most of a chat is the prompt
             hidden, targets = hidden[target_positions], targets[target_positions]
         return self.get_output_embeddings()(hidden, targets)
@@ -168,7 +170,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     attention.set_kernel(args, config, kind)  # optional: packed_attention
     kind = type("LossModel", (LossModel, kind), {})
     model, source = weights.new_model(kind, config, directory, needs_weights)
-    policies.fuse_norms(model, MODEL, NORMS)
+    fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, source, blocks)  # optional: lora
     return model, blocks, tokenizer, source
@@ -180,7 +182,7 @@ def wrap_model(
 ) -> nn.Module:  # fmt: skip
     """Return `model` in FSDP1, FSDP2 or DDP, with fp32 weights from `source`. Call on all ranks."""
     sharding = args.sharding
-    init = weights.Loader(model, source, device, sharding.cpu_offload).fill
+    init = weights.Loader(model, source, device).fill
     mesh = policies.device_mesh(device, sharding, args.run.timeout_minutes)
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     # Tied weights must stay in the root unit.
@@ -193,9 +195,8 @@ def wrap_model(
     elif sharding.fsdp == 2:
         options = policies.fsdp2_options(sharding)
         for module in policies.fsdp2_units(model, policy):  # inner ones first, the root last
-            fully_shard(module, mesh=mesh, **options)
+            fully_shard(module.apply(init), mesh=mesh, **options)  # each rank keeps its rows
         policies.set_prefetch(model)
-        model.apply(init)  # each rank keeps its rows
     else:
         model = FSDP(
             model, device_mesh=mesh, device_id=device, auto_wrap_policy=policy, param_init_fn=init,
@@ -217,6 +218,7 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**inputs, targets=batch["labels"])
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
@@ -361,7 +363,6 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    watchdog.stop()  # optional: watchdog
     log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import itertools
 import os
 import warnings
@@ -13,17 +12,13 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import (
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
@@ -81,56 +76,50 @@ def compute_precision(precision: str) -> str:
 
 
 def problems(args: Sharding, optim: Optim, run: Run) -> list[str]:
-    """Return a message for each combination that cannot work."""
+    """Return a message for each combination that would not train as asked for."""
+    strategy, no_sync = args.strategy, optim.accumulate_no_sync
     processes = environment_size()
     group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    strategy, offloads, no_sync = args.strategy, args.cpu_offload, optim.accumulate_no_sync
-    fsdp1, fsdp2 = args.fsdp == 1 and strategy != "ddp", args.fsdp == 2
-    syncs_each_batch = optim.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
     trains = not (run.evaluate_only or run.export_only)
-    is_unsharded = fsdp1 and trains and (processes == 1 or strategy == "no_shard")
-    has_gpu = torch.accelerator.is_available()
-    or_no_sync = "with accumulation needs --fsdp 2, or --accumulate-no-sync on several processes"
+    is_whole = processes == 1 or strategy == "no_shard"
+    syncs_each_batch = optim.gradient_accumulation_steps > 1 and not no_sync
+    is_fsdp1 = args.fsdp == 1 and strategy != "ddp"
     rules = {
-        "--cpu-offload needs a GPU, and not --strategy ddp.": (
-            offloads and (strategy == "ddp" or not has_gpu)
-        ),
         # It trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
-        "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards.": (
-            offloads and is_unsharded
+        "--cpu-offload needs --fsdp 2, or several processes, a --strategy that shards, and "
+        "--accumulate-no-sync if gradients are accumulated.": (
+            args.cpu_offload and is_fsdp1 and trains and (is_whole or syncs_each_batch)
         ),
-        f"--cpu-offload {or_no_sync}.": offloads and fsdp1 and syncs_each_batch,
-        # The scaler would all-reduce `found_inf` of CPU gradients, which NCCL cannot.
-        "--cpu-offload with fp16 needs --fsdp 1.": offloads and fsdp2 and args.precision == "fp16",
-        # In the next pass FSDP1's gradient differs from the parameter in shape or dtype.
-        f"--compile {or_no_sync}, or ddp.": args.compile and fsdp1 and syncs_each_batch,
-        f"--strategy {strategy} needs --fsdp 1.": fsdp2 and strategy in ("no_shard", "ddp"),
+        f"--strategy {strategy} needs --fsdp 1.": (
+            args.fsdp == 2 and strategy in ("no_shard", "ddp")
+        ),
         "--accumulate-no-sync cannot be used with no_shard.": no_sync and strategy == "no_shard",
         # A group of 1 never synchronizes gradients.
         "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes.": (
             strategy == "hybrid_shard" and (group <= 1 or processes % group)
         ),
-        "Pass --evaluate-only or --export-only, not both.": run.evaluate_only and run.export_only,
     }
     return [message for message, is_wrong in rules.items() if is_wrong]
 
 
 def layer_classes(model: nn.Module, own: type[nn.Module], blocks: Classes) -> Classes:
     """Return, and print, the classes of a model's layers, which become FSDP units: `blocks` for a
-    model of class `own`, else those of the items of its outermost ModuleLists with two or more.
-
-    Raise Problem if `blocks` lacks one: such layers would silently be in the root unit.
+    model of class `own`, else those of the items of its outermost ModuleLists with two or more,
+    except torch.nn's. Raise Problem if `blocks` lacks one: they would silently be in the root unit.
     """
-    lists = {n: x for n, x in model.named_modules() if isinstance(x, nn.ModuleList) and len(x) > 1}
-    outer = [x for n, x in lists.items() if not any(n.startswith(f"{o}.") for o in lists)]
-    classes = tuple({type(layer): None for stack in outer for layer in stack})
-    units = blocks if isinstance(model, own) else classes
-    missing = ", ".join(x.__name__ for x in classes if not issubclass(x, units))
+    classes: dict[type[nn.Module], None] = {}
+    inner: set[nn.Module] = set()
+    for stack in model.modules():  # outer ones first
+        if isinstance(stack, nn.ModuleList) and len(stack) > 1 and stack not in inner:
+            classes |= dict.fromkeys(type(layer) for layer in stack)
+            inner.update(stack.modules())
+    found = tuple(x for x in classes if not x.__module__.startswith("torch.nn."))
+    units = blocks if isinstance(model, own) else found
+    missing = ", ".join(x.__name__ for x in found if not issubclass(x, units))
     if missing:
         raise Problem(f"BLOCKS does not fit {own.__name__}: it lacks {missing}. List the classes "
                       "of all layers of the model.")  # fmt: skip
-    names = ", ".join(x.__name__ for x in units)
-    kind = library_class(type(model)).__name__
+    kind, names = library_class(type(model)).__name__, ", ".join(x.__name__ for x in units)
     print0(f"{kind}, units: {names}, {model.num_parameters():,} parameters")
     return units
 
@@ -201,54 +190,11 @@ def compile_blocks(model: nn.Module, blocks: Classes) -> None:
 
 
 def set_prefetch(model: nn.Module) -> None:
-    """Make FSDP2 all-gather each unit before the previous one computes, keep the head gathered for
-    the backward pass, and not gather embeddings in it. Call this after sharding `model` itself."""
+    """Make FSDP2 all-gather each unit before the previous one computes. Call after sharding."""
     units = [x for x in model.modules() if isinstance(x, FSDPModule) and x is not model]
     for unit, next_unit in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([next_unit])
-    for unit in units:
-        if unit is model.get_output_embeddings():
-            unit.set_reshard_after_forward(False)
-        elif isinstance(unit, nn.Embedding):
-            unit.set_unshard_in_backward(False)
     fsdp.register_fsdp_forward_method(model, "generate")  # gathers the root, as forward does
-
-
-def fuse_norms(model: nn.Module, own: type[nn.Module], norms: Classes) -> None:
-    """Replace the forward of RMS norms by PyTorch's: one kernel, not six. They are the classes
-    `norms` in a model of class `own`, and all plain ones in others.
-
-    Raise Problem if one of `norms` computes something else: Gemma's multiplies by 1 + weight.
-    """
-    is_own = isinstance(model, own)
-    for module in list(model.modules()):
-        if isinstance(module, norms) if is_own else hasattr(module, "variance_epsilon"):
-            fused = _fused_class(type(module))
-            if fused is not None:
-                module.__class__ = fused
-            elif is_own:
-                raise Problem(
-                    f"{type(module).__name__} is no plain RMS norm. Remove it from NORMS."
-                )
-
-
-@functools.cache
-def _fused_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Return a subclass of an RMS norm, None if `kind` computes something else. All layers share
-    it, so torch.compile shares graphs."""
-
-    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        if hidden.dtype != self.weight.dtype:  # models differ in the dtype that they return
-            return kind.forward(self, hidden)
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.variance_epsilon)
-
-    norm = kind(16)
-    norm.weight.data = torch.linspace(-1, 2, 16)
-    vectors = torch.outer(torch.tensor([1e-4, 1e-2, 1, 100]), norm.weight.roll(1))
-    has_gate = len(inspect.signature(kind.forward).parameters) > 2
-    if has_gate or not torch.allclose(forward(norm, vectors), norm(vectors), 1e-6, 0):
-        return None
-    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 # The functions below contain all differences between FSDP1, FSDP2 and DDP in a step.
@@ -299,9 +245,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Run a with block in evaluation mode, then reshard FSDP's units. Without a backward pass some
-    stay gathered: state dicts would not match the optimizer's parameters, and changes of weights,
-    such as EMA's, would be overlooked. Use on all ranks."""
+    """Run a with block in evaluation mode, then reshard FSDP's units, on all ranks. Without a
+    backward pass some stay gathered, and would overlook changes of weights, such as EMA's."""
     training = model.training
     model.eval()
     try:
@@ -311,9 +256,8 @@ def evaluation(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-            # Private, because FSDP1 has no public method for it. A unit's parameter lacks the
-            # attribute before the first forward pass, and without sharding. `_reshard` would also
-            # queue an event for each unit, which lifts FSDP1's limit on all-gathers for many steps.
+            # Private, as FSDP1 has no method. `_reshard` would lift its limit on all-gathers.
+            # A unit lacks the attribute before the first forward pass, and without sharding.
             handle = getattr(module, "_handle", None)
             if handle and hasattr(handle.flat_param, "_full_param_padded"):
                 handle.reshard(free_unsharded_flat_param=True)

@@ -1,10 +1,8 @@
 """Summarization pairs for a sequence-to-sequence model, from raw text to padded batches.
 
-`--dataset` takes `wikihow` (the CSV files in `--data-dir`), `docstrings` (those of the installed
-Python, no download), CSV, TSV, JSONL, JSON or Parquet files, or hub ids. `load` cleans and splits
-the rows (`clean_rows`, `split_rows`), draws the requested number and tokenizes them (`encode`);
-`collate` pads a batch. For your own data, return its rows from `load_rows` under another built-in
-name.
+`load` cleans and splits the rows (`clean_rows`, `split_wikihow`), draws the requested number and
+tokenizes them (`encode`); `collate` pads a batch. For your own data, return its rows from
+`load_rows` under a name like wikihow.
 """
 
 import contextlib
@@ -31,22 +29,14 @@ from core.steps import StepSampler, pad
 from core.weights import unwrapped
 
 WIKIHOW = {"all": "wikihowAll.csv", "sep": "wikihowSep.csv"}
-BUILT_IN = {"wikihow": (1500, 300), "docstrings": (1500, 300)}  # default numbers of examples
-PERCENT = {  # of the keys in each split
-    "wikihow": {"train": 98, "validation": 1, "test": 1},
-    "docstrings": {"train": 85, "validation": 15},
-    "other": {"train": 95, "validation": 5},
-}
+SPLITS = {"train": 98, "validation": 1, "test": 1}  # percent of WikiHow's titles
 # Validation is last, so that a title in two lists is not trained on.
 TITLE_LISTS = {"train": "all_train.txt", "test": "all_test.txt", "validation": "all_val.txt"}
 PAIR = {"text": Value("string"), "summary": Value("string")}
 TOKENS = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
 TOKENS |= {"length": Value("int32")}
 KEY = {"key": Value("int64"), "split": Value("string")}  # split: from the title lists, or empty
-COLUMNS = {  # text, summary, and the key of rows that stay together
-    "wikihow": ["text", "headline", "title"],
-    "docstrings": ["text", "headline", "module"],
-}
+WIKIHOW_COLUMNS = ("text", "headline", "title")  # rows with one title stay together
 USUAL_COLUMNS = (  # texts and summaries, if the data lack those of the flags' defaults
     ("article", "highlights"), ("article", "summary"), ("article", "abstract"),
     ("document", "summary"), ("dialogue", "summary"), ("text", "summary"), ("text", "target"),
@@ -58,8 +48,8 @@ Length = Annotated[int, Range(2), tyro.conf.arg(metavar="N")]
 
 @dataclass
 class Data:
-    """NAME is wikihow or docstrings (built in), a CSV, JSON, JSONL or Parquet file, a save_to_disk
-    directory or a hub id; NAME:train[:1000] takes a split or a part."""
+    """NAME is wikihow (in --data-dir), a CSV, JSON, JSONL or Parquet file, a save_to_disk directory
+    or a hub id; NAME:train[:1000] takes a split or a part."""
 
     dataset: Names = ("wikihow",)
     """data to train on, joined"""
@@ -82,13 +72,18 @@ class Data:
     target_length: Length = 150
     """tokens per summary; the rest is cut"""
     num_train_samples: Interval = None
-    """rows per data set; 0: all; None: 1500 of wikihow or docstrings, all of others"""
+    """rows per data set; 0: all; None: 1500 of wikihow, all of others"""
     num_val_samples: Interval = None
-    """rows per data set; 0: all; None: 300 of wikihow or docstrings, all of others"""
+    """rows per data set; 0: all; None: 300 of wikihow, all of others"""
     bad_rows: Literal["fail", "skip"] = "fail"
     """skip: drop unusable rows"""
     group_by_length: bool = True
     """batch texts of similar length, to pad less"""
+
+    def problems(self, _: Any) -> list[str]:
+        """Return a message if the source is the target."""
+        are_equal = self.source_column == self.target_column
+        return ["--source-column and --target-column are the same."] * are_equal
 
 
 def load(
@@ -100,37 +95,32 @@ def load(
     depends only on the data. Raise Problem if data or flags cannot be used.
     """
     load_parts = partial(load_rows, args=args, tokenizer=tokenizer)
-    hold_out = partial(split_rows, percent=PERCENT["other"])
     make = partial(draw, args=args, tokenizer=tokenizer)
-    train_set, val_sets = reading.load_sets(args, load_parts, hold_out, make, evaluate_only)
+    train_set, val_sets = reading.load_sets(args, load_parts, reading.hold_out, make, evaluate_only)
     if train_set:
         text, summary = (tokenizer.decode(train_set[0][x]) for x in ("input_ids", "labels"))
-        print0(reading.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
+        print0(f"an example, with targets in « »: «{summary}» from {text}"[:400])
     return train_set, val_sets
 
 
 def load_rows(spec: str, args: Data, tokenizer: Tokenizer) -> reading.Parts:
     """Return the clean rows of one --dataset argument by split."""
     name, _, split = spec.partition(":")
-    if name not in BUILT_IN:
-        raw = reading.read(spec, args.dataset_config)
-        return {key: clean_rows(spec, rows, args, tokenizer) for key, rows in raw.items()}
     if name == "wikihow":
-        rows = open_wikihow(args.data_dir.expanduser() / WIKIHOW[args.wikihow_part])
-    else:
-        rows = reading.docstring_rows()
-    parts = split_rows(spec, clean_rows(name, rows, args, tokenizer), PERCENT[name])
-    return reading.pick(name, parts, split) if split else parts
+        parts = split_wikihow(clean_rows(name, open_wikihow(args), args, tokenizer))
+        return reading.pick(parts, split) if split else parts
+    parts = reading.read(spec, args.dataset_config)
+    return {key: clean_rows(spec, rows, args, tokenizer) for key, rows in parts.items()}
 
 
-def open_wikihow(path: Path) -> Dataset:
+def open_wikihow(args: Data) -> Dataset:
     """Return the rows of WikiHow's CSV file; raise Problem with its URL if it is missing."""
+    path = args.data_dir.expanduser() / WIKIHOW[args.wikihow_part]
     if path.is_file():
         return reading.read(str(path))["train"]
     raise Problem(
         f"--dataset wikihow needs {path}. Get {path.name} (Koupaee & Wang 2018) from "
-        "https://github.com/mahnazkoupaee/WikiHow-Dataset, or pass --dataset docstrings, which "
-        "needs no download."
+        "https://github.com/mahnazkoupaee/WikiHow-Dataset, or pass a --dataset of your own."
     )
 
 
@@ -157,39 +147,34 @@ def stable_hash(key: str) -> int:
 
 def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Dataset:
     """Return the usable rows of data set `name` with KEY and cleaned texts (PAIR) or TOKENS."""
-    columns = [*reading.first_row(name, rows)]
-    needed = COLUMNS.get(name, [args.source_column, args.target_column])
-    missing = [column for column in needed if column not in columns]
+    columns = reading.first_row(name, rows)
+    is_wikihow = name == "wikihow"
+    needed = WIKIHOW_COLUMNS if is_wikihow else (args.source_column, args.target_column)
+    missing = {*needed} - {*columns}
     if missing and "input_ids" in columns:
-        return read_tokens(name, reading.select(rows, TOKENS), args, tokenizer)
-    if missing and needed == [Data.source_column, Data.target_column]:
+        return read_tokens(name, rows, args, tokenizer)
+    # With several data sets, the flags are for those that have the columns.
+    are_defaults = needed == (Data.source_column, Data.target_column)
+    if missing and (are_defaults or len(args.dataset + args.val_dataset) > 1):
         needed = reading.usual_columns(name, columns, USUAL_COLUMNS) or needed
-        missing = [column for column in needed if column not in columns]
-    if missing:
-        advice = "Pass --source-column and --target-column." if name not in COLUMNS else ""
+    if missing := [column for column in needed if column not in columns]:
+        advice = "Pass --source-column and --target-column."
         raise reading.no_columns(name, missing, columns, advice)
-    titles = read_title_lists(args.data_dir.expanduser()) if name == "wikihow" else {}
+    titles = read_title_lists(args.data_dir.expanduser()) if is_wikihow else {}
 
     def clean(row: dict[str, Any]) -> list[dict[str, Any]]:
         for column in needed:
             if not isinstance(row.get(column), str):
                 raise ValueError(f"{column} is {row.get(column)!r}, not text")
         text, summary, *key = (row[column] for column in needed)
-        if name == "wikihow":
+        if is_wikihow:
             return clean_wikihow(text.strip(), summary.strip(), title_key(*key), titles)
-        if name in BUILT_IN:
-            text, summary = on_one_line(text.strip()), on_one_line(summary.strip())
         if not text.strip() or not summary.strip():
             raise ValueError("the text or the summary is empty")
-        number = stable_hash(*key or [text])
-        return [{"text": text, "summary": summary, "key": number, "split": ""}]
+        summary.encode()  # raises ValueError for half of a surrogate pair
+        return [{"text": text, "summary": summary, "key": stable_hash(text), "split": ""}]
 
-    rows = reading.select(rows, needed)
-    cleaned = reading.map_rows(
-        name, rows, lambda batch: [*map(clean, batch)], PAIR | KEY, args.bad_rows, needed, titles
-    )
-    print0(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
-    return cleaned
+    return reading.map_rows(name, rows, needed, clean, PAIR | KEY, args.bad_rows, needed, titles)
 
 
 def clean_wikihow(
@@ -213,43 +198,34 @@ def on_one_line(text: str) -> str:
 
 def read_tokens(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Dataset:
     """Return rows that are already tokenized with the columns of TOKENS and KEY."""
-    limits = {"input_ids": ("--source-length", args.source_length)}
-    limits["labels"] = ("--target-length", args.target_length)
+    limits = args.source_length, args.target_length
 
     def read(row: dict[str, Any]) -> list[dict[str, Any]]:
-        pair = {x: reading.token_ids(row, x, *limits[x], tokenizer) for x in limits}
-        ids = pair["input_ids"]
-        return [pair | {"length": len(ids), "key": stable_hash(repr(ids)), "split": ""}]
+        ids = reading.token_ids(row, "input_ids", "--source-length", limits[0], tokenizer)
+        labels = reading.token_ids(row, "labels", "--target-length", limits[1], tokenizer)
+        key = stable_hash(repr(ids))
+        return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key, "split": ""}]
 
-    key = limits, len(tokenizer)
-    return reading.map_rows(
-        name, rows, lambda batch: [*map(read, batch)], TOKENS | KEY, args.bad_rows, *key
-    )
+    key = args.bad_rows, limits, len(tokenizer)
+    return reading.map_rows(name, rows, TOKENS, read, TOKENS | KEY, *key)
 
 
-def split_rows(name: str, rows: Dataset, percent: dict[str, int]) -> reading.Parts:
-    """Return rows by split: from their column `split` or, if it is empty, `percent` of their keys.
+def split_wikihow(rows: Dataset) -> reading.Parts:
+    """Return rows by split: from their column `split` or, if it is empty, SPLITS of their keys.
 
     Rows with equal keys stay together. Raise Problem if `train` or `validation` is empty.
     """
-    splits = list(percent)
-    keys = rows.with_format("numpy")["key"][:]
-    row_splits = np.array(rows["split"], dtype=object)
-    if not row_splits[0]:
-        places = np.cumsum(list(percent.values())).searchsorted(keys % 100, side="right")
-        if percent is PERCENT["other"]:
-            places = reading.held_out(name, keys, places > 0).astype(int)
-        elif len({*places}) < len(splits):
-            places[:] = 0
-            for number, key in enumerate(np.unique(keys)[:-1][: len(splits) - 1], 1):
-                places[keys == key] = number
-        row_splits = np.array(splits, dtype=object)[places]
-    parts = {split: rows.select(np.flatnonzero(row_splits == split)) for split in splits}
+    splits = np.array(rows["split"], dtype=object)
+    if not splits[0]:
+        keys = rows.with_format("numpy")["key"][:]
+        places = np.cumsum([*SPLITS.values()]).searchsorted(keys % 100, side="right")
+        splits = np.array([*SPLITS], dtype=object)[places]
+    parts = {split: rows.select(np.flatnonzero(splits == split)) for split in SPLITS}
     sizes = ", ".join(f"{split} {len(part):,}" for split, part in parts.items())
     if not len(parts["train"]) or not len(parts["validation"]):
-        raise Problem(f"--dataset {name} has too few different rows: {sizes}. Pass more data, "
+        raise Problem(f"--dataset wikihow has too few different rows: {sizes}. Pass more data, "
                       "--val-dataset, or other title lists.")  # fmt: skip
-    print0(f"{name}: {sizes} rows")
+    print0(f"wikihow: {sizes} rows")
     return parts
 
 
@@ -257,54 +233,46 @@ def draw(
     spec: str, split: str, rows: Dataset, limit: int | None, args: Data, tokenizer: Tokenizer
 ) -> Dataset:
     """Return `limit` random rows (0: all, None: the default) as TOKENS, the same in every run."""
-    default = BUILT_IN.get(spec.partition(":")[0], (0, 0))[split != "train"]
     total = len(rows)
-    number = (default if limit is None else limit) or total
-    if number < total:
+    if limit is None and spec.partition(":")[0] == "wikihow":
+        limit = 1500 if split == "train" else 300
+    if limit and limit < total:
         indices = list(range(total))
         random.Random(0).shuffle(indices)
-        rows = rows.select(sorted(indices[:number]))  # reads faster than in random order
-    rows = rows.remove_columns(list(KEY))
+        rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
+    rows = rows.remove_columns([*KEY])
     if "input_ids" not in rows.column_names:
-        lengths = args.source_length, args.target_length
-        rows = encode(spec, rows, tokenizer, args.source_prefix, lengths, args.bad_rows)
-    full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
-    labels = rows.select_columns("labels").with_format("arrow")[:]["labels"]
-    targets = labels.combine_chunks().flatten().to_numpy()
-    unknown = int((targets == tokenizer.unk_token_id).sum())
-    if 100 * unknown > len(targets):
-        print0(f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. "
-            "The tokenizer lacks some characters, so the model cannot learn to write them."
-            )  # fmt: skip
+        loses_breaks = "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"])
+        pairs = zip(rows["text"], rows["summary"], strict=True)
+        if count := loses_breaks * sum("\n" in text + summary for text, summary in pairs):
+            print0(f"{spec}, {split}: the tokenizer loses the line breaks of {count:,} rows")
+        rows = encode(spec, rows, tokenizer, args)
+    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
+    targets = np.concatenate(rows.with_format("numpy")["labels"][:])
+    unknown = np.mean(targets == tokenizer.unk_token_id)
+    if unknown > 0.01:
+        print0(f"Warning: {unknown:.0%} of the target tokens are {tokenizer.unk_token}, for "
+               "characters that the tokenizer lacks. The model cannot learn them.")  # fmt: skip
     return rows
 
 
-def encode(
-    spec: str, rows: Dataset, tokenizer: Tokenizer, prefix: str, lengths: tuple, bad_rows: str
-) -> Dataset:
-    """Tokenize rows of PAIR and return them with the columns of TOKENS. `prefix` precedes each
-    text; a text and a summary have at most `lengths` tokens."""
-    options = {"truncation": True, "return_attention_mask": False}
+def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
+    """Tokenize rows of PAIR, cut to the lengths of the flags, and return them as TOKENS."""
+    prefix, lengths = args.source_prefix, (args.source_length, args.target_length)
+    eos = tokenizer.eos_token_id
 
     def with_eos(ids: list[int], length: int) -> list[int]:
-        eos = [tokenizer.eos_token_id]
-        return ids if ids[-1:] == eos else ids[: length - 1] + eos
+        return ids if ids[-1:] == [eos] else [*ids[: length - 1], eos]
 
-    def encode_batch(batch: list[dict]) -> list[list[dict]]:
-        texts = [prefix + row["text"] for row in batch]
-        summaries = [row["summary"] for row in batch]
-        sources = tokenizer(texts, max_length=lengths[0], **options)["input_ids"]
-        targets = tokenizer(text_target=summaries, max_length=lengths[1], **options)["input_ids"]
-        samples = []
-        for source, target in zip(sources, targets, strict=True):
-            ids = with_eos(source, lengths[0])
-            labels = with_eos(target, lengths[1])
-            samples.append([{"input_ids": ids, "labels": labels, "length": len(ids)}])
-        return samples
+    def encode_pair(row: dict) -> list[dict]:
+        source = tokenizer(prefix + row["text"], truncation=True, max_length=lengths[0])
+        target = tokenizer(text_target=row["summary"], truncation=True, max_length=lengths[1])
+        ids = with_eos(source["input_ids"], lengths[0])
+        labels = with_eos(target["input_ids"], lengths[1])
+        return [{"input_ids": ids, "labels": labels, "length": len(ids)}]
 
     key = prefix, lengths, reading.tokenizer_digest(tokenizer)
-    return reading.map_rows(spec, rows, encode_batch, TOKENS, bad_rows, *key)
+    return reading.map_rows(spec, rows, PAIR, encode_pair, TOKENS, args.bad_rows, *key)
 
 
 def collator(model: nn.Module) -> Callable:

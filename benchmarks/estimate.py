@@ -31,7 +31,7 @@ LENGTH["T5_training"] = "--source-length"
 def worker(script_name: str, flags: list[str]) -> None:
     """Make two steps; rank 0 prints its bytes by kind, and the peak, as JSON."""
     script = importlib.import_module(script_name)
-    args = parse(script, *flags, "--dataset", "docstrings", *ENDLESS)
+    args = parse(script, *flags, "--dataset", "docstrings.jsonl", *ENDLESS)
     device = ranks.setup(args.run.timeout_minutes)
     use_random_weights()
     held, batch = Held(), random_batch(script, args)

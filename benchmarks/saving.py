@@ -260,8 +260,8 @@ def worker(options: argparse.Namespace) -> None:
     name, stage, directory = options.worker
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
-    flags = ["--model-name", f"{directory}/model", "--dataset", "docstrings", "--export-dtype",
-             "fp32", "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
+    flags = ["--model-name", f"{directory}/model", "--export-dtype", "fp32",
+             "--no-activation-checkpointing", "--max-seq-length", "64", "--batch-size",
              "1", "--output-dir", f"{directory}/output"]  # fmt: skip
     args = parse(llama_fsdp, *flags, *OURS.get(name, []))
     device = ranks.setup(args.run.timeout_minutes)

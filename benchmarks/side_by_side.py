@@ -46,7 +46,8 @@ import gpt2_fsdp
 import llama_fsdp
 import summarization_dataset
 import T5_training
-from core import ranks, reading
+from core import ranks
+from tools import docstrings
 
 CHATML = """{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{%
 if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>'
@@ -76,7 +77,7 @@ LENGTHS = {"cpu": {"pack": 1024, "block": 256}, "gpu": {"pack": 2048, "block": 1
 def write_rows(options: argparse.Namespace, directory: Path) -> list[str]:
     """Write chats.jsonl, pairs.jsonl and texts.jsonl, and files with the first eight rows of each.
     Return all texts."""
-    documented = [(row["text"], row["headline"]) for row in reading.docstring_rows()]
+    documented = [(row["text"], row["headline"]) for row in docstrings.rows()]
     pairs = documented[: options.rows]
     turns = [(headline, text) for text, headline in pairs]
     if options.tasks:

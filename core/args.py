@@ -52,9 +52,10 @@ class Run:
     log_every: Count = 10
     """steps between training metrics"""
     eval_every: Interval = None
-    """steps between validations, besides those after each epoch; 0: only at the end"""
+    """validate every N steps, after each epoch and at the end; None: not every N steps; 0: only at
+    the end"""
     save_every: Size = 50
-    """steps between checkpoints, besides those after each epoch; 0: only at the end"""
+    """save a checkpoint every N steps, after each epoch and at the end; 0: only at the end"""
     checkpoint_type: Literal["sharded", "full"] = "sharded"
     """full: besides a file per rank, rank 0 writes full.pt of the whole state"""
     keep_checkpoints: Count = 2
@@ -89,7 +90,8 @@ class Optim:
     lr: Annotated[float, Range(1e-12, 10)] = 3e-4
     """peak learning rate"""
     lr_schedule: Literal["linear", "cosine", "constant", "step"] = "linear"
-    """after the warm-up; step has none, and multiplies by --gamma every epoch"""
+    """after the warm-up, linear or cosine to 0, or constant; step: no warm-up, times --gamma after
+    each epoch"""
     gamma: Positive = 0.85
     """factor of --lr-schedule step"""
     warmup_ratio: Fraction = 0.03

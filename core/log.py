@@ -69,7 +69,8 @@ class Log:
     def __init__(self, directory: Path, start: int, tokens: int, total: int) -> None:
         self.total = total
         self.path = directory / "metrics.jsonl"
-        self._tokens, self._since = tokens, time.perf_counter()  # of the last train event
+        self._start = time.perf_counter()
+        self._tokens, self._since = tokens, self._start  # of the last train event
         if dist.get_rank() == 0:
             _truncate(self.path, start)
 
@@ -82,6 +83,10 @@ class Log:
             return {}
         values = {key: x.item() if isinstance(x, Tensor) else x for key, x in values.items()}
         numbers = {key: x for key, x in values.items() if isinstance(x, int | float)}
+        numbers.pop("best_step", None)  # the line would be longer than 80 columns
+        if event == "done":
+            values["minutes"] = (time.perf_counter() - self._start) / 60
+            print0(f"Finished in {short(values['minutes'])} minutes.")
         values = {"event": event, "step": step, "time": time.time()} | values
         if tokens:
             speed = (tokens - self._tokens) / (time.perf_counter() - self._since)

@@ -2,7 +2,7 @@
 learning rates."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,42 +16,34 @@ from .weights import plain_name, unwrapped
 
 
 class StepSampler:
-    """The batch sampler of a DataLoader whose items are optimizer steps, not micro-batches.
+    """The batch sampler of a DataLoader whose items are optimizer steps, not micro-batches: this
+    rank's sample indices of each step from `start` to `stop`, through all epochs.
 
-    An epoch's permutation is cut into global batches, one per step. Each is dealt to the ranks in
-    turn: sample i of a step belongs to rank i % world_size. No sample is dropped or repeated. The
-    last step of an epoch is short, so some micro-batches of it may be short or empty.
-
-    Iterate over it to get this rank's sample indices of each step from `start` to `stop`, through
-    all epochs: set both before. If `epochs_differ`, the index of sample i in an epoch is
-    epoch * num_samples + i.
+    An epoch's permutation is cut into global batches. Sample i of a step belongs to rank
+    i % world_size. The last step of an epoch is short: its micro-batches may be short or empty. If
+    `epochs_differ`, the index of sample i in an epoch is epoch * num_samples + i.
     """
 
     def __init__(
         self, num_samples: int, batch_size: int, accumulation: int, seed: int,
         epochs_differ: bool = False,
     ) -> None:  # fmt: skip
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        if num_samples < self.world_size:
-            raise Problem(f"{num_samples} training samples are fewer than the {self.world_size} "
-                          "processes. Start fewer, or pass more data.")  # fmt: skip
         self.num_samples = num_samples
-        self.global_batch = batch_size * accumulation * self.world_size
+        self.global_batch = batch_size * accumulation * dist.get_world_size()
         self.steps_per_epoch = math.ceil(num_samples / self.global_batch)
         self.seed = seed
         self.epochs_differ = epochs_differ
         self.start = self.stop = 0
-        self._epoch, self._order = -1, torch.empty(0)
+        self._epoch, self._order = -1, None
 
     def samples(self, step: int) -> Tensor:
         """Return the sample indices, of all ranks, of a step, counted from 0; int [samples]."""
         epoch, i = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            order = self.order(generator)
-            self._epoch = epoch
-            self._order = order + epoch * self.num_samples if self.epochs_differ else order
-        return self._order[i * self.global_batch : (i + 1) * self.global_batch]
+            self._epoch, self._order = epoch, self.order(generator)
+        samples = self._order[i * self.global_batch :][: self.global_batch]
+        return samples + epoch * self.num_samples if self.epochs_differ else samples
 
     def order(self, generator: torch.Generator) -> Tensor:
         """Return an epoch's permutation of the samples, int [num_samples], drawn with `generator`.
@@ -60,17 +52,12 @@ class StepSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in range(self.start, self.stop):
-            yield self.samples(step)[self.rank :: self.world_size].tolist()
-
-    def __len__(self) -> int:
-        return self.stop - self.start
+            yield self.samples(step)[dist.get_rank() :: dist.get_world_size()].tolist()
 
 
 class MicroBatches:
-    """The collate function that goes with StepSampler: cut a step's samples into micro-batches.
-
-    It returns a list of exactly `accumulation` batches; `collate` makes each of 0 or more samples.
-    """
+    """The collate function for StepSampler: cut a step's samples into exactly `accumulation`
+    micro-batches. `collate` makes each of 0 or more samples."""
 
     def __init__(self, collate: Callable[[list], Any], batch_size: int, accumulation: int) -> None:
         self.collate = collate
@@ -85,23 +72,18 @@ def ordered_loader(
 ) -> DataLoader:
     """Return a loader of this rank's batches of a data set, in order. All ranks have equally many;
     the last ones may be short or empty."""
-    step = batch_size * dist.get_world_size()
-    starts = range(dist.get_rank(), dist.get_rank() + len(samples), step)
-    batches = [
-        range(start, min(start + step, len(samples)), dist.get_world_size()) for start in starts
-    ]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    starts = range(0, len(samples), batch_size * world_size)
+    batches = [range(len(samples))[x : x + starts.step][rank::world_size] for x in starts]
     return DataLoader(
-        samples,
-        batch_sampler=batches,
-        collate_fn=collate,
-        pin_memory=device.type != "cpu",
+        samples, batch_sampler=batches, collate_fn=collate, pin_memory=device.type != "cpu",
         generator=torch.Generator(),  # or it would draw from dropout's
-    )
+    )  # fmt: skip
 
 
-def pad(rows: Sequence[Sequence[int]], value: int, least: int = 1, multiple: int = 1) -> Tensor:
-    """Return rows as int64 [rows, length], padded with `value`. The length is that of the longest
-    row, at least `least`, rounded up to a multiple of `multiple`."""
+def pad(rows: list, value: int, least: int = 1, multiple: int = 1) -> Tensor:
+    """Return rows of ints as int64 [rows, length], padded with `value`. The length is that of the
+    longest row, at least `least`, rounded up to a multiple of `multiple`."""
     width = -(-max(least, *map(len, rows)) // multiple) * multiple
     array = np.full((len(rows), width), value)
     for target, row in zip(array, rows, strict=True):
@@ -109,64 +91,49 @@ def pad(rows: Sequence[Sequence[int]], value: int, least: int = 1, multiple: int
     return torch.from_numpy(array)
 
 
-def parameter_groups(
-    model: nn.Module, shapes: dict[str, torch.Size], weight_decay: float
-) -> list[dict]:
-    """Return the trained parameters in two groups, with and without weight decay.
-
-    Norms, biases and one-dimensional parameters are not decayed. FSDP1 flattens parameters, so pass
-    the `shapes` that they had before wrapping, by name.
+def parameter_groups(model: nn.Module, shapes: dict[str, torch.Size], decay: float) -> list[dict]:
+    """Return the trained parameters in two groups: `decay` is the weight decay of those that are
+    not norms, biases or one-dimensional. `shapes` are those before FSDP1 flattened them, by name.
     """
     inner = unwrapped(model)
-    norms = {  # prefixes of the names of their parameters
-        plain_name(f"{name}.")
-        for name, module in inner.named_modules()
-        if "norm" in type(module).__name__.lower()
-    }
+    norms = set()
+    for module in inner.modules():
+        if "norm" in type(module).__name__.lower():
+            norms.update(module.parameters(recurse=False))
     decayed, others = [], []
     for name, parameter in inner.named_parameters():
         if not parameter.requires_grad:
             continue
-        name = plain_name(name)
-        module, _, key = name.rpartition(".")
-        is_bias = key == "bias" or key.endswith("_bias")
-        is_decayed = len(shapes[name]) > 1 and not is_bias and f"{module}." not in norms
-        (decayed if is_decayed else others).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+        is_vector = len(shapes[plain_name(name)]) < 2 or name.endswith((".bias", "_bias"))
+        (others if is_vector or parameter in norms else decayed).append(parameter)
+    groups = (decayed, decay), (others, 0.0)
+    return [{"params": params, "weight_decay": x} for params, x in groups if params]
 
 
 def schedule(
     kind: str, total_steps: int, warmup_steps: int, epoch_steps: int, gamma: float
 ) -> Callable[[int], float]:
-    """Return a function from the number of steps done to the factor of the learning rate.
-
-    It is a function of the step alone, so there is no scheduler to save.
-    """
+    """Return a function from the number of steps done to the factor of the learning rate."""
+    if kind != "step" and warmup_steps >= total_steps > 1:
+        raise Problem(f"The warm-up has {warmup_steps} steps, but the run only {total_steps}. "
+                      "Lower --warmup-steps or --warmup-ratio.")  # fmt: skip
 
     def factor(done: int) -> float:
         if kind == "step":
             return gamma ** (done // epoch_steps)
         if done < warmup_steps:
             return (done + 1) / (warmup_steps + 1)  # the first step has a rate above 0
-        progress = min(1.0, (done - warmup_steps) / max(1, total_steps - warmup_steps))
-        if kind == "linear":
-            return 1 - progress
-        if kind == "cosine":
-            return (1 + math.cos(math.pi * progress)) / 2
-        return 1.0  # constant
+        progress = (done - warmup_steps) / (total_steps - warmup_steps)
+        falling = {"linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+        return falling.get(kind, 1.0)
 
     return factor
 
 
-def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return what an optimizer keeps outside of its `state`, which checkpoints do not contain: the
-    values in its param_groups, except the learning rate and the parameters, and its numbers."""
-    groups = [
+def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    """Return the values in an optimizer's param_groups, except the learning rate and parameters, as
+    text. Checkpoints do not contain them."""
+    return [
         {key: repr(x) for key, x in group.items() if key not in ("params", "lr")}
         for group in optimizer.param_groups
     ]
-    return [*groups, {k: x for k, x in vars(optimizer).items() if type(x) in (int, float)}]

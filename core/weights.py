@@ -1,14 +1,11 @@
-"""Read Hugging Face files on rank 0, and send each tensor once to every rank.
-
-All ranks call each function together unless its docstring differs.
-"""
+"""Read Hugging Face files on rank 0, and send each tensor once to every rank. All ranks call each
+function together unless its docstring differs."""
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,9 +13,6 @@ import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -29,27 +23,22 @@ WEIGHTS = "model*.safetensors"
 TEXT_PART = "language_model."  # prefix of the keys of a multimodal model's text part
 IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, and the rest
 # Buffers in files of older Transformers versions, which compute them now.
-OLD_BUFFERS = re.compile(
-    r"\.(attn|attention)\.(masked_)?bias$|inv_freq$|position_ids$|_float_tensor$"
-    r"|coder\.version$|embed_positions\.weights$|\.causal_mask$"
-)
+OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|embed_positions\.weights$|"
+                         r"(inv_freq|position_ids|_float_tensor|version|causal_mask)$|"
+                         r"EncDecAttention\.relative_attention_bias\.weight$")  # fmt: skip
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
-# Suffixes of config fields that are set to 0. With layerdrop, ranks would skip different layers and
-# wait for each other forever. With rescale_every, validation would permanently divide weights.
-SWITCHED_OFF = ("layerdrop", "rescale_every")
+# Config fields that training changes; exports keep the base's values. SWITCHED_OFF are suffixes: of
+# a field that lets ranks skip different layers, and of one that makes validation divide weights.
+FOR_TRAINING = ("use_cache",)
 ACTIVATIONS = ("activation_function", "dense_act_fn")
-# What training needs instead of what a config.json may say. Exports keep the base's values.
-FOR_TRAINING = {"return_dict": True, "output_attentions": False, "output_hidden_states": False,
-                "torchscript": False, "use_cache": False,
-                "gradient_checkpointing": False}  # fmt: skip
+SWITCHED_OFF = ("layerdrop", "rescale_every")
 
-Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones under each; empty on other ranks
-Place = tuple[str, nn.Module, str]  # a tensor's name, its module, and its key there
+Source = dict[str, Tensor]  # rank 0's tensors by name, tied ones once; empty on other ranks
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside FSDP1 or DDP; FSDP2 does not wrap it. Any rank."""
-    return model.module if isinstance(model, FSDP | DDP) else model
+    return getattr(model, "module", model)
 
 
 def plain_name(name: str) -> str:
@@ -59,11 +48,8 @@ def plain_name(name: str) -> str:
 
 def whole_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Return a model's parameter shapes by name, before packing. Wrapping hides them. Any rank."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    for path, module in model.named_modules():
-        if hasattr(module, "quantize"):
-            shapes[f"{path}.weight"] = torch.Size([module.out_features, module.in_features])
-    return shapes
+    parameters = model.named_parameters()
+    return {name: getattr(x, "whole_shape", x.shape) for name, x in parameters}
 
 
 def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:
@@ -75,23 +61,18 @@ def library_class(kind: type[nn.Module]) -> type[PreTrainedModel]:
 def first_names(model: nn.Module) -> dict[str, str]:
     """Return the first name of the (tied) tensor of each parameter or buffer name. Any rank."""
     first: dict[Tensor, str] = {}
-    return {name: first.setdefault(tensor, name) for name, tensor in _tensors_of(model)}
-
-
-def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return {name: first.setdefault(x, name) for name, x in [*parameters, *buffers]}
 
 
 def open_model(
     name: str, own: type[PreTrainedModel], others: str
 ) -> tuple[Path, PretrainedConfig, type[PreTrainedModel], Tokenizer]:
-    """Return the directory, config, class and tokenizer of the model `name`, a directory or hub id.
-
-    The class is `own`, or the one that Transformers' Auto class has for the config. Only rank 0's
-    node downloads weights. Raise Problem if the model cannot be trained; `others` is a sentence on
-    models of another kind.
-    """
+    """Return directory, config, class and tokenizer of the model `name`, a directory or hub id. The
+    class is `own`, or the one that Transformers' Auto class has for the config. Raise Problem if
+    there is none; `others` is a sentence on models of another kind. Only rank 0's node downloads
+    weights."""
     patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = local_main_process_first(find_directory, name, patterns)
     if not (directory / "config.json").is_file():
@@ -105,8 +86,6 @@ def open_model(
     if kind is None:
         raise Problem(f"{name} is a {config.model_type}, which this script cannot train. {others}")
     config.name_or_path = str(directory)  # exports keep its settings
-    if "flash" in (config._attn_implementation or ""):  # it may not be installed
-        config._attn_implementation = None
     return directory, config, kind, load_tokenizer(directory)
 
 
@@ -116,11 +95,10 @@ def find_directory(name: str, patterns: list[str]) -> Path:
         return Path(name)
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # also of the hub, and of names that it does not allow
+    except (OSError, ValueError) as error:  # other ranks could not unpickle the hub's errors
         if path := getattr(error, "snapshot_path", None):  # cached, but not all of its files
             return Path(path)
-        reason = " ".join(str(error).split())
-        raise Problem(f"{name} is not a directory, and not available: {reason}") from None
+        raise Problem(f"{name} is not a directory, and not available: {error}") from None
 
 
 def model_class(
@@ -128,17 +106,14 @@ def model_class(
 ) -> tuple[PretrainedConfig, type[PreTrainedModel] | None]:
     """Return the config and class of a model or, if it is multimodal, of its text part: `own` if it
     fits, else that of the Auto class, else None. Any rank."""
-    text = getattr(config, "text_config", config)
-    for part in (text, config):
+    is_seq2seq = own.config_class().is_encoder_decoder
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_seq2seq:
+        classes = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    for part in (getattr(config, "text_config", config), config):
         if part.model_type == own.config_class.model_type:
             return part, own
-    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if own.config_class().is_encoder_decoder:
-        classes = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    elif text.is_encoder_decoder:  # BART has causal classes too
-        classes = {}
-    for part in (text, config):
-        if type(part) in classes:
+        if type(part) in classes and part.is_encoder_decoder == is_seq2seq:  # not a causal BART
             return part, classes[type(part)]
     return config, None
 
@@ -152,30 +127,32 @@ def load_tokenizer(directory: Path) -> Tokenizer:
         raise Problem(f"{directory} has no tokenizer: its vocabulary is missing. Save one.")
     if tokenizer.eos_token_id is None:
         raise Problem(f"{directory} has a tokenizer without an EOS token. Set its eos_token.")
-    if None in (getattr(tokenizer, "src_lang", ""), getattr(tokenizer, "tgt_lang", "")):
-        raise Problem(f"Set src_lang and tgt_lang in {directory}/tokenizer_config.json.")
     return tokenizer
 
 
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
     """Raise Problem if a model has fewer positions than `length`; relative ones are no limit."""
     positions = getattr(config, "max_position_embeddings", None) or length
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # some models have one for each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            # A longer sequence would change the angles of all sequences of its batch.
+            positions = min(positions, rope["original_max_position_embeddings"])
     if 0 < positions < length:  # XLNet has -1, which is no limit
         raise Problem(f"{flag} {length} is above the model's {positions} positions. Lower it.")
 
 
 def prepare_config(config: PretrainedConfig) -> None:
-    """Set a config's fields for training; `new_model` calls this. Raise Problem if a model with it
-    cannot be trained. Any rank."""
+    """Set a config's fields for training. Raise Problem if a model with it cannot be trained. Any
+    rank."""
+    config.use_cache = False
     for name, value in config.to_dict().items():
         if name in ("output_router_logits", "z_loss_coefficient") and value:
             raise Problem(f"The model has {name}, but no auxiliary loss is added here. Remove it.")
-        if name in FOR_TRAINING:
-            setattr(config, name, FOR_TRAINING[name])
-        elif name in ACTIVATIONS and value == "gelu_new":
+        if name in ACTIVATIONS and value == "gelu_new":
             setattr(config, name, "gelu_pytorch_tanh")  # equal, in one kernel
         elif name.endswith(SWITCHED_OFF) and value:
-            setattr(config, name, type(value)(0))
+            setattr(config, name, 0 * value)
             print0(f"{name} is set to 0 (the model has {value}).")
     has_cap = getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None)
     if has_cap and config._attn_implementation in (None, "sdpa"):
@@ -183,59 +160,48 @@ def prepare_config(config: PretrainedConfig) -> None:
     padding = getattr(config, "pad_token_id", None) or 0
     if not 0 <= padding < getattr(config, "vocab_size", padding + 1):
         # The embedding has no such row. Only encoder-decoders need one, and they mask it.
-        end = config.eos_token_id if config.is_encoder_decoder else None
-        config.pad_token_id = end[0] if isinstance(end, list) else end
+        config.pad_token_id = config.eos_token_id if config.is_encoder_decoder else None
 
 
 class _Stored(Tensor):
     """A tensor that Transformers cannot cast to fp32 when it loads a file: a cast copies."""
 
     def to(self, *_: Any, **__: Any) -> "_Stored":
-        """Return the tensor itself, without a cast or copy."""
         return self
 
 
-def _open_files(directory: Path, reads_layers: bool) -> Source:
-    """Map a directory's safetensors files; return their tensors by key, on meta those in numbered
-    layers unless `reads_layers`. Raise OSError if a file cannot be read. Rank 0 only."""
-    path = directory / "model.safetensors"
-    index = directory / "model.safetensors.index.json"
-    names = {path.name}
-    tensors: Source = {}
-    try:
-        if index.is_file() and not path.is_file():
-            path = index
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        for path in sorted(directory / name for name in names):
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (it is not a dict)
-                    device = "cpu" if reads_layers or not IN_LAYER.search(key) else "meta"
-                    tensors[key] = file.get_tensor(key).to(device).as_subclass(_Stored)
-    except Exception as error:  # of any type, because an index may contain any JSON
-        text = "Download it again, or convert other formats to safetensors."
-        raise OSError(f"{path} cannot be read ({error!r}). {text}") from None
-    return tensors
-
-
 def _read_model(
-    kind: type[PreTrainedModel], config: PretrainedConfig, directory: Path, reads_layers: bool
+    kind: type[PreTrainedModel], config: PretrainedConfig, directory: Path, needs_weights: bool
 ) -> PreTrainedModel:
     """Load a directory (of a multimodal model the text part) as `from_pretrained` does, but leave
-    weights in their files' dtypes, and mapped if they need no conversion. Rank 0 only."""
-    tensors = _open_files(directory, reads_layers)
+    weights in their files' dtypes, and mapped if they need no conversion. Without `needs_weights`,
+    those in layers are on meta. Rank 0 only."""
+    names = {"model.safetensors"}
+    index = directory / "model.safetensors.index.json"
+    if index.is_file() and not (directory / "model.safetensors").is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    tensors: Source = {}
+    for name in sorted(names):
+        file = safe_open(directory / name, framework="pt")
+        for key in file.keys():  # noqa: SIM118 (it is not a dict)
+            device = "cpu" if needs_weights or not IN_LAYER.search(key) else "meta"
+            tensors[key] = file.get_tensor(key).to(device).as_subclass(_Stored)
     text = {k.removeprefix(TEXT_PART): x for k, x in tensors.items() if k.startswith(TEXT_PART)}
     transformers.logging.disable_progress_bar()
     model, report = library_class(kind).from_pretrained(
         None, config=config, state_dict=text or tensors, dtype=torch.float32,
         ignore_mismatched_sizes=True, output_loading_info=True,  # they are in the report
     )  # fmt: skip
-    unexpected = [key for key in report["unexpected_keys"] if not OLD_BUFFERS.search(key)]
-    dtypes = {name: x.dtype for name, x in model.named_parameters()}
-    quantized = [n for n, x in dtypes.items() if not x.is_floating_point or x.itemsize < 2]
-    report = report | {"unexpected_keys": unexpected, "quantized_keys": quantized}
+    report["unexpected_keys"] = [x for x in report["unexpected_keys"] if not OLD_BUFFERS.search(x)]
     problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
         raise Problem(f"{directory} does not contain this model; {problems}. Check its files.")
+    # Such as layers that predict further tokens, which Transformers leaves out without a word.
+    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$^"]))
+    unread = [x for x in text or tensors if ignored.search(x) and not OLD_BUFFERS.search(x)]
+    if unread:
+        print0(f"{len(unread)} tensors of {directory}, such as {unread[0]}, are not part of "
+               f"{library_class(kind).__name__}: they are not trained, nor in final/")  # fmt: skip
     return model
 
 
@@ -243,102 +209,74 @@ def new_model(
     kind: type[PreTrainedModel], config: PretrainedConfig, directory: Path | None,
     needs_weights: bool = True,
 ) -> tuple[PreTrainedModel, Source]:  # fmt: skip
-    """Return a model on meta and, on rank 0, its tensors: from `directory`, or random ones.
-
-    Without `needs_weights`, before a checkpoint is loaded, only buffers have values. Raise Problem
-    or OSError on all ranks if the files do not contain the model.
-    """
+    """Return a model on meta and, on rank 0, its tensors, from `directory` or random; without
+    `needs_weights`, before a checkpoint is loaded, only buffers. Raise Problem or OSError on all
+    ranks if the files do not contain the model."""
     prepare_config(config)
     with torch.device("meta"):
         model = kind(config)
-    model.to("meta")  # DiffLlama creates some parameters on the CPU
     source: Source = {}
 
     def read() -> dict[str, str]:
-        if directory is None:
-            loaded = kind(config)
-        else:
-            loaded = _read_model(kind, config, directory, needs_weights)
-            model._weight_conversions = loaded._weight_conversions  # exports revert them
-        for name, tensor in _tensors_of(loaded):
+        is_new = directory is None
+        loaded = kind(config) if is_new else _read_model(kind, config, directory, needs_weights)
+        model._weight_conversions = getattr(loaded, "_weight_conversions", None)  # for exports
+        for name, tensor in [*loaded.named_parameters(), *loaded.named_buffers()]:
             if needs_weights or not isinstance(tensor, nn.Parameter):
                 source[name] = tensor.detach().as_subclass(Tensor)
         return first_names(loaded)
 
-    # Tie as Transformers did: T5's config does not show whether its head is tied.
+    # Tie as the files do: T5's config does not show whether its head is tied.
     firsts = on_rank_zero(read)
-    names = dict(model.named_parameters(remove_duplicate=False))
-    for name, first in first_names(model).items():
-        if firsts[name] != first and name in names:  # rank 0's model has every name
-            module, _, key = name.rpartition(".")
-            if firsts[name] == name:
-                names[name] = nn.Parameter(torch.empty_like(names[name]))
-            setattr(model.get_submodule(module), key, names[firsts[name]])
-    if directory is not None:
-        options = {}
-        if not (directory / "generation_config.json").is_file():  # an older model
-            # Private, because from_model_config takes a config, which drops these settings.
-            options = {"config_file_name": "config.json", "_from_model_config": True}
-        model.generation_config = GenerationConfig.from_pretrained(directory, **options)
+    own = model.named_parameters(remove_duplicate=False)
+    untied = {name: nn.Parameter(torch.empty_like(x, device="meta")) for name, x in own}
+    tied = {name: untied[firsts[name]] for name in untied}
+    model.load_state_dict(tied, strict=False, assign=True)
+    if directory is not None and (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
     return model, source
 
 
 class Loader:
     """Load the tensors of a meta model on `device`, in the dtypes of the meta tensors.
 
-    FSDP1 takes `fill` as `param_init_fn`. Call `model.apply(fill)` after sharding by FSDP2, and
-    before wrapping in DDP. Rank 0 broadcasts each tensor in the dtype of its file, and each rank
-    casts it on the device and keeps its shard. Tensors without a source are only allocated. Modules
-    that have a method `quantize` keep what it returns for the whole weight in fp32.
+    `fill` is FSDP1's `param_init_fn`. For FSDP2 and DDP, call `module.apply(fill)` before sharding
+    the module or wrapping the model. Rank 0 broadcasts each tensor in the dtype of its file, and
+    each rank casts it on the device. Tensors without a source are only allocated. A module of
+    packed weights has a method `quantize`, which gets the whole weight in fp32.
     """
 
-    def __init__(
-        self, model: nn.Module, source: Source, device: torch.device, cpu_offload: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, source: Source, device: torch.device) -> None:
         self.device = device
-        self.shard_device = torch.device("cpu") if cpu_offload else device  # of DTensors
         self.source = source
         self.stored = on_rank_zero(dict, {n: (x.shape, x.dtype) for n, x in source.items()})
-        # All places of each tensor: more than one if it is tied.
-        self.places: dict[tuple[nn.Module, str], list[Place]] = {}
-        tied: dict[str, list[Place]] = defaultdict(list)
-        for name, first in first_names(model).items():
-            path, _, key = name.rpartition(".")
-            module = model.get_submodule(path)
-            tied[first].append((plain_name(name), module, key))
-            self.places[module, key] = tied[first]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.names = {tensor: plain_name(name) for name, tensor in tensors}
+        self.loaded = WeakValueDictionary()  # tensors by name, for those that are tied
 
     def fill(self, module: nn.Module) -> None:
         """Load the tensors of a module, without its submodules; all ranks, in the same order."""
         for key, meta in (module._parameters | module._buffers).items():
-            if meta is None or not meta.is_meta:
+            name = self.names.get(meta)
+            if name is None:  # no tensor, or loaded
                 continue
-            places = self.places[module, key]
-            tensor = self._receive(module, meta, places[0][0])
-            if isinstance(meta, nn.Parameter):
-                tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
-            for name, owner, key_there in places:
-                setattr(owner, key_there, tensor)
-                self.source.pop(name, None)  # to free it
+            tensor = self.loaded.get(name)
+            if tensor is None:
+                tensor = torch.empty_like(meta, device=self.device)
+                if isinstance(meta, nn.Parameter):
+                    tensor = nn.Parameter(tensor, requires_grad=meta.requires_grad)
+                if name in self.stored:
+                    self._receive(name, module, tensor.detach())
+                self.loaded[name] = tensor
+            setattr(module, key, tensor)
 
-    def _receive(self, module: nn.Module, meta: Tensor, name: str) -> Tensor:
-        """Return this rank's part of rank 0's tensor `name`, to replace a module's `meta`."""
-        device = self.shard_device if isinstance(meta, DTensor) else self.device
-        if name not in self.stored:
-            return torch.empty_like(meta, device=device)
+    def _receive(self, name: str, module: nn.Module, target: Tensor) -> None:
+        """Set a module's `target` to the value of rank 0's tensor `name`."""
+        shape, dtype = self.stored[name]
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
         if dist.get_rank() == 0:
-            tensor = self.source[name].to(self.device).contiguous()
-        else:
-            shape, dtype = self.stored[name]
-            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            tensor.copy_(self.source.pop(name))
         dist.broadcast(tensor, src=0)
-        if hasattr(module, "quantize") and meta is module.weight:
+        if target.dtype == torch.uint8:
             tensor = module.quantize(tensor.float())
-        if isinstance(meta, DTensor):
-            for dim, placement in enumerate(meta.placements):
-                if placement.is_shard():  # distribute_tensor would copy the rows before the cast
-                    rows = -(-len(tensor) // meta.device_mesh.size(dim))
-                    tensor = tensor[meta.device_mesh.get_local_rank(dim) * rows :][:rows]
-        received = torch.empty_like(meta, device=device)
-        (received.to_local() if isinstance(meta, DTensor) else received).copy_(tensor)  # casts
-        return received
+        target.copy_(tensor)  # casts

@@ -51,7 +51,7 @@ stop_reason end_turn recipient"""
 KNOWN_KEYS = {"role", "from", "content", "value", "tool_calls"}
 KNOWN_KEYS |= {*TRAIN_KEYS, *OPTIONAL_KEYS, *HARMLESS_KEYS.split()}
 # Tools and calls as in Hermes and Qwen 2.5.
-CHATML = r"""{{- bos_token or '' -}}
+CHATML = r"""{{- (bos_token or '') | replace('<|im_start|>', '') -}}
 {%- if tools -%}{{- '<|im_start|>system\n' -}}
 {{- messages[0]['content'] + '\n\n' if messages[0]['role'] == 'system' -}}
 {{- '# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are '

@@ -188,6 +188,7 @@ class Linear4bit(nn.Linear):
         self.quant_state = None
         packed = torch.empty(width * outputs // 2, 1, dtype=torch.uint8, device="meta")
         self.weight = nn.Parameter(packed, requires_grad=False)
+        self.weight.whole_shape = torch.Size([outputs, width])
 
     def quantize(self, weight: Tensor) -> Tensor:
         """Return `weight`, floats [outputs, width], as bytes for `self.weight`; keep the scales.

@@ -1,6 +1,7 @@
 """Helpers and fixtures for the tests: launches on several CPU processes, small models and data."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -26,7 +27,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 CACHE = tempfile.TemporaryDirectory()  # `datasets` reads the variable when imported
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_CACHE=CACHE.name)
+# Rows for runs of the scripts, written once: processes that the tests start inherit the variable.
+DOCSTRINGS = os.environ.setdefault("DOCSTRINGS", f"{CACHE.name}/docstrings.jsonl")
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # already imported
+if not Path(DOCSTRINGS).exists():
+    from tools import docstrings
+
+    lines = [json.dumps(row) + "\n" for row in itertools.islice(docstrings.rows(), 1000)]
+    Path(DOCSTRINGS).write_text("".join(lines))
 
 # The tests that `make test` runs; an empty set: the whole file. `make test-ci` runs the others.
 MAKE_TEST: dict[str, set[str]] = {

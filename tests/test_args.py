@@ -41,7 +41,7 @@ def test_help_fits_80_columns_and_shows_defaults(script, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert not end.value.code and max(map(len, text.splitlines())) <= 80
     assert script.__doc__.partition("\n")[0].split(",")[0] in " ".join(text.split())
-    for words in ("--lr FLOAT", "peak learning rate (default:", "after the warm-up; step has none"):
+    for words in ("--lr FLOAT", "peak learning rate (default:", "linear or cosine to 0"):
         assert words in text
     assert "optional:" not in text  # comments are no help
 

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, launch, losses, metrics, weights
+from conftest import DOCSTRINGS, ROOT, launch, losses, metrics, weights
 from copied import EMA_SECTION, PAGE, diffs, edited_script, edited_text
 from in_process import start
 
@@ -23,13 +23,28 @@ OTHERS = BEFORE + AFTER
 RECIPES["average"] += EMA_SECTION
 
 
+MY_MODEL = """
+from transformers.models.t5.modeling_t5 import T5Block, T5ForConditionalGeneration
+
+class MyLayer(T5Block):
+    pass
+
+class MyModel(T5ForConditionalGeneration):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in (*self.encoder.block, *self.decoder.block):
+            layer.__class__ = MyLayer
+"""
+
+
 def run(script: str, text: str, flags: list, output: object) -> int:
     """Train with a copy of a script that the diffs in `text` have changed; return its exit code."""
     return start(edited_script(script, diffs(text)), *flags, "--output-dir", output)
 
 
 def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
-    """BART with Lion, label smoothing, another schedule and an average of the weights."""
+    """An own model with Lion, label smoothing, another schedule and an average of the weights."""
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
     (tmp_path / "my_script.py").write_text(edited_text("T5_training", diffs(OTHERS)))
     for name in ("lion", "ema"):
         shutil.copy(ROOT / f"docs/examples/{name}.py", tmp_path)
@@ -46,7 +61,7 @@ def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
     assert list(history) == list(range(1, 23)) and history[22] < 0.8 * history[1]
     assert [line["updates"] for line in metrics(output, "train")] == list(range(1, 23))
     assert [line["step"] for line in metrics(output, "start")] == [0, 20]
-    assert '"BartForConditionalGeneration"' in (output / "final/config.json").read_text()
+    assert '"MyModel"' in (output / "final/config.json").read_text()
 
 
 @pytest.mark.parametrize("script", ["T5_training", "llama_fsdp"])
@@ -56,8 +71,9 @@ def test_diffs_fit_the_other_scripts(script):
         ast.parse(edited_text(script, diffs(edits[name])))
 
 
-GPT2 = ["--dataset=docstrings", "--block-size=32", "--num-train-samples=40", "--num-val-samples=4",
-        "--precision=fp32", "--lr=1e-2", "--batch-size=2", "--log-every=1"]  # fmt: skip
+GPT2 = [f"--dataset={DOCSTRINGS}", "--block-size=32", "--num-train-samples=40",
+        "--num-val-samples=4", "--precision=fp32", "--lr=1e-2", "--batch-size=2",
+        "--log-every=1"]  # fmt: skip
 
 
 def test_documented_diffs_add_z_loss_and_accuracy(gpt2_directory, tmp_path):

@@ -327,6 +327,21 @@ def test_thoughts_are_targets_once():
             [USER, ASSISTANT | {"content": "<think>hm</think>b"}],
             "drops 'hm' of the assistant's turn",
         ),
+        (
+            CHATML.replace("m.content", "('</think>' if m.role == 'assistant') ~ m.content"),
+            [USER, ASSISTANT | {"content": "hm</think>b"}],
+            "adds </think> to an answer that has one",
+        ),
+        (
+            CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')"),
+            [USER, CALL_TURN],
+            "writes calls in Python",
+        ),
+        (
+            CHATML.replace("m.content", "m.content ~ ('f day n none of' if m.tool_calls)"),
+            [USER, CALL_TURN],
+            "drops '2024-05-01' of the assistant's turn",
+        ),
         ("{{ messages + 1 }}", [USER, ASSISTANT], "rejects the chat: can only concatenate"),
     ],
 )
@@ -441,11 +456,11 @@ def test_hold_out_keeps_equal_prompts_together(tmp_path):
     path = write(tmp_path / "chats.jsonl", [{"messages": chat} for chat in turns])
     rows = load_documents(path, known_tokenizer("qwen 3"))
     assert len(rows) == 300
-    parts = chat_dataset.hold_out("x", rows)
+    parts = reading.hold_out("x", rows)
     keys = [set(part["key"]) for part in parts.values()]
     assert not keys[0] & keys[1] and list(map(len, keys)) == [95, 5]
     with pytest.raises(ValueError, match="has too few different rows"):
-        chat_dataset.hold_out("x", rows.select([0, 0]))
+        reading.hold_out("x", rows.select([0, 0]))
 
 
 def test_each_data_set_is_validated_on_its_own(tmp_path):
@@ -615,9 +630,9 @@ def test_tokenized_rows_are_read(suffix, tmp_path):
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"input_ids": [5, 385]}, "token 385 is not one of the tokenizer's 384"),
+        ({"input_ids": [5, 385]}, "input_ids has other tokens than the tokenizer's 384"),
         ({"input_ids": [5] * 300}, "300 tokens, but --max-seq-length allows 129"),
-        ({"input_ids": []}, "tokens are empty or not a list of integers"),
+        ({"input_ids": []}, "input_ids is empty or not a list of integers"),
         ({"labels": [5]}, "labels must be one per token"),
         ({"labels": [5, 9, 7]}, "labels must be one per token"),
         ({"labels": [-100] * 3}, "labels must be one per token"),

@@ -322,5 +322,13 @@ def test_chatml_renders_tools_like_hermes_and_qwen():
         assert ours.apply_chat_template([SYSTEM, *turns], tokenize=False) == expected
 
 
+def test_chatml_does_not_double_a_bos_that_is_its_marker():
+    """As that of SmolLM2."""
+    tokenizer = bpe(bos_token="<|im_start|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = chat_formats.CHATML
+    text = tokenizer.apply_chat_template([USER], tokenize=False)
+    assert text == "<|im_start|>user\na<|im_end|>\n"
+
+
 def test_columns_that_the_data_module_refuses_are_read_or_refused_here():
     assert {*chat_dataset.UNREAD.split()} == {*chat_formats.COLUMNS, "functions"}

@@ -85,7 +85,8 @@ def export_base(
     directory, config, _, tokenizer = weights.open_model(str(base), model_class, "")
     edit(config)
     model, source = weights.new_model(model_class, config, directory)
-    model.apply(weights.Loader(model, source, torch.device("cpu"), False).fill)
+    model.apply(weights.Loader(model, source, torch.device("cpu")).fill)
+    tokenizer(["a text", "b"], truncation=True, max_length=3, padding="max_length")
     export.export_model(model, tokenizer, final, dtype)
     return read(final / "config.json")
 
@@ -174,24 +175,12 @@ def test_text_part_of_a_multimodal_model_has_the_settings_of_that_part(process_g
 def test_model_without_a_base_has_all_settings(process_group, tmp_path):
     config = transformers.LlamaConfig(**SHAPE, attention_bias=True)
     model, source = weights.new_model(transformers.LlamaForCausalLM, config, None)
-    model.apply(weights.Loader(model, source, torch.device("cpu"), False).fill)
+    model.apply(weights.Loader(model, source, torch.device("cpu")).fill)
     export.export_model(model, transformers.ByT5Tokenizer(), tmp_path / "final", torch.float32)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert loaded.config.attention_bias and type(loaded) is transformers.LlamaForCausalLM
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, loaded.state_dict()[name])
-
-
-def test_generation_settings_of_older_models_are_in_their_config(process_group, tmp_path):
-    base, final = tmp_path / "base", tmp_path / "final"
-    save_base("flan-t5", base)
-    change(base / "config.json", num_beams=3, min_length=5, forced_bos_token_id=7)
-    (base / "generation_config.json").unlink()
-    plain = transformers.T5ForConditionalGeneration.from_pretrained(base)
-    assert plain.generation_config.num_beams == 3
-    export_base(base, final, "T5ForConditionalGeneration")
-    loaded = type(plain).from_pretrained(final)
-    assert loaded.generation_config.to_dict() == plain.generation_config.to_dict()
 
 
 @pytest.mark.parametrize("template", ["{{ messages }}", NAMED])
@@ -321,7 +310,7 @@ def test_failed_export_keeps_the_one_before(error, process_group, tmp_path, monk
     model, source = weights.new_model(
         transformers.LlamaForCausalLM, transformers.LlamaConfig(**SHAPE), None
     )
-    model.apply(weights.Loader(model, source, torch.device("cpu"), False).fill)
+    model.apply(weights.Loader(model, source, torch.device("cpu")).fill)
     if not is_stop:
         monkeypatch.setattr(export, "save_file", fail)
     stop = {"check_stop": fail} if is_stop else {}

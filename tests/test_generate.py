@@ -75,9 +75,9 @@ def test_terminal_is_a_chat_of_several_turns(chat_directory):
 def test_top_p_and_temperature_change_the_sampling(gpt2_directory):
     """The share of the likeliest token alone is greedy, and a high temperature is not."""
     expected = greedy(gpt2_directory, "one", special=True) + "\n"
-    hot = ["one", "--max-new-tokens", 5, "--temperature", 50]
-    assert generate(gpt2_directory, *hot, "--top-p", 1e-6).stdout == expected
-    assert generate(gpt2_directory, *hot).stdout != expected
+    hot = ["one", "--temperature", 50, "--max-new-tokens"]
+    assert generate(gpt2_directory, *hot, 5, "--top-p", 1e-6).stdout == expected
+    assert generate(gpt2_directory, *hot, 30).stdout != expected
 
 
 def test_invalid_values_exit_with_one_message(chat_directory, gpt2_directory, tmp_path):

@@ -42,5 +42,5 @@ def test_launch_files_train_on_data_that_is_there(tmp_path, monkeypatch):
     for words in (container["args"], sky_words[sky_words.index("T5_training.py") :]):
         monkeypatch.setattr(sys, "argv", words)
         args = T5_training.parse_args()
-        assert list(args.data.dataset) == ["docstrings"]
+        assert list(args.data.dataset) == ["pairs.jsonl"]
         assert str(args.run.output_dir) == "/output/t5"

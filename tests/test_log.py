@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, metrics
+from conftest import DOCSTRINGS, ROOT, metrics
 from tqdm import tqdm
 
 from core import log, ranks
 from core.log import Log
 
-TINY = "--model-name tiny --dataset docstrings --num-train-samples 64 --num-val-samples 16"
+TINY = f"--model-name tiny --dataset {DOCSTRINGS} --num-train-samples 64 --num-val-samples 16"
 
 
 def test_events_after_the_restored_step_and_broken_lines_are_deleted(process_group, tmp_path):
@@ -52,6 +52,8 @@ def test_pause_does_not_count_in_tokens_per_second(process_group, tmp_path, monk
     with lines.pause():
         clock[0] = 10
     assert lines.write("train", 1, tokens=500)["tokens_per_second"] == 100
+    clock[0] = 70
+    assert lines.write("done", 1)["minutes"] == pytest.approx(70 / 60)
 
 
 def test_status_names_the_saved_step_and_a_failure(process_group, tmp_path):
@@ -128,7 +130,7 @@ def test_lines_of_a_good_run_fit_the_terminal_without_bars(tmp_path):
             assert len(line) <= 80, line
         assert not re.match(r"(step|summaries|validation.*):", line), line  # a bar
         assert not re.search(r"\].+\w|(?<!^)(Map|Generating)", line) or "«" in line, line  # glue
-    assert "validation on docstrings: " in text and "step: " in text
+    assert f"validation on {DOCSTRINGS}: " in text and "step: " in text
 
 
 def test_error_is_on_a_line_of_its_own(monkeypatch, capfd):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from in_process import start
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 import gpt2_fsdp
 from core.steps import schedule
@@ -45,11 +46,26 @@ def test_optimizer_that_changes_its_groups_is_refused_at_the_first_save(
     assert code == 1 and "values in its param_groups" in capfd.readouterr().err
 
 
-def test_optimizer_that_factors_tensors_is_refused_for_shards(monkeypatch):
+class Custom(torch.optim.Optimizer):
+    """An optimizer whose updates may not be elementwise."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+
+@pytest.mark.parametrize("base, advice", [(FSDPModule, ""), (FSDP, "pass --fsdp 2")])
+def test_optimizers_of_shards_are_elementwise(base, advice, monkeypatch, capfd):
+    """Adafactor is refused; under FSDP1, one line names those that are not known."""
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.Adafactor(model.parameters())
-    startup_checks.check_optimizer(model, optimizer)  # as in DDP
-    model.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})
+    factored, other = torch.optim.Adafactor(model.parameters()), Custom(model.parameters())
+    for optimizer in factored, other:
+        startup_checks.check_optimizer(model, optimizer)  # as in DDP
+    shards = object.__new__(type("Sharded", (base,), {}))
     with pytest.raises(ValueError, match="Pass --strategy ddp"):
-        startup_checks.check_optimizer(model, optimizer)
+        startup_checks.check_optimizer(shards, factored)
+    startup_checks.check_optimizer(shards, torch.optim.SGD(model.parameters(), lr=1.0))
+    assert capfd.readouterr().out == ""
+    startup_checks.check_optimizer(shards, other)
+    lines = capfd.readouterr().out.splitlines()
+    assert [advice in line for line in lines] == [True] * bool(advice)

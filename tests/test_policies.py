@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, losses, weights
+from conftest import ROOT, launch
 from fp16_worker import STRATEGIES
 from plain import loss_class
 from ten_steps import parse_args
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.nn.parallel import DistributedDataParallel as DDP
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -24,7 +23,7 @@ import gpt2_fsdp
 import llama_fsdp
 import policies
 from core import args as core_args
-from core.ranks import Problem
+from optional import fused_norms
 
 CASES = [(script, strategy) for script, names in STRATEGIES.items() for strategy in names]
 
@@ -85,26 +84,6 @@ def test_weights_changed_after_an_evaluation_are_used(tmp_path):
         assert values == pytest.approx([before, after], rel=1e-6)
 
 
-def test_ddp_gradients_are_views_of_its_buckets(process_group, gpt2_directory):
-    """Otherwise they would be in memory twice."""
-    model = loss_class(gpt2_fsdp).from_pretrained(gpt2_directory)
-    args = parse_args(gpt2_fsdp, ["--strategy", "ddp", "--precision", "fp32"])
-    plain, ours = DDP(copy.deepcopy(model)), gpt2_fsdp.wrap_model(
-        args, torch.device("cpu"), model, gpt2_fsdp.BLOCKS, {}
-    )  # fmt: skip
-    ids = torch.arange(3, 35).reshape(2, 16)
-    counts = []
-    for wrapped in (plain, ours):
-        for _ in range(2):  # DDP makes new buckets after the first step
-            wrapped.zero_grad()
-            wrapped(ids, targets=ids).backward()
-        gradients = [p.grad for p in wrapped.parameters()]
-        counts.append(len({x.untyped_storage().data_ptr() for x in gradients}))
-    assert counts[0] == len(gradients) and counts[1] <= 2
-    for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-
-
 def test_groups_of_hybrid_shard_have_the_time_out(process_group):
     """init_device_mesh would give them 30 minutes."""
     sharding = policies.Sharding(strategy="hybrid_shard", shard_group_size=1)
@@ -154,36 +133,6 @@ def test_compiled_block_equals_eager(name):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp", ["1", "2"])
-@pytest.mark.parametrize("script", SMALL)
-def test_compiled_scripts_train_like_eager_ones(
-    script, fsdp, t5_directory, pairs, gpt2_directory, texts, llama_directory, chats, tmp_path
-):
-    """FSDP with recomputation. T5 takes minutes because its batches have several lengths."""
-    data = {
-        "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0],
-                      "--val-dataset", texts[1], "--block-size", "32"],
-        "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats,
-                       "--max-seq-length", "64", "--no-packing"],
-        "T5_training": ["--model-name", t5_directory, "--dataset", pairs,
-                        "--rouge-samples", "0", "--source-length", "40", "--target-length", "8"],
-    }  # fmt: skip
-    for flag in ("--no-compile", "--compile"):
-        command = [*data[script], "--max-steps", "4", "--log-every", "1", "--batch-size", "2"]
-        command += [flag, "--fsdp", fsdp, "--activation-checkpointing", "--export-dtype", "fp32"]
-        launch(2, f"{script}.py", *command, "--output-dir", tmp_path / flag, timeout=3600)
-    eager, compiled = tmp_path / "--no-compile", tmp_path / "--compile"
-    for event in ("train", "val"):
-        assert losses(compiled, event) == pytest.approx(losses(eager, event), abs=1e-5)
-    expected = weights(eager / "final")
-    exported = weights(compiled / "final")
-    assert exported.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
-
-
 WIDTH = 64
 
 
@@ -209,7 +158,7 @@ def fused(norm: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     norm.weight.data = torch.randn(WIDTH)
     copied = nn.Sequential(copy.deepcopy(norm))
-    policies.fuse_norms(copied, type(copied), (type(norm),))
+    fused_norms.fuse(copied, type(copied), (type(norm),))
     return copied[0]
 
 
@@ -254,9 +203,8 @@ def test_norm_of_mixed_dtypes_uses_the_original_forward(kind, dtypes):
 
 
 @pytest.mark.parametrize("kind", [GemmaRMSNorm, ClampedNorm, OtherEpsilon])
-def test_other_norms_are_refused(kind):
-    with pytest.raises((Problem, AttributeError), match="no plain RMS norm|variance_epsilon"):
-        fused(kind(WIDTH))
+def test_other_norms_keep_their_forward(kind):
+    assert type(fused(kind(WIDTH))) is kind
 
 
 def test_auto_is_fp32_on_a_cpu_and_bf16_where_it_is_native(monkeypatch):
@@ -281,7 +229,7 @@ def problem(script, processes: int, flags: list[str], monkeypatch) -> str:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    common = ["--model-name", "tiny", "--dataset", "docstrings", "--precision", "fp32"]
+    common = ["--model-name", "tiny", "--dataset", "docstrings.jsonl", "--precision", "fp32"]
     try:
         parse_args(script, [*common, *flags])
     except Refused as error:
@@ -302,8 +250,6 @@ RULES = {  # script, processes and flags of each row that is a rule
     "`--optimizer paged_adamw_32bit`": (llama_fsdp, 2, ["--optimizer", "paged_adamw_32bit"]),
     "`--cpu-offload` on one GPU": (gpt2_fsdp, 1, ["--cpu-offload"]),
     "`--cpu-offload` with gradient accumulation": (gpt2_fsdp, 2, ["--cpu-offload", *ACCUMULATE]),
-    "`--cpu-offload` with fp16": (gpt2_fsdp, 2, ["--cpu-offload", "--precision", "fp16"]),
-    "`--compile` with gradient accumulation": (gpt2_fsdp, 2, ["--compile", *ACCUMULATE]),
 }
 
 
@@ -331,16 +277,12 @@ def test_parser_follows_the_table_of_fsdp1_or_2(row, fsdp, monkeypatch):
 
 
 @pytest.mark.parametrize("processes, flags, message", [
-    (1, ["--compile", *ACCUMULATE], "--compile with accumulation needs --fsdp 2, or"),
-    (1, ["--compile", *ACCUMULATE, "--accumulate-no-sync"], "--compile with accumulation"),
-    (1, ["--compile", *ACCUMULATE, "--strategy", "ddp"], ""),
-    (2, ["--compile", *ACCUMULATE, "--accumulate-no-sync"], ""),
+    (1, ["--cpu-offload", *ACCUMULATE, "--fsdp", "2"], ""),
+    (2, ["--cpu-offload", *ACCUMULATE, "--accumulate-no-sync"], ""),
     (2, ["--strategy", "no_shard", "--accumulate-no-sync"], "cannot be used with no_shard"),
-    (1, ["--fsdp", "2", "--cpu-offload", "--precision", "fp16"], "--cpu-offload with fp16 needs"),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "1"], "--shard-group-size above 1"),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "3"], "that divides the processes"),
     (4, ["--strategy", "hybrid_shard", "--shard-group-size", "2"], ""),
-    (1, ["--evaluate-only", "--export-only"], "Pass --evaluate-only or --export-only, not both"),
 ])  # fmt: skip
 def test_combinations_that_cannot_work_are_refused(processes, flags, message, monkeypatch):
     text = problem(gpt2_fsdp, processes, flags, monkeypatch)

@@ -5,15 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from decimal import Decimal
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 from datasets import Audio, Dataset, DatasetDict, Features, Value, load_dataset
-from huggingface_hub import snapshot_download
 from transformers import ByT5Tokenizer
 
 from core import reading
@@ -45,13 +42,12 @@ def texts(path: object, bad_rows: str = "fail") -> list[str]:
     if missing := [x for x in ("text", "headline") if x not in columns]:
         raise reading.no_columns(str(path), missing, columns, "Pass --text-column.")
 
-    def read(batch: list[dict]) -> list[list[dict]]:
-        for row in batch:
-            if not isinstance(row["text"], str):
-                raise ValueError(f"text is {row['text']}, not text")
-        return [[{"text": row["text"]}] for row in batch]
+    def read(row: dict) -> list[dict]:
+        if not isinstance(row["text"], str):
+            raise ValueError(f"text is {row['text']}, not text")
+        return [{"text": row["text"]}]
 
-    return reading.map_rows(str(path), rows, read, TEXT, bad_rows)["text"][:]
+    return reading.map_rows(str(path), rows, ["text"], read, TEXT, bad_rows)["text"][:]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.json", "list.json", "x.ndjson.gz"])
@@ -64,15 +60,13 @@ def test_json_values_equal_the_file(name, tmp_path):
     assert [*reading.first_row("x", rows)] == ["text", "n", "of"]
 
 
-@pytest.mark.parametrize("name, delimiter", [
-    ("a[1].csv", ","), ("a.csv", ";"), ("b.csv", "|"), ("c.csv", "\t"), ("d.tsv.gz", "\t"),
-])  # fmt: skip
-def test_csv_values_are_text(name, delimiter, tmp_path):
-    key = "a,b,c" if ".tsv" in name else "te xt"
-    lines = [f'\ufeff"{key}"|n', '"a', '""b"", "|007', "", "null|"]
+@pytest.mark.parametrize("name", ["a[1].csv", "d.tsv.gz"])
+def test_csv_values_are_text(name, tmp_path):
+    key, delimiter = ("a,b,c", "\t") if ".tsv" in name else ("te xt", ",")
+    lines = [f'\ufeff"{key}"|n', '"a ""b"", "|007', "", "null|"]
     text = "\n".join(lines).replace("|", delimiter).encode()
     (tmp_path / name).write_bytes(gzip.compress(text) if "gz" in name else text)
-    assert rows_of(tmp_path / name) == [{key: 'a\n"b", ', "n": "007"}, {key: "null", "n": ""}]
+    assert rows_of(tmp_path / name) == [{key: 'a "b", ', "n": "007"}, {key: "null", "n": ""}]
 
 
 def test_names_are_files_globs_folders_and_splits(tmp_path):
@@ -81,8 +75,6 @@ def test_names_are_files_globs_folders_and_splits(tmp_path):
     glob = f"{tmp_path}/*.jsonl"
     assert rows_of(glob) == [{"x": "a"}] * 10 + [{"x": "b"}] * 10
     assert rows_of(f"{glob}:train[9:11]") == [{"x": "a"}, {"x": "b"}]
-    (tmp_path / "a:b.jsonl").write_text('{"x": 1}\n')
-    assert rows_of(f"{tmp_path}/a:b.jsonl") == [{"x": 1}]
     parts = {name: Dataset.from_list(PAIRS[:2]) for name in ("train", "validation", "test")}
     DatasetDict(parts).save_to_disk(tmp_path / "saved")
     (tmp_path / "saved/README.txt").write_text("not a row")
@@ -90,24 +82,13 @@ def test_names_are_files_globs_folders_and_splits(tmp_path):
     assert rows_of(f"{tmp_path}/saved:test[:1]") == PAIRS[:1]
     Dataset.from_list(PAIRS).save_to_disk(tmp_path / "saved too")
     assert rows_of(tmp_path / "saved too") == PAIRS
-    for name in (f"{tmp_path}/saved*", f"{tmp_path}/a.txt", "no/such/file.csv"):
-        with pytest.raises(Problem, match="cannot be read"):
-            reading.read(name)
-    with pytest.raises(Problem, match="saved: .*dev.*Pass .*saved:SPLIT"):
-        reading.read(f"{tmp_path}/saved:dev")
-
-
-def test_folder_has_its_text_files(tmp_path):
     for name in ("b.txt", "a.txt", "._a.txt", "x.csv"):
         (tmp_path / name).write_text(name)
-
-    def whole(file):
-        yield {"text": file.read()}
-
-    rows = reading.read(str(tmp_path), None, whole)["train"]
-    assert list(map(reading.parse, rows)) == [{"text": "a.txt"}, {"text": "b.txt"}]
-    with pytest.raises(Problem, match="a.txt cannot be read: it is not a CSV, TSV, JSON, "):
-        reading.read(f"{tmp_path}/a.txt")
+    rows = reading.read(str(tmp_path), None, lambda file: [file.read()])["train"]
+    assert rows[reading.LINE][:] == ["a.txt", "b.txt"]
+    for name in ("a.txt", "no/such/file.csv", "saved:dev"):
+        with pytest.raises(Problem, match=f"{name.partition(':')[0]} cannot be read"):
+            reading.read(f"{tmp_path}/{name}")
 
 
 def test_replaced_file_is_read_again_though_its_time_is_the_same(tmp_path):
@@ -120,6 +101,14 @@ def test_replaced_file_is_read_again_though_its_time_is_the_same(tmp_path):
                 path.write_text(jsonl([{"text": word}]))
             os.utime(path, (1_700_000_000, 1_700_000_000))
             assert rows_of(path) == [{"text": word}]
+
+
+def test_replaced_directory_is_read_again_though_the_code_that_made_it_is_the_same(tmp_path):
+    for word in ("old", "new"):
+        rows = Dataset.from_list([{"text": word, "headline": "h"}])
+        rows._fingerprint = "same"  # as after a `map` whose function reads a file
+        rows.save_to_disk(tmp_path / "saved")
+        assert texts(tmp_path / "saved") == [word]
 
 
 def test_second_process_reuses_the_cache(tmp_path):
@@ -140,34 +129,28 @@ def test_second_process_reuses_the_cache(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "c")}
     command = [sys.executable, "-c", program]
     outputs = [subprocess.check_output(command, env=environment, text=True) for _ in range(2)]
-    assert [output.splitlines()[-1] for output in outputs] == ["61 1", "61 0"]
+    assert [output.splitlines()[-1] for output in outputs] == ["61 31", "61 0"]
 
 
+UNEVEN = "row {}: the row has more or fewer fields than the header. Correct it, or pass --bad-rows"
 BAD_FILES = {  # name: (content, message)
-    "folder": (None, "folder cannot be read: Directory folder is neither"),
+    "folder": (None, "folder cannot be read: "),
     "column.jsonl": (jsonl([{"a": 1, "b": 2}]), "no column text or headline. Its columns are: a, "),
     "broken.jsonl": (jsonl(PAIRS) + '{"text": "b}\n', "broken.jsonl, row 31: Unterminated string"),
-    "list.jsonl": ("[1]\n", "list.jsonl has no JSON objects"),
-    "empty.jsonl": ("", "empty.jsonl cannot be read: it has no rows"),
-    "blank.jsonl": ("\n\n", "blank.jsonl cannot be read: it has no rows"),
-    "empty.csv": ("", "empty.csv cannot be read: it has no rows"),
-    "header.csv": ("text,headline\n", "header.csv cannot be read: it has no rows"),
-    "pretty.json": (json.dumps(PAIRS[0], indent=1), "Write one on each line"),
+    "list.jsonl": ("[1]\n", "list.jsonl cannot be read: the line is not a JSON object"),
+    "empty.jsonl": ("", "empty.jsonl cannot be read"),
+    "header.csv": ("text,headline\n", "header.csv cannot be read"),
+    "pretty.json": (json.dumps(PAIRS[0], indent=1), "Write a JSON object on each line"),
     "cut.json": ('[{"text": "a"', "cut.json cannot be read: Expecting ',' delimiter"),
     "ints.jsonl": (jsonl([*PAIRS, {"text": 1}]), "row 31: text is 1, not t"),
     "utf16.csv": ("text,headline\na,b\n".encode("utf-16"), "utf16.csv cannot be read: .utf-8"),
-    "latin1.csv": (b"text,headline\ncaf\xe9,b\n", "utf-8' codec can't decode byte 0xe9"),
-    "semicolon.csv": ("text;headline\na;b\nc\n", "row 2: line 3: 1 fields, not 2"),
     "quote.csv": ('text,headline\na,"b\nc,d\n', "quote.csv cannot be read: line 3: unexpected end"),
     "inner.csv": ('text,headline\na,b\n"he "hi" to",c\n', "line 3: ',' expected"),
-    "wide.csv": ("text,headline\na,b,c\nd,e\n",
-                 "wide.csv, row 1: line 2: 3 fields, not 2. Correct it, or pass --bad-rows skip"),
-    "twice.csv": ("text,headline,text\na,b,c\n", "cannot be read: .* text is there twice"),
-    "narrow.csv": ("text,headline,x\na,b\n", "narrow.csv, row 1: line 2: 2 fields, not 3"),
+    "wide.csv": ("text,headline\na,b\nc,d,e\n", UNEVEN.format(2)),
+    "narrow.csv": ("text,headline\na,b\nc\n", UNEVEN.format(2)),
+    "twice.csv": ("text,headline,text\na,b,c\n", "line 1: the header names a column twice"),
     "latin1.csv.gz": (gzip.compress(b"text,headline\ncaf\xe9,b\n"), "can't decode byte 0xe9"),
     "plain.jsonl.gz": ("text", "plain.jsonl.gz cannot be read: Not a gzipped file"),
-    "half.jsonl": ('{"text": "a\\ud800", "headline": "b"}\n' * 2, "row 1: .*surrogates not"),
-    "half.json": ('[{"text": "a", "headline": "\\ud800"}]', "row 1: .*surrogates not"),
     "nan.jsonl": ('{"text": NaN, "headline": "b"}\n', "nan.jsonl, row 1: text is nan, not text"),
     "bad.parquet": ("no parquet", "bad.parquet cannot be read: Parquet magic bytes"),
 }  # fmt: skip
@@ -190,7 +173,7 @@ def test_bad_rows_are_skipped_and_named(tmp_path, capfd):
     (tmp_path / "x.csv").write_text("\n".join(lines) + "\n")
     assert texts(tmp_path / "x.csv", "skip") == [f"text {i}" for i in range(60)]
     printed = capfd.readouterr().out
-    assert "row 61: line 62: 3 fields, not 2" in printed and "line 63: 1 fields" in printed
+    assert "Skipped" in printed and "row 61: the row has more" in printed and "row 62: " in printed
     (tmp_path / "all.jsonl").write_text(jsonl([{"text": 1, "headline": "x"}] * 6))
     with pytest.raises(Problem, match="all.jsonl has no usable rows among 6"):
         texts(tmp_path / "all.jsonl", "skip")
@@ -204,42 +187,16 @@ def test_many_rows_are_mapped_in_order_by_several_processes(tmp_path, monkeypatc
     assert texts(tmp_path / "x.jsonl") == [row["text"] for row in rows]
 
 
-def test_data_set_of_hf_download_is_read_from_the_hub_cache(tmp_path, monkeypatch, capfd):
-    repository = tmp_path / "datasets--someone--pairs"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs/main").write_text("1" * 40)
-    snapshot = repository / "snapshots" / ("1" * 40)
-    snapshot.mkdir(parents=True)
-    (snapshot / "train.jsonl").write_text(jsonl(PAIRS))
-    cached = partial(snapshot_download, cache_dir=tmp_path)
-    monkeypatch.setattr(reading, "snapshot_download", cached)
-    assert rows_of("someone/pairs:train[:3]") == PAIRS[:3]
-    assert f"the rows are those of all files in {snapshot}" in capfd.readouterr().out
-    with pytest.raises(Problem, match="someone/other is not a file, and cannot be read from"):
-        reading.read("someone/other")
-
-
-def test_cache_that_cannot_be_written_is_named(monkeypatch):
-    def load_dataset(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device", "cache/x.lock")
-
-    monkeypatch.setattr(reading.datasets, "load_dataset", load_dataset)
-    with pytest.raises(Problem, match="No space left on device: 'cache/x.lock'"):
-        reading.read("someone/pairs")
-
-
 def test_files_with_different_fields_keep_their_values_or_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("text,headline\ngood,x\nOne, two,summary of three\n")
     (tmp_path / "b.jsonl").write_text(jsonl([{"text": 1, "other": None}]))
     rows = reading.read(f"{tmp_path}/*.*")["train"]
     assert reading.parse(rows[0]) == {"text": "good", "headline": "x"}
-    with pytest.raises(ValueError, match="line 3: 3 fields, not 2"):
+    with pytest.raises(ValueError, match="more or fewer fields"):
         reading.parse(rows[1])
     assert reading.parse(rows[2]) == {"text": 1, "other": None}
-    rows = [{"loss": Decimal(0), "turns": [{"a": 1}]}, {"loss": Decimal(1), "turns": [{"b": "x"}]}]
-    for number, row in enumerate(rows):
-        Dataset.from_list([row]).to_parquet(tmp_path / f"{number}.parquet")
-    assert rows_of(tmp_path / "0.parquet") == [{"loss": 0.0, "turns": [{"a": 1}]}]
+    for number, value in enumerate(("x", {"a": 1})):
+        Dataset.from_list([{"turns": [value]}]).to_parquet(tmp_path / f"{number}.parquet")
     with pytest.raises(Problem, match="The features can't be aligned"):
         reading.read(f"{tmp_path}/*.parquet")
 
@@ -247,59 +204,60 @@ def test_files_with_different_fields_keep_their_values_or_are_refused(tmp_path):
 def test_objects_of_a_saved_data_set_have_no_members_that_arrow_added(tmp_path):
     rows = [{"calls": [{"a": 1}]}, {"calls": [{"b": "x"}]}, {"calls": None}]
     Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
-    assert rows_of(tmp_path / "saved") == [*rows[:2], {}]
+    assert rows_of(tmp_path / "saved") == rows
 
 
 def test_columns_that_nobody_asked_for_are_not_decoded(tmp_path):
     """Without a decoder for audio, reading that column would raise an error."""
-    rows = [{"text": f"t {i}", "sound": {"bytes": b"x", "path": None}} for i in range(40)]
-    columns = Features(text=Value("string"), sound=Audio())
+    rows = [{"text": f"t {i}", "headline": "h", "sound": {"bytes": b"x"}} for i in range(40)]
+    columns = Features(text=Value("string"), headline=Value("string"), sound=Audio())
     Dataset.from_list(rows).cast(columns).to_parquet(tmp_path / "x.parquet")
-    rows = reading.read(str(tmp_path / "x.parquet"))["train"]
-    assert reading.first_row("x", rows)["text"] == "t 0"
-    assert reading.select(rows, ["text"])[0] == {"text": "t 0"}
-    assert reading.select(rows, ["text", "sound"])[0]["sound"] == {"bytes": b"x", "path": None}
+    assert texts(tmp_path / "x.parquet") == [row["text"] for row in rows]
 
 
 def test_columns_of_mixed_types_are_read_as_values(tmp_path):
     """`datasets` 5 stores them as JSON."""
     values = ['Two.\nSure "2"', 42]
-    (tmp_path / "x.jsonl").write_text(jsonl([{"text": x} for x in values]))
+    (tmp_path / "x.jsonl").write_text(jsonl([{"text": x, "headline": "h"} for x in values]))
     rows = load_dataset("json", data_files=str(tmp_path / "x.jsonl"), split="train")
     rows.save_to_disk(tmp_path / "saved")
-    rows = reading.select(reading.read(str(tmp_path / "saved"))["train"], ["text"])
-    assert [row["text"] for row in rows] == values
+    assert texts(tmp_path / "saved", "skip") == values[:1]
 
 
-def test_usual_columns_are_printed_with_those_left_out(capfd):
+def test_usual_columns_are_printed(capfd):
     table = [("article", "summary"), ("question", "answer")]
-    columns = ["id", "Question", "Answer", "context"]
-    assert reading.usual_columns("x", columns, table) == ("Question", "Answer")
-    assert capfd.readouterr().out == "x: uses Question and Answer, not id, context\n"
+    columns = ["id", "question", "answer"]
+    assert reading.usual_columns("x", columns, table) == ("question", "answer")
+    assert "x: uses question and answer; left out: id\n" in capfd.readouterr().out
     assert reading.usual_columns("x", ["question", "reply"], table) is None
 
 
-@pytest.mark.parametrize("groups", [[960] + [1] * 39, [400, 300, 200, *[1] * 100], [3] * 300])
-def test_hold_out_takes_at_most_a_tenth_of_the_rows(groups):
-    numbers = np.random.default_rng(0).permutation(10**6)[: len(groups)]
-    keys = np.repeat(numbers, groups)
-    for usual in (keys % 100 >= 95, keys < np.unique(keys)[max(1, len(groups) // 20)]):
-        mask = reading.held_out("x", keys, usual)
-        assert min(39, len(keys) / 40) <= mask.sum() <= len(keys) / 10
-        assert not {*keys[mask]} & {*keys[~mask]}
+@pytest.mark.parametrize("sizes", [[960] + [1] * 39, [400, 300, 200, *[1] * 100], [3] * 300])
+def test_hold_out_keeps_equal_rows_together(sizes):
+    keys = np.repeat(np.random.default_rng(0).permutation(10**6)[: len(sizes)], sizes)
+    parts = reading.hold_out("x", Dataset.from_dict({"key": keys}))
+    train, validation = (set(parts[name]["key"]) for name in ("train", "validation"))
+    assert not train & validation and train | validation == {*keys.tolist()}
+    assert len(keys) / 50 <= len(parts["validation"]) <= len(keys) / 20
     with pytest.raises(Problem, match="too few different rows.* Pass --val-dataset"):
-        reading.held_out("x", np.zeros(40, dtype=int), np.zeros(40, dtype=bool))
+        reading.hold_out("x", Dataset.from_dict({"key": [7] * 40}))
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"input_ids": [5, 384]}, "token 384 is not one of the tokenizer's 384"),
-    ({"input_ids": [5, -1]}, "token -1 is not one"),
+    ({"input_ids": [5, 384]}, "input_ids has other tokens than the tokenizer's 384"),
+    ({"input_ids": [5, -1]}, "other tokens"),
     ({"input_ids": [5] * 300}, "300 tokens, but --block-size allows 129"),
-    ({"input_ids": []}, "tokens are empty or not a list of integers"),
-    ({"input_ids": ["a"]}, "tokens are empty or not a list"),
-    ({}, "tokens are empty or not a list"),
+    ({"input_ids": []}, "input_ids is empty or not a list of integers"),
+    ({"input_ids": ["a"]}, "is empty or not a list"),
+    ({"input_ids": [5.5, 6.0]}, "is empty or not a list"),
+    ({}, "is empty or not a list"),
     ({"input_ids": [5, 6, 0]}, "the tokens end in padding"),
-    ({"input_ids": [5, 6], "labels": [5, 6], "attention_mask": [0, 1]}, "attention_mask excludes"),
+    ({"input_ids": [5, 1, 1]}, "the tokens end in padding"),
+    ({"input_ids": [0, 0, 5]}, "the tokens begin in padding"),
+    ({"input_ids": [1, 1, 5]}, "the tokens begin in padding"),
+    ({"input_ids": [5, 6, 7], "position_ids": [0, 1, 0]}, "the row has several documents"),
+    ({"input_ids": [5, 6, 7], "seq_lengths": [2, 1]}, "the row has several documents"),
+    ({"input_ids": [5, 6, 7], "attention_mask": [1, 1, 2]}, "the row has several documents"),
     *(({"input_ids": [5, 6], name: [0, 1]}, f"{name} excludes tokens") for name in reading.MASKS),
 ])  # fmt: skip
 def test_invalid_tokens_are_refused(row, message):

@@ -110,10 +110,10 @@ def test_demo_learns_unseen_dates(tmp_path):
 
 @pytest.mark.parametrize("script", ["T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py"])
 def test_cpu_command_runs_from_another_directory(script, tmp_path):
-    start = f"python {script} --model-name tiny"
-    line = next(line for line in inline_commands() if line.startswith(start))
+    write, train = (line for line in commands() if "docstrings.jsonl" in line)
+    launch(0, *shlex.split(write)[1:], cwd=tmp_path)
     limits = ["--max-steps", 1, "--num-train-samples", 40, "--num-val-samples", 4]
-    flags = [*shlex.split(line)[2:], *limits, "--output-dir", "here"]
+    flags = [*shlex.split(train)[2:], *limits, "--output-dir", "here"]
     launch(0, script, *flags, cwd=tmp_path)
     assert (tmp_path / "here/final/config.json").is_file()
 
@@ -125,6 +125,7 @@ def test_every_command_is_marked_or_run_by_a_test():
         "python tools/generate.py output/demo/final",  # test_demo_trains_evaluates_and_plots
         ". .venv/bin/activate", "pip install -r",  # make test
         "OMP_NUM_THREADS=1 torchrun --nnodes 1 --nproc_per_node 2 T5_training.py",  # the demo's
+        "python tools/docstrings.py", "python gpt2_fsdp.py --model-name tiny",  # test_cpu_command
         "python tools/memory_estimator.py",  # test_memory_table_matches_estimator
         "python tools/copy_script.py",  # test_copies
         "python benchmarks/run_all.py --preset cpu",  # its programs, in test_benchmarks

@@ -7,7 +7,7 @@ import importlib.util
 import os
 
 import pytest
-from conftest import ROOT, launch, losses, weights
+from conftest import DOCSTRINGS, ROOT, launch, losses, weights
 
 SIMULATOR = ROOT.parent / "shared/simdev"
 pytestmark = [
@@ -39,7 +39,7 @@ CHAIN = [
 @pytest.mark.parametrize("script", list(DATA))
 def test_scripts_resume_across_strategies_and_after_out_of_memory(script, tmp_path):
     output = tmp_path / "run"
-    flags = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "64",
+    flags = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples", "64",
              "--num-val-samples", "8", "--log-every", "1", "--output-dir", output]  # fmt: skip
 
     def run(*more: str, memory: float = 0, check: bool = True) -> str:
@@ -73,9 +73,10 @@ def test_adapters_resume_with_offload(base, tmp_path):
         pytest.importorskip("bitsandbytes")
         flags = ["--fsdp", "2", "--load-in-4bit"]
     environment = os.environ | {"PYTHONPATH": str(SIMULATOR)}
-    command = ["-m", "simdev.run", ROOT / "llama_fsdp.py", "--model-name", "tiny", "--lora-rank",
-               "4", "--max-seq-length", "128", "--num-train-samples", "64", "--num-val-samples",
-               "8", "--log-every", "1", "--output-dir", tmp_path, *flags]  # fmt: skip
+    command = ["-m", "simdev.run", ROOT / "llama_fsdp.py", "--model-name", "tiny", "--dataset",
+               DOCSTRINGS, "--lora-rank", "4", "--max-seq-length", "128", "--num-train-samples",
+               "64", "--num-val-samples", "8", "--log-every", "1", "--output-dir", tmp_path,
+               *flags]  # fmt: skip
     for number, more in enumerate((["--precision", "bf16"], ["--cpu-offload"]), start=1):
         launch(2, *command, *more, "--max-steps", str(3 * number), env=environment)
     assert list(losses(tmp_path)) == list(range(1, 7))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, live_metrics, losses, metrics, status
+from conftest import DOCSTRINGS, ROOT, live_metrics, losses, metrics, status
 from slurm_cluster import slurm, slurm_cluster, wait_until
 
 LAUNCH = ROOT / "launch.slurm"
@@ -91,7 +91,7 @@ class Job:
 @pytest.fixture(scope="module")
 def flags() -> list[str]:
     """Return flags for one epoch that is short enough for two cores."""
-    return ["--model-name", "tiny", "--dataset", "docstrings", "--source-length", "64",
+    return ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--source-length", "64",
             "--target-length", "16", "--num-train-samples", "280", "--num-val-samples", "40",
             "--batch-size", "2", "--max-steps", "35", "--log-every", "1", "--rouge-samples",
             "0"]  # fmt: skip

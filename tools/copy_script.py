@@ -2,7 +2,7 @@
 
 python tools/copy_script.py gpt2_fsdp.py ../my_project --without trackers async_save
 
-The copy has the license, the requirements, launch.slurm, tools/generate.py, a README and a test.
+The copy has the license, the requirements, launch.slurm, two tools, a README and a test.
 --without NAME leaves out optional/NAME.py and all lines that end in `# optional: NAME`.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCSTRINGS = " --dataset docstrings"
-SCRIPTS = {"T5_training.py": DOCSTRINGS, "gpt2_fsdp.py": DOCSTRINGS, "llama_fsdp.py": ""}  # flags
+SCRIPTS = ("T5_training.py", "gpt2_fsdp.py", "llama_fsdp.py")
 # Files of the repository, and their places in a copy.
-OTHERS = {x: x for x in ("LICENSE", "launch.slurm", "requirements-extras.txt", "tools/generate.py")}
+OTHERS = {x: x for x in ("LICENSE", "launch.slurm", "requirements-extras.txt")}
+OTHERS |= {x: x for x in ("tools/generate.py", "tools/docstrings.py")}
 OTHERS |= {"tools/copy/README.md": "README.md", "tools/copy/test_copy.py": "test_copy.py"}
 ROOMS = sorted(path.stem for path in (ROOT / "optional").glob("*.py"))
 PACKAGES = {"rouge-score": "rouge_score"}  # whose modules have another name
@@ -69,7 +69,7 @@ def requirements(files: dict[Path, str]) -> str:
 def main() -> None:
     """Copy a script and its modules; print the number of lines and the path of each file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("script", type=lambda path: Path(path).name, choices=list(SCRIPTS))
+    parser.add_argument("script", type=lambda path: Path(path).name, choices=SCRIPTS)
     parser.add_argument("directory", type=Path, help="created if it does not exist")
     parser.add_argument("--without", nargs="+", choices=ROOMS, default=[], help="leave these out")
     args = parser.parse_args()
@@ -79,8 +79,8 @@ def main() -> None:
     texts = {str(file.relative_to(ROOT)): text for file, text in files.items()}
     texts |= {place: (ROOT / file).read_text() for file, place in OTHERS.items()}
     texts["requirements.txt"] = requirements(files)
-    name, flags = Path(args.script).stem, SCRIPTS[args.script]
-    readme = {"SCRIPT": args.script, "NAME": name, " FLAGS": flags}
+    name = Path(args.script).stem
+    readme = {"SCRIPT": args.script, "NAME": name}
     words = {"README.md": readme, "test_copy.py": {'"gpt2_fsdp"': f'"{name}"'}}
     words["launch.slurm"] = {"script=T5_training.py": f"script={args.script}"}
     total = 0
@@ -94,7 +94,8 @@ def main() -> None:
             total += (lines := len(text.splitlines()))
             print(f"{lines:6,}  {target}")
     print(f"{total:6,}  lines in all, and {', '.join(sorted(OTHERS.values()))}, requirements.txt")
-    print(f"Next: cd {args.directory}; python {args.script} --model-name tiny{flags}")
+    print(f"Next: cd {args.directory}; python tools/docstrings.py docstrings.jsonl")
+    print(f"      python {args.script} --model-name tiny --dataset docstrings.jsonl")
 
 
 if __name__ == "__main__":

@@ -30,14 +30,22 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conftest import ROOT, check_equal_weights, error_lines, live_metrics, losses, status
+from conftest import (
+    DOCSTRINGS,
+    ROOT,
+    check_equal_weights,
+    error_lines,
+    live_metrics,
+    losses,
+    status,
+)
 
 TINY = {
     "T5_training.py": ["--rouge-samples", "2", "--target-length", "16", "--source-length", "64"],
     "gpt2_fsdp.py": ["--block-size", "64"],
     "llama_fsdp.py": ["--max-seq-length", "128"],
 }
-SHARED = ["--model-name", "tiny", "--dataset", "docstrings", "--num-train-samples", "64",
+SHARED = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples", "64",
           "--num-val-samples", "8", "--batch-size", "4", "--log-every", "1", "--save-every", "1",
           "--eval-every", "3", "--max-steps", "12"]  # fmt: skip
 PHASES = ["tokenisation", "load", "first validation", "first step", "step", "validation", "save",

@@ -70,7 +70,7 @@ def main() -> None:
     count("all_reduce", times=2, position=0)
     for key, (name, flags) in models.items():
         script = importlib.import_module(name)
-        sys.argv = [name, *flags, "--dataset", "docstrings", "--output-dir", output]
+        sys.argv = [name, *flags, "--dataset", "docstrings.jsonl", "--output-dir", output]
         args = script.parse_args()
         device = device or ranks.setup(args.run.timeout_minutes)
         results[key] = ranks.on_every_rank(step, script, args, device)

@@ -45,10 +45,8 @@ def wrap(model: nn.Module, fill: Callable[[nn.Module], None], way: str) -> nn.Mo
     if way == "fsdp2":
         for module in model.modules():
             if type(module) in blocks:
-                fully_shard(module)
-        fully_shard(model)
-        model.apply(fill)
-        return model
+                fully_shard(module.apply(fill))
+        return fully_shard(model.apply(fill))
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy(blocks),
@@ -65,7 +63,7 @@ def load(
     """Return the model in a directory, with a class derived as in the scripts."""
     subclass = type("LossModel", (kind,), {"__module__": __name__})
     model, source = weights.new_model(subclass, config, directory, needs_weights)
-    fill = weights.Loader(model, source, CPU, False).fill
+    fill = weights.Loader(model, source, CPU).fill
     wrapped = wrap(model, fill, way).eval()
     assert not source, "rank 0 still holds the weights that it read"
     return wrapped

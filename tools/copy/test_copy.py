@@ -21,7 +21,7 @@ FLAGS = {  # those that the script has
     "model_name": "tiny", "max_steps": 10, "log_every": 1, "save_every": 2, "eval_every": 0,
     "batch_size": 2, "num_train_samples": 64, "num_val_samples": 8, "precision": "fp32",
     "block_size": 64, "max_seq_length": 128, "source_length": 64, "target_length": 16,
-    "rouge_samples": 0, "dataset": "docstrings", "export_dtype": "fp32",
+    "rouge_samples": 0, "dataset": "docstrings.jsonl", "export_dtype": "fp32",
 }  # fmt: skip
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -33,7 +33,7 @@ def main(plain: bool, output: str, flags: list[str]) -> None:
     from core import ranks, weights
 
     def load(args: Any, device: Any, model: Any, source: Any) -> Any:
-        return model.apply(weights.Loader(model, source, device, False).fill)
+        return model.apply(weights.Loader(model, source, device).fill)
 
     for name, value in script.MODEL.config_class().to_dict().items():
         if "drop" in name and isinstance(value, float):
@@ -83,6 +83,8 @@ def started(words: list[str]) -> Iterator[subprocess.Popen]:
 
 def test_copy_equals_the_plain_model_resumes_and_reloads(tmp_path):
     """Ten steps on two processes, killed and resumed, equal those of the model without FSDP."""
+    words = [sys.executable, "tools/docstrings.py", "docstrings.jsonl"]
+    subprocess.run(words, cwd=Path(__file__).parent, check=True)
     run(2, "fsdp", tmp_path / "whole")
     expected = losses(tmp_path / "whole")
     assert list(expected) == list(range(1, 11))
