@@ -45,7 +45,7 @@ import summarization_dataset
 from core import checkpoint, ranks, weights
 from core.args import Optim, Run, checked, parse
 from core.export import EXPORT_DTYPES, export_model
-from core.log import Log, describe, open_directory, progress, running, write_results, write_status
+from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
@@ -85,10 +85,7 @@ TINY = Args(  # the defaults of --model-name tiny
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    args, problems = parse(Args, __doc__, TINY)
-    args.sharding.precision = policies.compute_precision(args.sharding.precision)
-    problems += policies.problems(args.sharding, args.optim, args.run)
-    return checked(args, problems)
+    return checked(parse(Args, __doc__, TINY))
 
 
 @record
@@ -113,14 +110,13 @@ def fsdp_main(args: Args) -> None:
         ranks.leave(0)
     data = ranks.local_main_process_first(summarization_dataset.load, args.data, tokenizer)
     model = wrap_model(args, device, model, blocks, source)
-    with running(output):
-        is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        last = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", True)
-        if is_finished and not (was_finished and newest == last):
-            export_model(model, tokenizer, output / "final", dtype)
-    write_status(output, "finished" if is_finished else "stopped")
+    write_status(output, "running")
+    is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
+    if is_finished or (is_finished is None and not was_finished):
+        export_model(model, tokenizer, output / "final", dtype)
+    write_status(output, "stopped" if is_finished is False else "finished")
     trackers.finish()  # optional: trackers
-    ranks.leave(0 if is_finished else STOPPED)
+    ranks.leave(STOPPED if is_finished is False else 0)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -192,12 +188,13 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return token_loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
-) -> bool:  # fmt: skip
-    """Train from the checkpoint `newest`, or from step 0, to the last step. Return False if a
-    signal asked to stop before: a checkpoint is saved. Call on all ranks."""
+) -> bool | None:  # fmt: skip
+    """Train from the checkpoint `newest`, or from step 0, to the last step. Return None if that is
+    done already, False if a signal asked to stop: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
     run, optim, output = args.run, args.optim, args.run.output_dir
     rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
@@ -223,7 +220,7 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
     sets = train_set, *val_sets.values()
-    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, args)
     state["identity"] |= ranks.compare_ranks({"--group-by-length": args.data.group_by_length})
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
     save = checkpoint.save
@@ -235,14 +232,16 @@ def train(
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
-        return True
+        return None
     probe = checks.pairs(), collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
     rouge.check_generation(args, device, model, collate)  # optional: rouge
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
-    log = Log(output, start, state["tokens"], total_steps)
+    log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
-    log.write("start", start, **describe(device, model, sampler), arguments=asdict(args))
+    sizes = {"samples": sampler.num_samples, "global_batch": sampler.global_batch}
+    sizes |= {"world_size": world_size, "device": device.type, "epoch_steps": epoch_steps}
+    log.write("start", start, **sizes, arguments=asdict(args))
     stop = StopRequest()
     if state["eval_due"]:  # at step 0, or because a stop interrupted it
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
@@ -326,8 +325,7 @@ def train(
                     save.settle()  # optional: async_save
                     is_full = run.checkpoint_type == "full"
                     save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
-                    if is_last or is_stopping:  # optional: async_save
-                        save.wait()  # optional: async_save
+                    save.wait(is_last or is_stopping)  # optional: async_save
                     ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
@@ -359,7 +357,7 @@ def evaluate(
     try:
         with log.pause():
             results = validation(args, device, model, val_sets, stop)
-            is_best = state["step"] > 0 and results["loss"] < state["best_loss"]
+            is_best = results["loss"] < state["best_loss"]
             if is_best and args.run.save_best:
                 path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
                 try:
@@ -405,12 +403,11 @@ def run_without_training(
     """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
     output = args.run.output_dir
     if args.run.export_only:
-        if newest is None:
-            raise Problem(f"--export-only needs a checkpoint in --output-dir {output}.")
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
         checkpoint.load_weights(newest, model)
         export_model(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return
+    checkpoint.check_evaluated(output, args.model.model_name)
     data = summarization_dataset.load, args.data, tokenizer, True
     _, val_sets = ranks.local_main_process_first(*data)
     collate = summarization_dataset.collator(model)  # optional: rouge

@@ -47,7 +47,7 @@ from core import checkpoint, ranks, weights
 from core.args import Optim, Run, Switch, checked, parse
 from core.chunked_loss import LossHead
 from core.export import EXPORT_DTYPES, export_model
-from core.log import Log, describe, open_directory, progress, running, write_results, write_status
+from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
@@ -69,6 +69,14 @@ class Model:
     wrap: str = "block"
     """FSDP units: block, or size:N for modules with at least N parameters"""
 
+    def problems(self, args: Any) -> list[str]:
+        """Return a message if --wrap cannot be used."""
+        if not re.fullmatch(r"block|size:\d+", self.wrap):
+            return [f"--wrap {self.wrap} is neither block nor size:N."]
+        if self.wrap != "block" and args.sharding.fsdp == 2:
+            return ["--wrap size:N needs --fsdp 1."]
+        return []
+
 
 @dataclass
 class Args:
@@ -89,14 +97,7 @@ TINY = Args(  # the defaults of --model-name tiny
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    args, problems = parse(Args, __doc__, TINY)
-    args.sharding.precision = policies.compute_precision(args.sharding.precision)
-    problems += policies.problems(args.sharding, args.optim, args.run)
-    if not re.fullmatch(r"block|size:\d+", args.model.wrap):
-        problems.append(f"--wrap {args.model.wrap} is neither block nor size:N.")
-    elif args.model.wrap != "block" and args.sharding.fsdp == 2:
-        problems.append("--wrap size:N needs --fsdp 1.")
-    return checked(args, problems)
+    return checked(parse(Args, __doc__, TINY))
 
 
 @record
@@ -121,14 +122,13 @@ def fsdp_main(args: Args) -> None:
         ranks.leave(0)
     data = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer)
     model = wrap_model(args, device, model, blocks, source)
-    with running(output):
-        is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        last = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", True)
-        if is_finished and not (was_finished and newest == last):
-            export_model(model, tokenizer, output / "final", dtype)
-    write_status(output, "finished" if is_finished else "stopped")
+    write_status(output, "running")
+    is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
+    if is_finished or (is_finished is None and not was_finished):
+        export_model(model, tokenizer, output / "final", dtype)
+    write_status(output, "stopped" if is_finished is False else "finished")
     trackers.finish()  # optional: trackers
-    ranks.leave(0 if is_finished else STOPPED)
+    ranks.leave(STOPPED if is_finished is False else 0)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -216,12 +216,13 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch["input_ids"], targets=batch["labels"])
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
-) -> bool:  # fmt: skip
-    """Train from the checkpoint `newest`, or from step 0, to the last step. Return False if a
-    signal asked to stop before: a checkpoint is saved. Call on all ranks."""
+) -> bool | None:  # fmt: skip
+    """Train from the checkpoint `newest`, or from step 0, to the last step. Return None if that is
+    done already, False if a signal asked to stop: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
     run, optim, output = args.run, args.optim, args.run.output_dir
     rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
@@ -244,7 +245,7 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
     sets = train_set, *val_sets.values()
-    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, args)
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
     save = checkpoint.save
     save = checksums.save  # optional: checksums
@@ -255,13 +256,15 @@ def train(
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
-        return True
+        return None
     probe = checks.blocks(), block_dataset.collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
-    log = Log(output, start, state["tokens"], total_steps)
+    log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
-    log.write("start", start, **describe(device, model, sampler), arguments=asdict(args))
+    sizes = {"samples": sampler.num_samples, "global_batch": sampler.global_batch}
+    sizes |= {"world_size": world_size, "device": device.type, "epoch_steps": epoch_steps}
+    log.write("start", start, **sizes, arguments=asdict(args))
     stop = StopRequest()
     if state["eval_due"]:  # at step 0, or because a stop interrupted it
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
@@ -345,8 +348,7 @@ def train(
                     save.settle()  # optional: async_save
                     is_full = run.checkpoint_type == "full"
                     save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
-                    if is_last or is_stopping:  # optional: async_save
-                        save.wait()  # optional: async_save
+                    save.wait(is_last or is_stopping)  # optional: async_save
                     ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
@@ -360,7 +362,6 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    watchdog.stop()  # optional: watchdog
     log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 
@@ -374,7 +375,7 @@ def evaluate(
     try:
         with log.pause():
             results = validation(args, device, model, val_sets, stop)
-            is_best = state["step"] > 0 and results["loss"] < state["best_loss"]
+            is_best = results["loss"] < state["best_loss"]
             if is_best and args.run.save_best:
                 path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
                 try:
@@ -419,12 +420,11 @@ def run_without_training(
     """Write final/ for --export-only, evaluation.json for --evaluate-only. Call on all ranks."""
     output = args.run.output_dir
     if args.run.export_only:
-        if newest is None:
-            raise Problem(f"--export-only needs a checkpoint in --output-dir {output}.")
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
         checkpoint.load_weights(newest, model)
         export_model(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return
+    checkpoint.check_evaluated(output, args.model.model_name)
     _, val_sets = ranks.local_main_process_first(block_dataset.load, args.data, tokenizer, True)
     results = validation(args, device, model, val_sets, StopRequest())
     write_results(output / "evaluation.json", results, asdict(args))

@@ -49,7 +49,7 @@ from core import checkpoint, ranks, weights
 from core.args import Model, Optim, Run, checked, parse
 from core.chunked_loss import LossHead
 from core.export import EXPORT_DTYPES, export_model
-from core.log import Log, describe, open_directory, progress, running, write_results, write_status
+from core.log import Log, open_directory, progress, write_results, write_status
 from core.ranks import STOPPED, Batch, Problem, Stopped, StopRequest, print0, to_device
 from core.steps import MicroBatches, StepSampler, ordered_loader, parameter_groups, schedule
 
@@ -88,11 +88,9 @@ TINY = Args(data=chat_dataset.Data(max_seq_length=512, num_train_samples=600, nu
 
 def parse_args() -> Args:
     """Return the arguments of sys.argv, or exit with a message for all that is wrong."""
-    args, problems = parse(Args, __doc__, TINY)
+    args = parse(Args, __doc__, TINY)
     lora.choose_fsdp(args)  # optional: lora
-    args.sharding.precision = policies.compute_precision(args.sharding.precision)
-    problems += policies.problems(args.sharding, args.optim, args.run)
-    return checked(args, problems)
+    return checked(args)
 
 
 @record
@@ -115,14 +113,13 @@ def fsdp_main(args: Args) -> None:
         ranks.leave(0)
     data = ranks.local_main_process_first(chat_dataset.load, args.data, tokenizer, args.optim.seed)
     model = wrap_model(args, device, model, blocks, source)
-    with running(output):
-        is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
-        last = ranks.on_rank_zero(checkpoint.find_newest, output / "checkpoints", True)
-        if is_finished and not (was_finished and newest == last):
-            export(model, tokenizer, output / "final", dtype)
-    write_status(output, "finished" if is_finished else "stopped")
+    write_status(output, "running")
+    is_finished = train(args, device, model, tokenizer, shapes, *data, newest)
+    if is_finished or (is_finished is None and not was_finished):
+        export(model, tokenizer, output / "final", dtype)
+    write_status(output, "stopped" if is_finished is False else "finished")
     trackers.finish()  # optional: trackers
-    ranks.leave(0 if is_finished else STOPPED)
+    ranks.leave(STOPPED if is_finished is False else 0)
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -151,8 +148,8 @@ class LossModel:
             options |= dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen)
         if targets is None:
             return super().forward(input_ids, **options)
-        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        hidden = getattr(self, "model", self.base_model)(input_ids, use_cache=False, **options)
+        hidden, targets = hidden.last_hidden_state.flatten(0, 1), targets.flatten()
         if target_positions is not None:  # because most of a chat is the prompt
             hidden, targets = hidden[target_positions], targets[target_positions]
         return self.get_output_embeddings()(hidden, targets)
@@ -174,6 +171,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, source, blocks)  # optional: lora
+    lora.check_markers(args, model, source, tokenizer)  # optional: lora
     return model, blocks, tokenizer, source
 
 
@@ -219,12 +217,13 @@ def summed_loss(model: nn.Module, batch: Batch) -> Tensor:
     return model(**inputs, targets=batch["labels"])
 
 
+@watchdog.watched()  # optional: watchdog
 def train(
     args: Args, device: torch.device, model: nn.Module, tokenizer: Tokenizer,
     shapes: dict[str, torch.Size], train_set: Any, val_sets: dict[str, Any], newest: Path | None,
-) -> bool:  # fmt: skip
-    """Train from the checkpoint `newest`, or from step 0, to the last step, or return False if a
-    signal asked to stop before: a checkpoint is saved. Call on all ranks."""
+) -> bool | None:  # fmt: skip
+    """Train from the checkpoint `newest`, or from step 0, to the last step. Return None if that is
+    done already, False if a signal asked to stop: a checkpoint is saved. Call on all ranks."""
     # 1. Data, optimizer and schedule.
     run, optim, output = args.run, args.optim, args.run.output_dir
     rank, world_size, precision = dist.get_rank(), dist.get_world_size(), args.sharding.precision
@@ -248,7 +247,7 @@ def train(
 
     # 2. Resume. All that a step depends on is in `state`, the model and the optimizer.
     sets = train_set, *val_sets.values()
-    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, asdict(optim))
+    state = checkpoint.new_state(__file__, model, shapes, sets, optimizer, sampler, args)
     ranks.set_seed(optim.seed + rank)  # so that dropout differs between ranks
     save = checkpoint.save
     save = checksums.save  # optional: checksums
@@ -259,13 +258,15 @@ def train(
     start = state["step"]
     if start >= total_steps and not state["eval_due"]:
         print0(f"{output} is finished at {start} steps. To train longer, raise --max-steps.")
-        return True
+        return None
     probe = checks.chats(args.data), chat_dataset.collate  # optional: startup_checks
     checks.check_model(model, summed_loss, *probe, device, precision)  # optional: startup_checks
     checks.check_optimizer(model, optimizer)  # optional: startup_checks
-    log = Log(output, start, state["tokens"], total_steps)
+    log = Log(output, state, total_steps)
     log = trackers.follow(log, args, Path(__file__).stem, start)  # optional: trackers
-    log.write("start", start, **describe(device, model, sampler), arguments=asdict(args))
+    sizes = {"samples": sampler.num_samples, "global_batch": sampler.global_batch}
+    sizes |= {"world_size": world_size, "device": device.type, "epoch_steps": epoch_steps}
+    log.write("start", start, **sizes, arguments=asdict(args))
     stop = StopRequest()
     if state["eval_due"]:  # at step 0, or because a stop interrupted it
         evaluate(args, device, model, tokenizer, val_sets, state, log, stop)
@@ -349,8 +350,7 @@ def train(
                     save.settle()  # optional: async_save
                     is_full = run.checkpoint_type == "full"
                     save(path, checkpoint.snapshot(model, optimizer, state), state, is_full)
-                    if is_last or is_stopping:  # optional: async_save
-                        save.wait()  # optional: async_save
+                    save.wait(is_last or is_stopping)  # optional: async_save
                     ranks.on_rank_zero(checkpoint.prune, path.parent, run.keep_checkpoints, path)
                 write_status(output, "running")
                 log.write("save", step)
@@ -364,7 +364,6 @@ def train(
             print0(f"Saved at step {step}. Run the same command to resume.")
             return False
     stop.forget()
-    watchdog.stop()  # optional: watchdog
     log.write("done", total_steps, best_loss=state["best_loss"], best_step=state["best_step"])
     return True
 
@@ -378,7 +377,7 @@ def evaluate(
     try:
         with log.pause():
             results = validation(args, device, model, val_sets, stop)
-            is_best = state["step"] > 0 and results["loss"] < state["best_loss"]
+            is_best = results["loss"] < state["best_loss"]
             if is_best and args.run.save_best:
                 path, dtype = args.run.output_dir / "best", EXPORT_DTYPES[args.run.export_dtype]
                 try:
@@ -425,10 +424,10 @@ def run_without_training(
     needs_checkpoint = args.run.export_only
     needs_checkpoint |= args.adapters.lora_rank > 0  # optional: lora
     if needs_checkpoint:
-        if newest is None:
-            raise Problem(f"There is no checkpoint in --output-dir {output}. Pass that of a run.")
         checkpoint.compare_runs(newest, {"model": checkpoint.model_identity(model, shapes)})
         checkpoint.load_weights(newest, model)
+    else:
+        checkpoint.check_evaluated(output, args.model.model_name)
     if args.run.export_only:
         export(model, tokenizer, output / "final", EXPORT_DTYPES[args.run.export_dtype])
         return

@@ -251,8 +251,8 @@ def draw(
     targets = np.concatenate(rows.with_format("numpy")["labels"][:])
     unknown = np.mean(targets == tokenizer.unk_token_id)
     if unknown > 0.01:
-        print0(f"Warning: {unknown:.0%} of the target tokens are {tokenizer.unk_token}. The model "
-               "cannot learn to write the characters that the tokenizer lacks.")  # fmt: skip
+        print0(f"Warning: {unknown:.0%} of the target tokens are {tokenizer.unk_token}, for "
+               "characters that the tokenizer lacks. The model cannot learn them.")  # fmt: skip
     return rows
 
 

@@ -87,7 +87,7 @@ class Ours:
         self.optimizer = torch.optim.AdamW(groups, lr=self.args.optim.lr, fused=True)
         sampler = StepSampler(len(NO_DATA), 1, 1, self.args.optim.seed)
         self.state = checkpoint.new_state(
-            __file__, self.model, self.shapes, [], self.optimizer, sampler, {}
+            __file__, self.model, self.shapes, [], self.optimizer, sampler, self.args
         )
         saves, minutes = self.args.saves, self.args.run.timeout_minutes
         self.saver = async_save.Saver(self.save_and_note, saves, self.model, minutes)

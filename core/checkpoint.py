@@ -8,6 +8,7 @@ unless its docstring differs.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -41,12 +42,12 @@ OF_FILES = ("_name_or_path", "architectures", "dtype", "transformers_version", "
 
 def new_state(
     script: str, model: nn.Module, shapes: dict[str, torch.Size], sets: Sequence[Any],
-    optimizer: Optimizer, sampler: StepSampler, flags: dict[str, Any],
+    optimizer: Optimizer, sampler: StepSampler, args: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the state of a run at step 0, besides the model and the optimizer.
 
     `script` is its file, `shapes` are those of the parameters before wrapping, `sets` the data
-    sets. A resume prints changed flags. Raise Problem if the identity differs between ranks.
+    sets, `args` the script's. Raise Problem if the identity differs between ranks.
     """
     identity = {  # must stay the same
         "script": Path(script).stem,
@@ -66,7 +67,7 @@ def new_state(
         "loss_sums": [0.0],  # of each rank, since that line
         "scaler": {},
         "settings": settings(optimizer),
-        "flags": flags,
+        "flags": vars(args.model) | vars(args.optim),
         "identity": ranks.compare_ranks(identity),
     }
 
@@ -80,16 +81,27 @@ def model_identity(model: nn.Module, shapes: dict[str, torch.Size]) -> str:
     return f"{model.config.model_type}, {zlib.crc32(text.encode()):08x}{more}"
 
 
-def compare_runs(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the state in `path`. Raise Problem if a value of its identity is not as in `identity`:
-    a different run saved it."""
+def compare_runs(path: Path | None, identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the state in a checkpoint. Raise Problem if there is none, or if a value of its
+    identity is not as in `identity`: a different run saved it."""
+    if path is None:
+        raise Problem("There is no checkpoint in --output-dir. Pass that of a run.")
     saved = json.loads((path / STATE).read_text())
     was = saved["identity"]
     if differ := [f"{k} is {x}, was {was.get(k)}" for k, x in identity.items() if x != was.get(k)]:
-        raise Problem(f"{path} was saved by a different run: {'; '.join(differ)}. Pass the model, "
-                      f"data and flags of that run (--global-batch-size {was['global batch']} "
-                      "keeps its batch), or another --output-dir.")  # fmt: skip
+        raise Problem(f"{path} was saved by a different run: {'; '.join(differ)}. Pass the model "
+                      f"({saved['flags'].get('model_name')}), data and flags of that run "
+                      f"(--global-batch-size {was['global batch']} keeps its batch), or another "
+                      "--output-dir.")  # fmt: skip
     return saved
+
+
+def check_evaluated(output: Path, model_name: str) -> None:
+    """Raise Problem if `output` has a run, whose weights are not those of the model. Any rank."""
+    if (output / "checkpoints").is_dir() and Path(model_name).resolve().parent != output.resolve():
+        raise Problem(f"--model-name {model_name} is not the model of the run in --output-dir "
+                      f"{output}. Pass --model-name {output}/final, or with adapters the run's "
+                      "flags, or another --output-dir.")  # fmt: skip
 
 
 def snapshot(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +162,7 @@ def _finish(path: Path, state: dict[str, Any], full: bool) -> None:
     files = {file.name: file.stat().st_size for file in path.iterdir()}
     state = state | {"files": files, "processes": dist.get_world_size()}
     temporary = path / f"{STATE}.tmp"
-    temporary.write_text(json.dumps(state, indent=1))
+    temporary.write_text(json.dumps(state, indent=1, default=str))
     temporary.rename(path / STATE)
 
 
@@ -229,6 +241,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """Load into `model` the weights of a checkpoint of any world size and strategy."""
     weights = model_weights(model)
     read(path, {"model": weights})
+    # FSDP1 warns that the second name of each tied weight is missing.
+    logging.getLogger("torch.distributed.fsdp._state_dict_utils").setLevel(logging.ERROR)
     dcp_state.set_model_state_dict(model, weights, options=_options(model))
 
 

@@ -103,6 +103,7 @@ def write_model(
         if not hf_model.all_tied_weights_keys.keys().isdisjoint(keys):
             settings["tie_word_embeddings"] = False  # T5's config always says true
         _write_json(settings, directory / "config.json")
+        add_stops(model.generation_config, tokenizer)
         name = "generation_config.json"
         _write_json(_settings(model.generation_config, base / name), directory / name)
         write_tokenizer(tokenizer, directory)
@@ -122,6 +123,22 @@ def _settings(config: PretrainedConfig | GenerationConfig, path: Path) -> dict[s
         if value != before.get(name) and not name.endswith(OF_TRAINING):
             settings[name] = value
     return settings | version
+
+
+def add_stops(config: GenerationConfig, tokenizer: Tokenizer) -> None:
+    """Add to the tokens that end a generation the tokenizer's EOS and the added tokens that its
+    chat template puts after an answer. Any rank."""
+    after = ""
+    with contextlib.suppress(Exception):  # there is no template, or it rejects such turns
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
+        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("answer")[2]
+    ids = tokenizer(after, add_special_tokens=False).input_ids
+    ends = [tokenizer.eos_token_id, *(x for x in ids if x in tokenizer.added_tokens_decoder)]
+    own = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id
+    stops = list(dict.fromkeys([*(own or []), *ends]))
+    if stops != own:
+        config.eos_token_id = stops
+        print0(f"Generation stops at {' '.join(tokenizer.convert_ids_to_tokens(stops))}")
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -34,6 +34,7 @@ ROW = "number of the row"  # a column of samples, until rows are counted
 TABLE_TYPES = ({str}, {list})  # of the items in the first column of a table in one row
 LARGE = 10_000  # rows above which several processes map them
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")  # of tokenized rows
+PACKED = ("position_ids", "seq_lengths")  # columns of tokenized rows that have several documents
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 
 
@@ -76,6 +77,10 @@ def read(spec: str, config: str | None = None, text_rows: Callable | None = None
     try:
         if any(path.glob("dataset_*.json")):  # which save_to_disk writes
             parts = datasets.load_from_disk(path)
+            # Their fingerprints are those of the code that made them, not of what they contain.
+            keys = [_key(file) for file in sorted(path.rglob("*.arrow"))]
+            for rows in parts.values() if isinstance(parts, dict) else [parts]:
+                rows._fingerprint = digest(rows._fingerprint, keys)
         elif files:
             for path in files:
                 parts.append(_read_file(path, text_rows))
@@ -104,9 +109,13 @@ def pick(parts: Parts, split: str) -> Parts:
     return {"train": concatenate_datasets(chosen)}
 
 
+def _key(path: Path) -> str:
+    stat = path.stat()
+    return digest(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
 def _read_file(path: Path, text_rows: Callable | None) -> Dataset:
-    stat, suffix = path.stat(), Path(path.name.lower().removesuffix(".gz")).suffix
-    key = digest(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    key, suffix = _key(path), Path(path.name.lower().removesuffix(".gz")).suffix
     with path.open("rb") as file:
         if file.read(20) == b"version https://git-":
             raise ValueError("it is a pointer of Git LFS. Run `git lfs pull`")
@@ -211,7 +220,8 @@ def map_rows(
     the key of the cache. If it raises ValueError, raise Problem with the number of the row or, if
     `bad_rows` is "skip", leave the row out."""
     rows = rows.with_format(None)
-    rows = rows.select_columns([x for x in rows.column_names if x in {LINE, *MASKS, *columns}])
+    wanted = {LINE, *MASKS, *PACKED, *columns}
+    rows = rows.select_columns([x for x in rows.column_names if x in wanted])
     kinds = Features({**features, ROW: Value("int64")})
     skipped: list[int] = []  # by this process
 
@@ -257,6 +267,10 @@ def token_ids(
     the tokenizer without padding, and no mask excludes some."""
     if excluded := [mask for mask in MASKS if 0 in (row.get(mask) or ())]:
         raise ValueError(f"{excluded[0]} excludes tokens, and it is not read. Remove them")
+    positions, lengths = (row.get(name) or [] for name in PACKED)
+    if positions.count(0) > 1 or len(lengths) > 1 or 2 in (row.get("attention_mask") or ()):
+        raise ValueError("the row has several documents, which would attend to each other. Split "
+                         "it, or do not pack")  # fmt: skip
     ids = row.get(column)
     if not ids or {*map(type, ids)} != {int}:
         raise ValueError(f"{column} is empty or not a list of integers")
@@ -264,9 +278,11 @@ def token_ids(
         raise ValueError(f"{len(ids)} tokens, but {flag} allows {limit}")
     if not 0 <= min(ids) <= max(ids) < len(tokenizer):
         raise ValueError(f"{column} has other tokens than the tokenizer's {len(tokenizer)}")
-    eos = tokenizer.eos_token_id
-    if ids[-1] == tokenizer.pad_token_id != eos or ids[-2:] == [eos, eos]:
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    if ids[-1] == pad != eos or ids[-2:] == [eos, eos]:
         raise ValueError("the tokens end in padding")
+    if ids[:2] in ([token, token] for token in (eos, pad, tokenizer.bos_token_id)):
+        raise ValueError("the tokens begin in padding, or with BOS twice")
     return ids
 
 

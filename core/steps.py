@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from .ranks import Problem
 from .weights import plain_name, unwrapped
 
 
@@ -113,6 +114,9 @@ def schedule(
     kind: str, total_steps: int, warmup_steps: int, epoch_steps: int, gamma: float
 ) -> Callable[[int], float]:
     """Return a function from the number of steps done to the factor of the learning rate."""
+    if kind != "step" and warmup_steps >= total_steps > 1:
+        raise Problem(f"The warm-up has {warmup_steps} steps, but the run only {total_steps}. "
+                      "Lower --warmup-steps or --warmup-ratio.")  # fmt: skip
 
     def factor(done: int) -> float:
         if kind == "step":

@@ -77,9 +77,10 @@ class Saver:
         self._save(path, tensors, state, full)
         self._is_background = self._is_async
 
-    def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Raise OSError on all ranks if it failed."""
-        if self._running is not None:
+    def wait(self, is_due: bool = True) -> None:
+        """If it is due, wait until the last checkpoint is complete. Raise OSError on all ranks if
+        it failed."""
+        if is_due and self._running is not None:
             running, self._running = self._running, None
             on_every_rank(running.result)
 

@@ -116,9 +116,9 @@ def add(
     base_digest = ranks.on_rank_zero(lambda: digest(sorted(values.items()))[:8])
     model.adapters = config
     model.only_trained = True  # in checkpoints
-    model.identity = f", adapters of rank {config.r}, alpha {config.lora_alpha:g}, on "
-    model.identity += f"{' '.join(sorted(targets))}, base {base_digest}"
-    model.identity += " in 4 bits" if options.load_in_4bit else ""
+    model.identity = f", --lora-rank {config.r} --lora-alpha {config.lora_alpha:g} --lora-targets "
+    model.identity += f"{' '.join(sorted(targets))}" + options.load_in_4bit * " --load-in-4bit"
+    model.identity += f", base {base_digest}"
 
 
 def projections(
@@ -136,6 +136,30 @@ def projections(
         raise Problem(f"--lora-targets {' '.join(sorted(targets - names))}: no such projection. "
                       f"Pass some of {', '.join(sorted(names))}.")  # fmt: skip
     return layers, targets
+
+
+def check_markers(
+    args: Any, model: PreTrainedModel, source: weights.Source, tokenizer: Tokenizer
+) -> None:
+    """Print a line if adapters freeze the embeddings of chat markers that were never trained: rows
+    that are all zero, or equal to each other."""
+    if not args.adapters.lora_rank or not source:  # which rank 0 has
+        return
+    embedding = model.get_input_embeddings().weight
+    names = [name for name, parameter in model.named_parameters() if parameter is embedding]
+    rows = {}
+    for token, i in tokenizer.get_added_vocab().items():
+        if token in str(tokenizer.chat_template) and i < len(embedding):
+            rows[token] = source[names[0]][i]
+    untrained = []
+    for token, row in rows.items():
+        equal = [other for other in rows if rows[other].equal(row)]
+        if len(equal) > 1 or not row.any():
+            untrained.append(token)
+    if untrained:
+        ranks.print0(f"The base has no trained embeddings of {' '.join(untrained)}, and adapters "
+                     "freeze them. Pass --chat-template llama-2, whose markers are plain text, or "
+                     "train all weights.")  # fmt: skip
 
 
 def fits_4bit(model: PreTrainedModel, name: str) -> bool:

@@ -53,8 +53,12 @@ def finish() -> None:
 
 
 def _send(event: str, values: dict[str, Any]) -> None:
-    """Send the numbers of an event as event/name, and those of `losses` as event/losses/name."""
-    numbers = {f"{event}/losses/{name}": x for name, x in values.get("losses", {}).items()}
+    """Send the numbers of an event as event/name, and those of `losses` as event/losses/FILE, or
+    with the whole path if two data sets have the same file name."""
+    numbers = {}
+    for name, x in values.get("losses", {}).items():
+        tag = f"{event}/losses/{Path(name).name}"
+        numbers[f"{event}/losses/{name}" if tag in numbers else tag] = x
     for name, x in values.items():
         if isinstance(x, int | float) and name not in ("step", "time"):
             numbers[f"{event}/{name}"] = x

@@ -2,8 +2,10 @@
 a collective, and nothing tells where it was.
 """
 
+import contextlib
 import faulthandler
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +24,15 @@ def restart(directory: Path, timeout_minutes: float) -> None:
     if time.monotonic() > _last_restart + 1:  # each call starts a thread
         _last_restart = time.monotonic()
         faulthandler.dump_traceback_later(timeout_minutes * 20, file=_file)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """A context, or decorator, at the end of which `stop` is called, also after an error."""
+    try:
+        yield
+    finally:
+        stop()
 
 
 def stop() -> None:

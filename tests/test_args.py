@@ -41,7 +41,7 @@ def test_help_fits_80_columns_and_shows_defaults(script, capsys, monkeypatch):
     text = capsys.readouterr().out
     assert not end.value.code and max(map(len, text.splitlines())) <= 80
     assert script.__doc__.partition("\n")[0].split(",")[0] in " ".join(text.split())
-    for words in ("--lr FLOAT", "peak learning rate (default:", "after the warm-up; step has none"):
+    for words in ("--lr FLOAT", "peak learning rate (default:", "linear or cosine to 0"):
         assert words in text
     assert "optional:" not in text  # comments are no help
 
@@ -68,7 +68,7 @@ def test_values_out_of_range_and_combinations_are_one_message():
         "--lr is 1e+30, but must be at least 1e-12, below 10. "
         "--warmup-ratio is 1.0, but must be at least 0, below 1. "
         "--weight-decay is nan, but must be at least 0, below 2,147,483,648. "
-        "--strategy no_shard needs --fsdp 1. --wrap size is neither block nor size:N."
+        "--wrap size is neither block nor size:N. --strategy no_shard needs --fsdp 1."
     )
 
 

@@ -65,7 +65,7 @@ def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, mon
     assert start(gpt2_fsdp, *flags, "--batch-size", 4, "--output-dir", tmp_path / "whole") == 0
     export_model, names = gpt2_fsdp.export_model, []
 
-    def stop_in_second(model: Any, tokenizer: Any, path: Path, *rest: Any) -> None:
+    def stop_in_third(model: Any, tokenizer: Any, path: Path, *rest: Any) -> None:
         names.append(path.name)
         calls = itertools.count(1)
 
@@ -73,10 +73,10 @@ def test_resume_after_stop_during_export_repeats_validation(flags, tmp_path, mon
             if next(calls) == 10:
                 raise Stopped
 
-        rest = (rest[0], stop_at_tenth_tensor) if names == ["best"] * 2 else rest
+        rest = (rest[0], stop_at_tenth_tensor) if names == ["best"] * 3 else rest
         export_model(model, tokenizer, path, *rest)
 
-    monkeypatch.setattr(gpt2_fsdp, "export_model", stop_in_second)
+    monkeypatch.setattr(gpt2_fsdp, "export_model", stop_in_third)
     flags = [*flags, "--batch-size", 4, "--output-dir", tmp_path / "stopped"]
     assert start(gpt2_fsdp, *flags) == STOPPED and status(tmp_path / "stopped") == "stopped"
     assert sorted(losses(tmp_path / "stopped", "val")) == [0, 2]

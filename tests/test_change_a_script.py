@@ -23,13 +23,28 @@ OTHERS = BEFORE + AFTER
 RECIPES["average"] += EMA_SECTION
 
 
+MY_MODEL = """
+from transformers.models.t5.modeling_t5 import T5Block, T5ForConditionalGeneration
+
+class MyLayer(T5Block):
+    pass
+
+class MyModel(T5ForConditionalGeneration):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in (*self.encoder.block, *self.decoder.block):
+            layer.__class__ = MyLayer
+"""
+
+
 def run(script: str, text: str, flags: list, output: object) -> int:
     """Train with a copy of a script that the diffs in `text` have changed; return its exit code."""
     return start(edited_script(script, diffs(text)), *flags, "--output-dir", output)
 
 
 def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
-    """BART with Lion, label smoothing, another schedule and an average of the weights."""
+    """An own model with Lion, label smoothing, another schedule and an average of the weights."""
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
     (tmp_path / "my_script.py").write_text(edited_text("T5_training", diffs(OTHERS)))
     for name in ("lion", "ema"):
         shutil.copy(ROOT / f"docs/examples/{name}.py", tmp_path)
@@ -46,7 +61,7 @@ def test_all_diffs_train_and_resume_in_one_copy(tmp_path):
     assert list(history) == list(range(1, 23)) and history[22] < 0.8 * history[1]
     assert [line["updates"] for line in metrics(output, "train")] == list(range(1, 23))
     assert [line["step"] for line in metrics(output, "start")] == [0, 20]
-    assert '"BartForConditionalGeneration"' in (output / "final/config.json").read_text()
+    assert '"MyModel"' in (output / "final/config.json").read_text()
 
 
 @pytest.mark.parametrize("script", ["T5_training", "llama_fsdp"])

@@ -207,6 +207,29 @@ def test_tokenizer_files_are_the_base_s_unless_it_is_changed(template, process_g
         tokenizer.add_tokens(["<new>"])
 
 
+@pytest.mark.parametrize(("after", "stops"), [
+    ("</s>", [2, 1]),
+    ("<end>\n</s>", [2, 1, 384]),
+    (" and on", [2, 1]),
+    ("{{ raise_exception('no such turn') }}", [2, 1]),
+])  # fmt: skip
+def test_generation_stops_where_answers_end(after, stops, process_group, tmp_path, capsys):
+    """The base stops at 2 only. The tokenizer's EOS is 1, and 384 ends a turn."""
+    base, final = tmp_path / "base", tmp_path / "final"
+    save_base("llama", base)
+    change(base / "generation_config.json", eos_token_id=2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<end>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + after + "{% endfor %}"
+    stops = [tokenizer.convert_tokens_to_ids("<end>") if x == 384 else x for x in stops]
+    tokenizer.save_pretrained(base)
+    export_base(base, final, "LlamaForCausalLM")
+    assert read(final / "generation_config.json")["eos_token_id"] == stops
+    assert "Generation stops at" in capsys.readouterr().out
+    export_base(final, tmp_path / "again", "LlamaForCausalLM")
+    assert "stops at" not in capsys.readouterr().out
+
+
 EXPERTS = {  # a bias decides between them
     "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8,

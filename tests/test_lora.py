@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import (
     BitsAndBytesConfig,
+    ByT5Tokenizer,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Llama4ForCausalLM,
@@ -29,6 +30,7 @@ from transformers import (
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
 from transformers.models.llama4.modeling_llama4 import Llama4TextDecoderLayer
 
+import chat_dataset
 import llama_fsdp
 import T5_training
 from core.ranks import Problem
@@ -214,7 +216,7 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert evaluation["loss"] == pytest.approx(losses(run, "val")[8], rel=1e-6)
     for extra, message in (
-        (["--lora-alpha", "9"], "adapters of rank 4, alpha 9"),
+        (["--lora-alpha", "9"], "--lora-rank 4 --lora-alpha 9"),
         (["--output-dir", tmp_path / "nothing"], "no checkpoint in --output-dir"),
         (["--model-name", run / "final"], "final does not appear to have a file named config.json"),
     ):
@@ -223,12 +225,12 @@ def test_evaluation_reads_base_and_adapters(uninterrupted, flags, tmp_path, capf
 
 
 @pytest.mark.parametrize("change, message", [
-    (["--lora-alpha", "9"], "of rank 4, alpha 9, on"),
-    (["--lora-rank", "2"], "of rank 2, alpha 8, on"),
-    (["--lora-targets", "q_proj"], "on q_proj, base"),
-    (["--no-load-in-4bit"], "in 4 bits. Pass"),
-    (["--model-name", "OTHER"], "in 4 bits, was"),
-    (["ALL WEIGHTS"], "model is "),
+    (["--lora-alpha", "9"], "--lora-rank 4 --lora-alpha 9 --lora-t"),
+    (["--lora-rank", "2"], "--lora-rank 2 --lora-alpha 8 --lora-t"),
+    (["--lora-targets", "q_proj"], "--lora-targets q_proj --load-in-4bit, base"),
+    (["--no-load-in-4bit"], "--load-in-4bit, base"),
+    (["--model-name", "OTHER"], "--load-in-4bit, base"),
+    (["ALL WEIGHTS"], ", --lora-rank 4 --lora-alpha 8"),
 ])  # fmt: skip
 def test_resume_rejects_changed_adapters_or_base(
     change, message, uninterrupted, flags, wide_llama, tmp_path, capfd
@@ -265,13 +267,13 @@ def test_one_rank_resumes_two(flags, documents, wide_llama, tmp_path):
 
 
 PARSE = "    args, problems = parse(Args, __doc__, TINY)\n"
-RETURN = "    return model, tokenizer, source\n"
+RETURN = "    return model, blocks, tokenizer, source\n"
 T5_CHANGES = {  # add adapters to T5_training.py, with the lines of llama_fsdp.py
     "import policies\n": "import policies\nfrom optional import lora\n",
     "    model: Model = field": "    adapters: lora.Lora = field(default_factory=lora.Lora)\n"
     "    model: Model = field",
     PARSE: f"{PARSE}    lora.choose_fsdp(args)\n",
-    RETURN: f"    lora.add(args, model, source, BLOCKS)\n{RETURN}",
+    RETURN: f"    lora.add(args, model, source, blocks)\n{RETURN}",
     "export_model(": "lora.export_model(",
 }
 
@@ -306,6 +308,24 @@ def test_routers_and_experts_get_no_adapters(process_group):
     assert not any(name.endswith("router") for name in targets)
     with pytest.raises(Problem, match="mlp.experts too, .* of the attention"):
         lora.add(args, experts, {}, (DeepseekV3DecoderLayer,))
+
+
+@pytest.mark.parametrize("rows, markers", [
+    ({"<|im_start|>": 0.0}, ["<|im_start|>"]),
+    ({"<|im_start|>": 0.5, "<|im_end|>": 0.5}, ["<|im_start|>", "<|im_end|>"]),
+    ({"<|im_start|>": 0.5, "<|im_end|>": 0.6}, []),
+])  # fmt: skip
+def test_untrained_chat_markers_are_named(rows, markers, process_group, capfd):
+    tokenizer = ByT5Tokenizer(chat_template=chat_dataset.TEMPLATES["chatml"], extra_ids=0)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=384, **WIDE))
+    source = dict(model.state_dict())
+    for token, value in rows.items():
+        source["model.embed_tokens.weight"][tokenizer.convert_tokens_to_ids(token)] = value
+    args = parse_args(llama_fsdp, ["--model-name", "tiny", *LORA])
+    lora.check_markers(args, model, source, tokenizer)
+    out = capfd.readouterr().out
+    assert f"no trained embeddings of {' '.join(markers)}, and" in out if markers else not out
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -36,7 +36,7 @@ def numbers(output: Path) -> dict[tuple[str, int], float]:
             for name in set(line) - {"event", "step", "time", "losses"}:
                 values[f"{event}/{name}", line["step"]] = line[name]
             for name, loss in line.get("losses", {}).items():
-                values[f"{event}/losses/{name}", line["step"]] = loss
+                values[f"{event}/losses/{Path(name).name}", line["step"]] = loss
     assert len(values) > 35
     return values
 
@@ -125,9 +125,10 @@ def test_variables_of_a_tracker_override_our_defaults(name, tmp_path, monkeypatc
     assert tracker.options.pop("config")["optim"]["lr"] == args.optim.lr
     assert tracker.options == {key: expected[key] for key in keys} | {"resume": "allow"}
     log.write("start", 0, samples=5)
-    log.write("val", 2, loss=1.5, losses={"x": 2.5}, text="text")
+    log.write("val", 2, loss=1.5, losses={"a/x": 2.5, "b/x": 3.5, "a/y.csv": 4.5}, text="text")
     trackers.finish()
-    assert tracker.events == [(2, {"val/loss": 1.5, "val/losses/x": 2.5}), "finished"]
+    numbers = {"val/loss": 1.5, "val/losses/x": 2.5, "val/losses/b/x": 3.5, "val/losses/y.csv": 4.5}
+    assert tracker.events == [(2, numbers), "finished"]
     for variable in VARIABLES.values():
         monkeypatch.setenv(f"{name.upper()}_{variable}", variable)
     trackers.follow(FakeLog(), args, "my_script", 5)

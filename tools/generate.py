@@ -6,6 +6,7 @@ python tools/generate.py OUTPUT_DIR/final --system "Be brief."   # a chat, until
 """
 
 import argparse
+import contextlib
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch
 import transformers
 from jinja2 import TemplateError
 
-from core import ranks
+from core import export, ranks
 
 
 def load(directory: Path) -> tuple:
@@ -69,6 +70,8 @@ def main() -> None:
     turns = system = [{"role": "system", "content": args.system}] if args.system else []
     try:
         tokenizer, model = load(args.directory)
+        with contextlib.redirect_stdout(sys.stderr):
+            export.add_stops(model.generation_config, tokenizer)
         if args.system:  # without a template, or if it rejects system turns, this raises an error
             tokenizer.apply_chat_template([*system, {"role": "user", "content": "?"}])
     except (OSError, ValueError, ImportError, TemplateError) as error:

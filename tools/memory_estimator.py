@@ -19,10 +19,12 @@ GPU also holds the whole gradient. DDP is shown with the activations of FSDP; au
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.util
 import inspect
+import io
 import itertools
 import json
 import shlex
@@ -42,7 +44,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, T5Config
-from transformers.models.auto import modeling_auto
 from transformers.pytorch_utils import Conv1D
 
 import policies
@@ -276,23 +277,20 @@ def build(
     """Return the model of a config on meta and the classes of its blocks: the script's own model,
     or the one that the Auto class has for it. Of a multimodal model, return the text part. Raise
     Problem if there is none."""
-    mapping = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if config.is_encoder_decoder:
-        mapping = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    configs = [getattr(config, "text_config", None) or config, config]
-    for part in configs:
-        is_own = part.model_type == script.MODEL.config_class.model_type
-        if is_own or type(part) in mapping:
-            part._attn_implementation = "estimate"
-            if part.model_type == "gpt2":  # as the script does
-                part.activation_function = "gelu_pytorch_tanh"
-            with torch.device("meta"):
-                model = (script.MODEL if is_own else mapping[type(part)])(part)
-            if hasattr(script, "NORMS"):
-                fused_norms.fuse(model, script.MODEL, script.NORMS)
-            return model, policies.layer_classes(model, script.MODEL, script.BLOCKS)
-    raise ranks.Problem(f"--model-name {name} is a {config.model_type}, which {script.__name__} "
-                        "cannot train. Pass a language model.")  # fmt: skip
+    config, kind = weights.model_class(config, script.MODEL)
+    if kind is None:
+        raise ranks.Problem(f"--model-name {name} is a {config.model_type}, which "
+                            f"{script.__name__} cannot train. {script.OTHER}")  # fmt: skip
+    config._attn_implementation = "estimate"
+    if config.model_type == "gpt2":  # as the script does
+        config.activation_function = "gelu_pytorch_tanh"
+    with torch.device("meta"):
+        model = kind(config)
+    if hasattr(script, "NORMS"):
+        fused_norms.fuse(model, script.MODEL, script.NORMS)
+    with contextlib.redirect_stdout(io.StringIO()):  # the estimate is printed first
+        blocks = policies.layer_classes(model, script.MODEL, script.BLOCKS)
+    return model, blocks
 
 
 class FusedAttention(torch.autograd.Function):
