@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import IO, Annotated, Any, Literal
@@ -21,8 +21,9 @@ from core.steps import pad
 
 FEATURES = Features({"input_ids": List(Value("int32"))})
 WIKITEXT = "Salesforce/wikitext"
-USUAL_COLUMNS = [("content",), ("document",), ("article",)]  # if there is no text
-CONTINUES = "text continues"  # a key of pieces of text files: whether the next row continues it
+USUAL_COLUMNS = [("text",), ("content",), ("document",), ("article",)]
+# Keys of pieces of text files: whether the next row continues it, and whether it continues one.
+CONTINUES, LATER = "text continues", "later text"
 PIECE = 1 << 14  # characters of a text file that make a row
 # The start of a text that ends after a word, or after a line break between two lines.
 START = re.compile(r"(?s).*([^\W\d_](?=\s)|\S\n(?=\S))")
@@ -87,9 +88,11 @@ def hold_out(name: str, rows: Dataset) -> reading.Parts:
 
 def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Dataset:
     """Return token blocks, cut from joined rows of text; rows of `input_ids` are blocks already."""
-    size, column = args.block_size, args.text_column
+    size, column, eos = args.block_size, args.text_column, tokenizer.eos_token
     columns = reading.first_row(name, rows)
-    if column == Data.text_column and {column, "input_ids"}.isdisjoint(columns):
+    # With several data sets, the flag is for those that have the column.
+    is_default = column == Data.text_column or len(args.dataset + args.val_dataset) > 1
+    if is_default and {column, "input_ids"}.isdisjoint(columns):
         (column,) = reading.usual_columns(name, columns, USUAL_COLUMNS) or [column]
 
     def from_text(row: dict) -> list[dict]:
@@ -97,11 +100,21 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
         if not isinstance(text, str):
             raise ValueError(f"{column} is {text!r}, not text")
         options = {"add_special_tokens": False, "split_special_tokens": True}  # <unk> is plain text
-        ids = tokenizer(text, verbose=False, **options)["input_ids"]
+        documents = []
+        before = ""  # because some tokenizers put a space in front of a text, as Llama 2's
+        if row.get(LATER):
+            before = "a" if text[:1].isspace() else "\n"
+        # In a text file, the text of EOS separates documents.
+        for part in text.split(eos) if CONTINUES in row else [text]:
+            ids = tokenizer(before + part, verbose=False, **options)["input_ids"]
+            if before:
+                ids = ids[len(tokenizer(before, verbose=False, **options)["input_ids"]) :]
+                before = ""
+            documents += [{"input_ids": [*ids, tokenizer.eos_token_id]}] if part else []
         is_line = "wikitext" in name.lower() and text.endswith("\n")  # of an article
-        if not is_line and not row.get(CONTINUES):
-            ids.append(tokenizer.eos_token_id)
-        return [{"input_ids": ids}] if text else []
+        if documents and (is_line or row.get(CONTINUES)):
+            documents[-1]["input_ids"].pop()
+        return documents
 
     def from_tokens(row: dict) -> list[dict]:
         limit = "--block-size", size + 1
@@ -110,19 +123,23 @@ def encode(name: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
     if column not in columns and "input_ids" not in columns:
         raise reading.no_columns(name, [column], columns, "Pass --text-column.")
     key = args.bad_rows, size, column, reading.tokenizer_digest(tokenizer)
-    rows = reading.select(rows, [column, "input_ids"])
     if column not in columns:
-        return reading.map_rows(name, rows, from_tokens, FEATURES, *key)
-    documents = reading.map_rows(name, rows, from_text, FEATURES, *key)
-    key = reading.cache_key(blocks, documents._fingerprint, size)
-    return Dataset.from_generator(partial(blocks, documents, size), FEATURES, fingerprint=key)
+        return reading.map_rows(name, rows, ["input_ids"], from_tokens, FEATURES, *key)
+    documents = reading.map_rows(name, rows, [column], from_text, FEATURES, *key)
+    if CONTINUES in columns and len(documents) > len(rows):
+        print0(f"{name}: {len(documents) - len(rows):,} documents end in {eos}")
+    added = tokenizer("", verbose=False)["input_ids"]
+    bos = [x for x in added if x == tokenizer.bos_token_id != tokenizer.eos_token_id]
+    key = reading.cache_key(blocks, documents._fingerprint, size, bos)
+    generate = partial(blocks, documents, size, tokenizer.eos_token_id, bos)
+    return Dataset.from_generator(generate, FEATURES, fingerprint=key)
 
 
 def text_pieces(file: IO[str]) -> Iterator[dict[str, Any]]:
     """Yield a text file in pieces that have the same tokens as in the whole text: those of
-    byte-level BPE span neither a letter and the space after it, nor a single line break and the
+    BPE span neither a letter and the space after it, nor a single line break and the
     next word. The line breaks at the end are left out."""
-    pending = ""
+    pending, is_later = "", False
     while block := file.read(PIECE):
         if "\0" in block:
             raise ValueError("it is not text, because it contains a zero byte")
@@ -130,17 +147,23 @@ def text_pieces(file: IO[str]) -> Iterator[dict[str, Any]]:
         start = START.match(pending)
         end = start.end() if start else len(pending) - 1
         if pending[end:].strip() and (start or len(pending) > 64 * PIECE):
-            yield {"text": pending[:end], CONTINUES: True}
-            pending = pending[end:]
-    yield {"text": pending.rstrip("\r\n"), CONTINUES: False}
+            yield {"text": pending[:end], CONTINUES: True, LATER: is_later}
+            pending, is_later = pending[end:], True
+    yield {"text": pending.rstrip("\r\n"), CONTINUES: False, LATER: is_later}
 
 
-def blocks(rows: Dataset, size: int) -> Iterator[dict[str, list[int]]]:
+def blocks(
+    rows: Dataset, size: int, eos: int = -1, bos: Sequence[int] = ()
+) -> Iterator[dict[str, list[int]]]:
     """Join the documents and yield blocks of `size` + 1 tokens; the last one may be shorter. Each
-    starts with the last token of the one before, so every token but the first is a target once."""
+    starts with the last token of the one before, so every token but the first is a target once.
+    `bos` precedes each document: some models cannot predict without it."""
     pending: list[int] = []
+    beginning = bos
     for row in rows:
+        pending += beginning
         pending += row["input_ids"]
+        beginning = bos if row["input_ids"][-1:] == [eos] else ()
         last = (len(pending) - 1) // size * size
         for start in range(0, last, size):
             yield {"input_ids": pending[start : start + size + 1]}

@@ -148,8 +148,8 @@ class LossModel:
             options |= dict.fromkeys(("max_length_q", "max_length_k"), max_seqlen)
         if targets is None:
             return super().forward(input_ids, **options)
-        hidden = self.base_model(input_ids, use_cache=False, **options).last_hidden_state
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        hidden = getattr(self, "model", self.base_model)(input_ids, use_cache=False, **options)
+        hidden, targets = hidden.last_hidden_state.flatten(0, 1), targets.flatten()
         if target_positions is not None:  # because most of a chat is the prompt
             hidden, targets = hidden[target_positions], targets[target_positions]
         return self.get_output_embeddings()(hidden, targets)
@@ -171,6 +171,7 @@ def load_model(args: Args, needs_weights: bool) -> tuple[Any, ...]:
     fused_norms.fuse(model, MODEL, NORMS)  # optional: fused_norms
     blocks = policies.layer_classes(model, MODEL, BLOCKS)
     lora.add(args, model, source, blocks)  # optional: lora
+    lora.check_markers(args, model, source, tokenizer)  # optional: lora
     return model, blocks, tokenizer, source
 
 

@@ -18,10 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.fsdp.wrap import (
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
@@ -85,22 +82,22 @@ def compute_precision(precision: str) -> str:
 
 def problems(args: Sharding, optim: Optim, run: Run) -> list[str]:
     """Return a message for each combination that would not train as asked for."""
+    strategy, no_sync = args.strategy, optim.accumulate_no_sync
     processes = environment_size()
     group = args.shard_group_size or int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    strategy, no_sync = args.strategy, optim.accumulate_no_sync
-    fsdp1, fsdp2 = args.fsdp == 1 and strategy != "ddp", args.fsdp == 2
-    syncs_each_batch = optim.gradient_accumulation_steps > 1 and not (no_sync and processes > 1)
     trains = not (run.evaluate_only or run.export_only)
-    is_unsharded = trains and (processes == 1 or strategy == "no_shard")
-    offloads = args.cpu_offload and fsdp1
+    is_whole = processes == 1 or strategy == "no_shard"
+    syncs_each_batch = optim.gradient_accumulation_steps > 1 and not no_sync
+    is_fsdp1 = args.fsdp == 1 and strategy != "ddp"
     rules = {
         # It trains incorrectly: https://github.com/pytorch/pytorch/issues/118245
-        "--cpu-offload needs --fsdp 2, or several processes and a --strategy that shards.": (
-            offloads and is_unsharded
+        "--cpu-offload needs --fsdp 2, or several processes, a --strategy that shards, and "
+        "--accumulate-no-sync if gradients are accumulated.": (
+            args.cpu_offload and is_fsdp1 and trains and (is_whole or syncs_each_batch)
         ),
-        "--cpu-offload with accumulation needs --fsdp 2, or --accumulate-no-sync on several "
-        "processes.": offloads and syncs_each_batch,
-        f"--strategy {strategy} needs --fsdp 1.": fsdp2 and strategy in ("no_shard", "ddp"),
+        f"--strategy {strategy} needs --fsdp 1.": (
+            args.fsdp == 2 and strategy in ("no_shard", "ddp")
+        ),
         "--accumulate-no-sync cannot be used with no_shard.": no_sync and strategy == "no_shard",
         # A group of 1 never synchronizes gradients.
         "--strategy hybrid_shard needs a --shard-group-size above 1 that divides the processes.": (
@@ -256,9 +253,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 @contextlib.contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Run a with block in evaluation mode, then reshard FSDP's units. Without a backward pass some
-    stay gathered: state dicts would not match the optimizer's parameters, and changes of weights,
-    such as EMA's, would be overlooked. Use on all ranks."""
+    """Run a with block in evaluation mode, then reshard FSDP's units, on all ranks. Without a
+    backward pass some stay gathered, and would overlook changes of weights, such as EMA's."""
     training = model.training
     model.eval()
     try:
@@ -268,9 +264,8 @@ def evaluation(model: nn.Module) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-            # Private, because FSDP1 has no public method for it. A unit's parameter lacks the
-            # attribute before the first forward pass, and without sharding. `_reshard` would also
-            # queue an event for each unit, which lifts FSDP1's limit on all-gathers for many steps.
+            # Private, as FSDP1 has no method. `_reshard` would lift its limit on all-gathers.
+            # A unit lacks the attribute before the first forward pass, and without sharding.
             handle = getattr(module, "_handle", None)
             if handle and hasattr(handle.flat_param, "_full_param_padded"):
                 handle.reshard(free_unsharded_flat_param=True)

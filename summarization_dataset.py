@@ -80,6 +80,11 @@ class Data:
     group_by_length: bool = True
     """batch texts of similar length, to pad less"""
 
+    def problems(self, _: Any) -> list[str]:
+        """Return a message if the source is the target."""
+        are_equal = self.source_column == self.target_column
+        return ["--source-column and --target-column are the same."] * are_equal
+
 
 def load(
     args: Data, tokenizer: Tokenizer, evaluate_only: bool = False
@@ -94,7 +99,7 @@ def load(
     train_set, val_sets = reading.load_sets(args, load_parts, reading.hold_out, make, evaluate_only)
     if train_set:
         text, summary = (tokenizer.decode(train_set[0][x]) for x in ("input_ids", "labels"))
-        print0(reading.shorten(f"an example, with targets in « »: «{summary}» from {text}"))
+        print0(f"an example, with targets in « »: «{summary}» from {text}"[:400])
     return train_set, val_sets
 
 
@@ -147,8 +152,10 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
     needed = WIKIHOW_COLUMNS if is_wikihow else (args.source_column, args.target_column)
     missing = {*needed} - {*columns}
     if missing and "input_ids" in columns:
-        return read_tokens(name, reading.select(rows, TOKENS), args, tokenizer)
-    if missing and needed == (Data.source_column, Data.target_column):
+        return read_tokens(name, rows, args, tokenizer)
+    # With several data sets, the flags are for those that have the columns.
+    are_defaults = needed == (Data.source_column, Data.target_column)
+    if missing and (are_defaults or len(args.dataset + args.val_dataset) > 1):
         needed = reading.usual_columns(name, columns, USUAL_COLUMNS) or needed
     if missing := [column for column in needed if column not in columns]:
         advice = "Pass --source-column and --target-column."
@@ -167,10 +174,7 @@ def clean_rows(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> Da
         summary.encode()  # raises ValueError for half of a surrogate pair
         return [{"text": text, "summary": summary, "key": stable_hash(text), "split": ""}]
 
-    rows = reading.select(rows, needed)
-    cleaned = reading.map_rows(name, rows, clean, PAIR | KEY, args.bad_rows, needed, titles)
-    print0(f"{name}: {len(cleaned):,} of {len(rows):,} rows used")
-    return cleaned
+    return reading.map_rows(name, rows, needed, clean, PAIR | KEY, args.bad_rows, needed, titles)
 
 
 def clean_wikihow(
@@ -203,7 +207,7 @@ def read_tokens(name: str, rows: Dataset, args: Data, tokenizer: Tokenizer) -> D
         return [{"input_ids": ids, "labels": labels, "length": len(ids), "key": key, "split": ""}]
 
     key = args.bad_rows, limits, len(tokenizer)
-    return reading.map_rows(name, rows, read, TOKENS | KEY, *key)
+    return reading.map_rows(name, rows, TOKENS, read, TOKENS | KEY, *key)
 
 
 def split_wikihow(rows: Dataset) -> reading.Parts:
@@ -238,16 +242,17 @@ def draw(
         rows = rows.select(sorted(indices[:limit]))  # reads faster than in random order
     rows = rows.remove_columns([*KEY])
     if "input_ids" not in rows.column_names:
+        loses_breaks = "\n" not in tokenizer.decode(tokenizer("a\nb")["input_ids"])
+        pairs = zip(rows["text"], rows["summary"], strict=True)
+        if count := loses_breaks * sum("\n" in text + summary for text, summary in pairs):
+            print0(f"{spec}, {split}: the tokenizer loses the line breaks of {count:,} rows")
         rows = encode(spec, rows, tokenizer, args)
-    full = int((rows.with_format("numpy")["length"][:] == args.source_length).sum())
-    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows used, {full:,} reach --source-length")
-    labels = rows.select_columns("labels").with_format("arrow")[:]["labels"]
-    targets = labels.combine_chunks().flatten().to_numpy()
-    unknown = int((targets == tokenizer.unk_token_id).sum())
-    if 100 * unknown > len(targets):
-        print0(f"Warning: {unknown:,} of {len(targets):,} target tokens are {tokenizer.unk_token}. "
-            "The tokenizer lacks some characters, so the model cannot learn to write them."
-            )  # fmt: skip
+    print0(f"{spec}, {split}: {len(rows):,} of {total:,} rows drawn")
+    targets = np.concatenate(rows.with_format("numpy")["labels"][:])
+    unknown = np.mean(targets == tokenizer.unk_token_id)
+    if unknown > 0.01:
+        print0(f"Warning: {unknown:.0%} of the target tokens are {tokenizer.unk_token}, for "
+               "characters that the tokenizer lacks. The model cannot learn them.")  # fmt: skip
     return rows
 
 
@@ -267,7 +272,7 @@ def encode(spec: str, rows: Dataset, tokenizer: Tokenizer, args: Data) -> Datase
         return [{"input_ids": ids, "labels": labels, "length": len(ids)}]
 
     key = prefix, lengths, reading.tokenizer_digest(tokenizer)
-    return reading.map_rows(spec, rows, encode_pair, TOKENS, args.bad_rows, *key)
+    return reading.map_rows(spec, rows, PAIR, encode_pair, TOKENS, args.bad_rows, *key)
 
 
 def collator(model: nn.Module) -> Callable:

@@ -8,6 +8,7 @@ unless its docstring differs.
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -161,7 +162,7 @@ def _finish(path: Path, state: dict[str, Any], full: bool) -> None:
     files = {file.name: file.stat().st_size for file in path.iterdir()}
     state = state | {"files": files, "processes": dist.get_world_size()}
     temporary = path / f"{STATE}.tmp"
-    temporary.write_text(json.dumps(state, indent=1))
+    temporary.write_text(json.dumps(state, indent=1, default=str))
     temporary.rename(path / STATE)
 
 
@@ -240,6 +241,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
     """Load into `model` the weights of a checkpoint of any world size and strategy."""
     weights = model_weights(model)
     read(path, {"model": weights})
+    # FSDP1 warns that the second name of each tied weight is missing.
+    logging.getLogger("torch.distributed.fsdp._state_dict_utils").setLevel(logging.ERROR)
     dcp_state.set_model_state_dict(model, weights, options=_options(model))
 
 

@@ -12,11 +12,12 @@ import inspect
 import json
 import os
 import random
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from glob import glob
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import datasets
 import numpy as np
@@ -29,8 +30,11 @@ Parts = dict[str, Dataset]  # rows or samples by split: train, and maybe validat
 
 LINE = "json line"  # the only column of files: a row as JSON, which `parse` reads
 UNEVEN = "fields that the header lacks, or lacking fields"  # of rows of CSV files
+ROW = "number of the row"  # a column of samples, until rows are counted
+TABLE_TYPES = ({str}, {list})  # of the items in the first column of a table in one row
 LARGE = 10_000  # rows above which several processes map them
 MASKS = ("attention_mask", "loss_mask", "completion_mask", "assistant_masks")  # of tokenized rows
+PACKED = ("position_ids", "seq_lengths")  # columns of tokenized rows that have several documents
 PROBE = "  Two  Words, a Ünïcode dash – and\n\ta line break 1234"
 
 
@@ -44,7 +48,10 @@ def load_sets(
     """
     train, validation = [], {}
     for name in args.val_dataset:
-        parts = load_parts(name)
+        try:
+            parts = load_parts(name)
+        except Problem as error:
+            raise Problem(f"--val-dataset: {error}") from None
         validation[name] = parts.get("validation", parts["train"])
     for name in () if evaluate_only and validation else args.dataset:
         parts = load_parts(name)
@@ -70,15 +77,23 @@ def read(spec: str, config: str | None = None, text_rows: Callable | None = None
     try:
         if any(path.glob("dataset_*.json")):  # which save_to_disk writes
             parts = datasets.load_from_disk(path)
+            # Their fingerprints are those of the code that made them, not of what they contain.
+            keys = [_key(file) for file in sorted(path.rglob("*.arrow"))]
+            for rows in parts.values() if isinstance(parts, dict) else [parts]:
+                rows._fingerprint = digest(rows._fingerprint, keys)
         elif files:
             for path in files:
                 parts.append(_read_file(path, text_rows))
             parts = concatenate_datasets(parts)
+        elif path.is_dir():
+            raise ValueError("the folder has no *.txt. Pass its files, such as FOLDER/*.jsonl")
         else:
             parts = datasets.load_dataset(name, config)
         return pick(parts if isinstance(parts, dict) else {"train": parts}, split)
     except Exception as error:  # pandas, pyarrow, the hub and datasets each raise their own types
         reason = shorten(str(error.__cause__ or error))
+        if isinstance(error, OSError):
+            reason += f". The cache is {datasets.config.HF_DATASETS_CACHE}"
         raise Problem(f"Data set {path} cannot be read: {reason}") from error
 
 
@@ -93,65 +108,78 @@ def pick(parts: Parts, split: str) -> Parts:
     return {"train": concatenate_datasets(chosen)}
 
 
+def _key(path: Path) -> str:
+    stat = path.stat()
+    return digest(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
 def _read_file(path: Path, text_rows: Callable | None) -> Dataset:
-    stat, suffix = path.stat(), Path(path.name.lower().removesuffix(".gz")).suffix
-    key = digest(str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    key, suffix = _key(path), Path(path.name.lower().removesuffix(".gz")).suffix
+    with path.open("rb") as file:
+        if file.read(20) == b"version https://git-":
+            raise ValueError("it is a pointer of Git LFS. Run `git lfs pull`")
     if suffix == ".parquet":
         return datasets.load_dataset("parquet", key, data_files=str(path), split="train")
-    reader = READERS.get(suffix, text_rows)
+    readers = dict.fromkeys((".json", ".jsonl", ".ndjson"), _json_rows)
+    readers |= dict.fromkeys((".csv", ".tsv"), _csv_rows)
+    reader = readers.get(suffix, text_rows)
     if not reader:
         raise ValueError("it is not a CSV, TSV, JSON, JSONL or Parquet file")
-    return Dataset.from_generator(
-        _lines, Features({LINE: Value("string")}), gen_kwargs={"path": path, "reader": reader},
-        fingerprint=cache_key(reader, key),
-    )  # fmt: skip
+
+    def lines() -> Iterator[dict[str, str]]:
+        opener = gzip.open if path.suffix.lower() == ".gz" else open
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+            for row in reader(file):  # in ASCII, because half of a surrogate pair is not UTF-8
+                yield {LINE: row if isinstance(row, str) else json.dumps(row)}
+
+    features = Features({LINE: Value("string")})
+    return Dataset.from_generator(lines, features, fingerprint=cache_key(reader, key))
 
 
-def _lines(path: Path, reader: Callable) -> Iterator[dict[str, str]]:
-    opener = gzip.open if path.suffix.lower() == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-        for row in reader(file):  # in ASCII, because half of a surrogate pair is not UTF-8
-            yield {LINE: row if isinstance(row, str) else json.dumps(row)}
-
-
-def _json_rows(file: IO[str]) -> Iterator[Any]:
+def _json_rows(file: Any) -> Iterator[Any]:
     lines = filter(None, map(str.strip, file))
     is_list = next(lines, "").startswith("[")
     file.seek(0)
     yield from json.load(file) if is_list else lines
 
 
-def _csv_rows(file: IO[str]) -> Iterator[dict[str, str]]:
+def _csv_rows(file: Any) -> Iterator[dict[str, str]]:
     csv.field_size_limit(2**31 - 1)
     delimiter = "\t" if ".tsv" in file.name.lower() else ","
-    reader = csv.DictReader(file, None, UNEVEN, UNEVEN, delimiter=delimiter, strict=True)
+    rows = csv.DictReader(file, None, UNEVEN, UNEVEN, delimiter=delimiter, strict=True)
     try:
-        columns = reader.fieldnames or []
+        columns = rows.fieldnames or []
         if len({*columns}) < len(columns):
             raise csv.Error("the header names a column twice")
-        yield from reader
+        for row in rows:
+            if delimiter == "\t" and any("\n" in field for field in row.values()):
+                raise csv.Error('a field that begins with " spans lines. Write "" for " in it')
+            yield row
     except csv.Error as error:
-        raise ValueError(f"line {reader.reader.line_num}: {error}") from None
-
-
-READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), _json_rows)
-READERS |= {".csv": _csv_rows, ".tsv": _csv_rows}
+        raise ValueError(f"line {rows.reader.line_num}: {error}") from None
 
 
 def first_row(name: str, rows: Dataset) -> dict[str, Any]:
-    """Return the first row, whose keys are the columns, without decoding images."""
+    """Return the first row, whose keys are the columns, without decoding images. Raise Problem if
+    there is none, or if it is a whole table."""
     try:
-        return parse(rows.with_format("arrow")[:1].to_pylist()[0])
+        row = parse(rows.with_format("arrow")[:1].to_pylist()[0])
     except (ValueError, IndexError) as error:
         raise Problem(f"The first row of data set {name} cannot be read: {error}. Write a JSON "
                       "object on each line.") from None  # fmt: skip
+    first = next(iter(row.values()), None)
+    if len(rows) == 1 and isinstance(first, dict | list) and {*map(type, first)} in TABLE_TYPES:
+        raise Problem(f"Data set {name} is a whole table as one row, such as pandas' to_json "
+                      "writes. Pass orient='records' and lines=True to it.")  # fmt: skip
+    return row
 
 
 def usual_columns(name: str, columns: Iterable[str], table: Iterable[tuple]) -> tuple | None:
     """Return, and print, the first line of the table whose columns are all there, or None."""
     for usual in table:
         if {*usual} <= {*columns}:
-            print0(f"{name}: uses {' and '.join(usual)} of the columns {', '.join(columns)}")
+            others = ", ".join(x for x in columns if x not in usual) or "nothing"
+            print0(f"{name}: uses {' and '.join(usual)}; left out: {others}")
             return usual
     return None
 
@@ -160,12 +188,6 @@ def no_columns(name: str, missing: Iterable[str], columns: Iterable[str], advice
     """Return the error that the columns `missing` are not among `columns`."""
     return Problem(f"Data set {name} has no column {' or '.join(missing)}. Its columns are: "
                    f"{shorten(', '.join(columns))}. {advice}")  # fmt: skip
-
-
-def select(rows: Dataset, names: Iterable[str | None]) -> Dataset:
-    """Return the rows with only the columns `names`, as far as they exist, masks of tokens, and
-    lines of JSON."""
-    return rows.select_columns([x for x in rows.column_names if x in {LINE, *MASKS, *names}])
 
 
 def parse(row: dict[str, Any]) -> dict[str, Any]:
@@ -189,37 +211,52 @@ def _without_none(value: Any) -> Any:
 
 
 def map_rows(
-    name: str, rows: Dataset, function: Callable, features: dict, bad_rows: str, *key: object
-) -> Dataset:
-    """Return the samples, dicts of `features`, of which `function` makes a list of each row, cached
-    by `key` and the code of its file. If it raises ValueError, raise Problem with the row's number
-    or, if `bad_rows` is "skip", leave the row out."""
+    name: str, rows: Dataset, columns: Iterable[str], function: Callable, features: dict,
+    bad_rows: str, *key: object,
+) -> Dataset:  # fmt: skip
+    """Return the samples, dicts of `features`, of which `function` makes a list of each row. It
+    gets the `columns` that exist and masks, or a row of a file. `key` and the function's file are
+    the key of the cache. If it raises ValueError, raise Problem with the number of the row or, if
+    `bad_rows` is "skip", leave the row out."""
+    rows = rows.with_format(None)
+    wanted = {LINE, *MASKS, *PACKED, *columns}
+    rows = rows.select_columns([x for x in rows.column_names if x in wanted])
+    kinds = Features({**features, ROW: Value("int64")})
+    skipped: list[int] = []  # by this process
 
     def convert(columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
         samples = []
         for number, *values in zip(numbers, *columns.values(), strict=True):
             try:
-                samples += function(parse(dict(zip(columns, values, strict=True))))
+                parts = function(parse(dict(zip(columns, values, strict=True))))
+                samples += [part | {ROW: number} for part in parts]
             except Problem:  # of the data set, not of a row
                 raise
             except (ValueError, TypeError, AttributeError) as error:
                 problem = f"{name}, row {number + 1}: {shorten(str(error))}"
                 if bad_rows == "fail":
                     raise Problem(f"{problem}. Correct it, or pass --bad-rows skip.") from None
-                print0(f"Skipped {problem}")
-        return {column: [sample[column] for sample in samples] for column in features}
+                skipped.append(number)
+                if len(skipped) <= 10:
+                    print0(f"Skipped {problem}")
+        return {kind: [sample[kind] for sample in samples] for kind in kinds}
 
+    # Sockets of the processes are files in this directory, and their paths have 107 bytes at most.
+    is_large = len(rows) > LARGE and len(tempfile.gettempdir()) < 60
     gc.collect()  # finalizing garbage may crash a forked process
     # The hash of `datasets` depends on a tokenizer's state, and not on a module's code.
     key = cache_key(function, rows._fingerprint, name, bad_rows, sorted(features), *key)
-    samples = rows.with_format(None).map(
+    samples = rows.map(
         convert, batched=True, batch_size=100, with_indices=True, new_fingerprint=key,
-        remove_columns=rows.column_names, features=Features(features),
-        num_proc=len(os.sched_getaffinity(0)) if len(rows) > LARGE else None,
+        remove_columns=rows.column_names, features=kinds,
+        num_proc=len(os.sched_getaffinity(0)) if is_large else None,
     )  # fmt: skip
-    if not len(samples):
+    used = len(samples.unique(ROW))
+    if used == 0:
         raise Problem(f"Data set {name} has no usable rows among {len(rows)}.")
-    return samples
+    if used < len(rows):
+        print0(f"{name}: {used:,} of {len(rows):,} rows used")
+    return samples.remove_columns(ROW)
 
 
 def token_ids(
@@ -229,6 +266,10 @@ def token_ids(
     the tokenizer without padding, and no mask excludes some."""
     if excluded := [mask for mask in MASKS if 0 in (row.get(mask) or ())]:
         raise ValueError(f"{excluded[0]} excludes tokens, and it is not read. Remove them")
+    positions, lengths = (row.get(name) or [] for name in PACKED)
+    if positions.count(0) > 1 or len(lengths) > 1 or 2 in (row.get("attention_mask") or ()):
+        raise ValueError("the row has several documents, which would attend to each other. Split "
+                         "it, or do not pack")  # fmt: skip
     ids = row.get(column)
     if not ids or {*map(type, ids)} != {int}:
         raise ValueError(f"{column} is empty or not a list of integers")
@@ -236,9 +277,11 @@ def token_ids(
         raise ValueError(f"{len(ids)} tokens, but {flag} allows {limit}")
     if not 0 <= min(ids) <= max(ids) < len(tokenizer):
         raise ValueError(f"{column} has other tokens than the tokenizer's {len(tokenizer)}")
-    eos = tokenizer.eos_token_id
-    if ids[-1] == tokenizer.pad_token_id != eos or ids[-2:] == [eos, eos]:
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    if ids[-1] == pad != eos or ids[-2:] == [eos, eos]:
         raise ValueError("the tokens end in padding")
+    if ids[:2] in ([token, token] for token in (eos, pad, tokenizer.bos_token_id)):
+        raise ValueError("the tokens begin in padding, or with BOS twice")
     return ids
 
 

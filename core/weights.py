@@ -23,14 +23,12 @@ WEIGHTS = "model*.safetensors"
 TEXT_PART = "language_model."  # prefix of the keys of a multimodal model's text part
 IN_LAYER = re.compile(r"(\.\d+\.).*")  # the layer number in a tensor's name, and the rest
 # Buffers in files of older Transformers versions, which compute them now.
-OLD_BUFFERS = re.compile(
-    r"\.(attn|attention)\.(masked_)?bias$|embed_positions\.weights$"
-    r"|(inv_freq|position_ids|_float_tensor|coder\.version|causal_mask)$"
-)
+OLD_BUFFERS = re.compile(r"\.(attn|attention)\.(masked_)?bias$|embed_positions\.weights$|"
+                         r"(inv_freq|position_ids|_float_tensor|version|causal_mask)$|"
+                         r"EncDecAttention\.relative_attention_bias\.weight$")  # fmt: skip
 WRAPPERS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|base_layer)\.")
-# Config fields that training changes; exports keep the base's values. SWITCHED_OFF are suffixes:
-# with layerdrop, ranks would skip different layers and wait for each other forever; with
-# rescale_every, validation would permanently divide weights.
+# Config fields that training changes; exports keep the base's values. SWITCHED_OFF are suffixes: of
+# a field that lets ranks skip different layers, and of one that makes validation divide weights.
 FOR_TRAINING = ("use_cache",)
 ACTIVATIONS = ("activation_function", "dense_act_fn")
 SWITCHED_OFF = ("layerdrop", "rescale_every")
@@ -71,12 +69,10 @@ def first_names(model: nn.Module) -> dict[str, str]:
 def open_model(
     name: str, own: type[PreTrainedModel], others: str
 ) -> tuple[Path, PretrainedConfig, type[PreTrainedModel], Tokenizer]:
-    """Return directory, config, class and tokenizer of the model `name`, a directory or hub id; if
-    it is multimodal, of its text part. The class is `own` if it fits, else that of the Auto class.
-
-    Only rank 0's node downloads weights. Raise Problem if there is no class; `others` is a sentence
-    on models of another kind.
-    """
+    """Return directory, config, class and tokenizer of the model `name`, a directory or hub id. The
+    class is `own`, or the one that Transformers' Auto class has for the config. Raise Problem if
+    there is none; `others` is a sentence on models of another kind. Only rank 0's node downloads
+    weights."""
     patterns = [*SETTINGS, WEIGHTS] if dist.get_rank() == 0 else SETTINGS
     directory = local_main_process_first(find_directory, name, patterns)
     if not (directory / "config.json").is_file():
@@ -110,17 +106,14 @@ def model_class(
 ) -> tuple[PretrainedConfig, type[PreTrainedModel] | None]:
     """Return the config and class of a model or, if it is multimodal, of its text part: `own` if it
     fits, else that of the Auto class, else None. Any rank."""
-    text = getattr(config, "text_config", config)
-    for part in (text, config):
+    is_seq2seq = own.config_class().is_encoder_decoder
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_seq2seq:
+        classes = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    for part in (getattr(config, "text_config", config), config):
         if part.model_type == own.config_class.model_type:
             return part, own
-    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if own.config_class().is_encoder_decoder:
-        classes = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    elif text.is_encoder_decoder:  # BART has causal classes too
-        classes = {}
-    for part in (text, config):
-        if type(part) in classes:
+        if type(part) in classes and part.is_encoder_decoder == is_seq2seq:  # not a causal BART
             return part, classes[type(part)]
     return config, None
 
@@ -140,6 +133,11 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 def check_length(flag: str, length: int, config: PretrainedConfig) -> None:
     """Raise Problem if a model has fewer positions than `length`; relative ones are no limit."""
     positions = getattr(config, "max_position_embeddings", None) or length
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):  # some models have one for each kind of layer
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            # A longer sequence would change the angles of all sequences of its batch.
+            positions = min(positions, rope["original_max_position_embeddings"])
     if 0 < positions < length:  # XLNet has -1, which is no limit
         raise Problem(f"{flag} {length} is above the model's {positions} positions. Lower it.")
 
@@ -198,6 +196,12 @@ def _read_model(
     problems = "; ".join(f"{name}: {sorted(keys)[:9]}" for name, keys in report.items() if keys)
     if problems:
         raise Problem(f"{directory} does not contain this model; {problems}. Check its files.")
+    # Such as layers that predict further tokens, which Transformers leaves out without a word.
+    ignored = re.compile("|".join(model._keys_to_ignore_on_load_unexpected or ["$^"]))
+    unread = [x for x in text or tensors if ignored.search(x) and not OLD_BUFFERS.search(x)]
+    if unread:
+        print0(f"{len(unread)} tensors of {directory}, such as {unread[0]}, are not part of "
+               f"{library_class(kind).__name__}: they are not trained, nor in final/")  # fmt: skip
     return model
 
 
@@ -214,11 +218,9 @@ def new_model(
     source: Source = {}
 
     def read() -> dict[str, str]:
-        if directory is None:
-            loaded = kind(config)
-        else:
-            loaded = _read_model(kind, config, directory, needs_weights)
-            model._weight_conversions = loaded._weight_conversions  # exports revert them
+        is_new = directory is None
+        loaded = kind(config) if is_new else _read_model(kind, config, directory, needs_weights)
+        model._weight_conversions = getattr(loaded, "_weight_conversions", None)  # for exports
         for name, tensor in [*loaded.named_parameters(), *loaded.named_buffers()]:
             if needs_weights or not isinstance(tensor, nn.Parameter):
                 source[name] = tensor.detach().as_subclass(Tensor)
@@ -226,10 +228,8 @@ def new_model(
 
     # Tie as the files do: T5's config does not show whether its head is tied.
     firsts = on_rank_zero(read)
-    untied = {
-        name: nn.Parameter(torch.empty_like(parameter, device="meta"))
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    own = model.named_parameters(remove_duplicate=False)
+    untied = {name: nn.Parameter(torch.empty_like(x, device="meta")) for name, x in own}
     tied = {name: untied[firsts[name]] for name in untied}
     model.load_state_dict(tied, strict=False, assign=True)
     if directory is not None and (directory / "generation_config.json").is_file():

@@ -44,7 +44,7 @@ FLAT_SHARDS = (
     "{} gets flat shards of FSDP1, not tensors: this trains correctly only if each element is "
     "updated by itself. Otherwise pass --fsdp 2."
 )
-ELEMENTWISE = ("torch.optim.", "bitsandbytes.")  # modules of optimizers
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -54,10 +54,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         return
     if isinstance(optimizer, torch.optim.Adafactor):
         raise Problem("Adafactor would factor shards, not tensors. Pass --strategy ddp.")
-    bases = [base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer]
-    is_known = any(base.__module__.startswith(ELEMENTWISE) for base in bases)
-    if isinstance(model, FSDP) and not is_known:
-        print0(FLAT_SHARDS.format(type(optimizer).__name__))
+    name = type(optimizer).__name__
+    if isinstance(model, FSDP) and name not in ELEMENTWISE:
+        print0(FLAT_SHARDS.format(name))
 
 
 # Two samples that start alike, for the `collate` of each data module. The last one is the shortest.
@@ -94,30 +93,26 @@ def check_model(
     or padding. `samples` are those of a function above; all ranks pass the same."""
     probe = [to_device(collate(x), device) for x in (samples, *([sample] for sample in samples))]
     labels = probe[0]["labels"]
-    is_target = torch.cat([batch["labels"].flatten() for batch in probe]) != -100
+    counts = [int((batch["labels"] != -100).sum()) for batch in probe]
     inputs = _model_inputs(probe[0])
     is_seq2seq = "decoder_input_ids" in inputs
     if is_seq2seq:  # the model makes its decoder's inputs from labels
         inputs = {name: x for name, x in inputs.items() if not name.startswith("decoder_")}
         inputs["labels"] = labels
-    with _forward_only(model, device, precision), _recorded_logits(model) as (chunks, outputs):
+    with _forward_only(model, device, precision), _recorded_logits(model, summed_loss) as chunks:
         # FSDP records its prefetch order in the first pass, so run it as in training.
         losses = [summed_loss(model, batch).flatten()[:1] for batch in probe]
-        if sum(map(len, chunks)) not in (len(is_target), is_target.sum()):
-            chunks = list(outputs)  # of the model's forward in summed_loss, if it was called
-        if not chunks:
-            chunks = [model(**_model_inputs(batch)).logits.flatten(0, 1) for batch in probe]
+        if sum(map(len, chunks)) != sum(counts):  # the loss does not call token_loss
+            chunks = [model(**_model_inputs(x)).logits[x["labels"] != -100] for x in probe]
         own = model(**inputs).logits[labels != -100].float()
-    logits = torch.cat(chunks).float()
-    logits = logits[is_target] if len(logits) == len(is_target) else logits
-    in_batch, in_first, *_, in_last = [int((x["labels"] != -100).sum()) for x in probe]
-    together, last = logits[:in_batch], logits[-in_last:]
+    together, first, *_, last = torch.cat(chunks).float().split(counts)
     common = int((labels[0] == labels[1]).cumprod(0).sum())
     rounding = 4 * torch.finfo(policies.PRECISIONS[precision].param_dtype).eps
     noise = max(rounding, 1e-4)
-    _check_equal(together[:common], together[in_first:][:common], noise, NOT_CAUSAL)
+    second = together[len(first) :]
+    _check_equal(together[:common], second[:common], noise, NOT_CAUSAL)
     if is_seq2seq:
-        _check_equal(together[-in_last:], last, noise, PADDING)
+        _check_equal(together[-len(last) :], last, noise, PADDING)
     _check_equal(together, own, max(rounding, 1e-5), OTHER_INPUTS if is_seq2seq else OTHER_LOGITS)
     if isinstance(samples[0], list) and len(samples[0]) == 2:  # `chats`, packed
         document, after_itself, _, after_other = together.chunk(4)
@@ -127,17 +122,12 @@ def check_model(
     # A mean would train with gradients that are too small. Rounding may route to other experts.
     _check_equal(sum(losses[1:]), losses[0], 0.1, NOT_A_SUM)
     if token_loss := summed_loss.__globals__.get("token_loss"):
-        _check_token_loss(token_loss, together[:4], labels[labels != -100][:4])
-
-
-def _check_token_loss(token_loss: Callable, logits: Tensor, targets: Tensor) -> None:
-    """Raise Problem unless `token_loss` is exactly a sum over targets, as a term may be small."""
-    whole = token_loss(logits, targets)
-    parts = token_loss(logits[:1], targets[:1]) + token_loss(logits[1:], targets[1:])
-    ignored = torch.full_like(targets, -100)
-    padded = token_loss(torch.cat([logits, logits]), torch.cat([targets, ignored]))
-    for other in (parts, padded):
-        _check_equal(other[None], whole[None], 1e-5, NOT_A_SUM)
+        # Exactly, because a second term may be small.
+        some, targets = together[:4], labels[labels != -100][:4]
+        padding = torch.full_like(targets, -100)
+        padded = token_loss(torch.cat([some, some]), torch.cat([targets, padding]))
+        parts = sum(token_loss(x[None], y[None]) for x, y in zip(some, targets, strict=True))
+        _check_equal(parts[None], padded[None], 1e-5, NOT_A_SUM)
 
 
 def _model_inputs(batch: Batch) -> Batch:
@@ -146,28 +136,22 @@ def _model_inputs(batch: Batch) -> Batch:
 
 
 @contextlib.contextmanager
-def _recorded_logits(model: nn.Module) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield lists of the logits that methods `loss_logits` return, and of those in the output,
-    [positions, vocabulary] each."""
+def _recorded_logits(model: nn.Module, summed_loss: Callable) -> Iterator[list[Tensor]]:
+    """Yield a list of the logits [targets, vocabulary] of the targets that token_loss gets, in the
+    head of a model or in the script."""
     chunks: list[Tensor] = []
-    outputs: list[Tensor] = []
 
-    def record(compute: Callable, *tensors: Tensor) -> Tensor:
-        chunks.append(compute(*tensors))
-        return chunks[-1]
+    def record(token_loss: Callable, logits: Tensor, targets: Tensor) -> Tensor:
+        chunks.append(logits[targets != -100])
+        return token_loss(logits, targets)
 
-    def record_output(_: nn.Module, __: Any, output: Any) -> None:
-        if hasattr(output, "logits"):
-            outputs.append(output.logits.flatten(0, 1))
-
-    heads = [module for module in model.modules() if hasattr(type(module), "loss_logits")]
-    for head in heads:
-        head.loss_logits = partial(record, head.loss_logits)
-    hook = model.register_forward_hook(record_output)
-    yield chunks, outputs
-    hook.remove()
-    for head in heads:
-        del head.loss_logits
+    places = [vars(module) for module in model.modules()] + [summed_loss.__globals__]
+    places = [names for names in places if "token_loss" in names]
+    for names in places:
+        names["token_loss"] = partial(record, names["token_loss"])
+    yield chunks
+    for names in places:
+        names["token_loss"] = names["token_loss"].args[0]
 
 
 @contextlib.contextmanager

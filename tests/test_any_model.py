@@ -10,6 +10,8 @@ from conftest import launch, live_metrics
 from plain import mean_loss, save
 from safetensors.torch import load_file
 
+import policies
+
 LLAMA = {"hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 2, "pad_token_id": 0,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
 SLIDING = LLAMA | {"head_dim": 16, "sliding_window": 8}  # shorter than the documents
@@ -137,3 +139,19 @@ def test_model_trains_resumes_and_exports_like_plain_pytorch(trained, name):
         assert type(final) is type(model) and not any(report.values()), report
     assert last["loss"] == pytest.approx(mean_loss(final, seen["val"]).item(), abs=1e-4)
     assert abs(first["loss"] - last["loss"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_units_are_the_classes_that_transformers_does_not_split(name, capfd):
+    """Transformers has no list for some models."""
+    _, kind, config, _ = CASES[name]
+    model_class = getattr(transformers, kind)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**TOKENS | config | {"decoder_layers": 2}))
+    units = {
+        unit.__name__ for unit in policies.layer_classes(model, transformers.GPT2LMHeadModel, ())
+    }
+    family = kind.partition("For")[0].removesuffix("MTModel")
+    expected = {f"{family}EncoderLayer", f"{family}DecoderLayer"}
+    assert units == (set(model._no_split_modules) or expected)
+    assert capfd.readouterr().out.startswith(f"{kind}, units: ")

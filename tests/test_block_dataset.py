@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import block_dataset
@@ -23,6 +23,7 @@ LLAMA_3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PATTERNS = {"GPT-2": None, "Llama 3": LLAMA_3, "Qwen": LLAMA_3.replace("{1,3}", "")}
+PATTERNS["Llama 2"] = "SentencePiece"
 
 
 def load(path: object, **fields: object) -> Dataset:
@@ -87,7 +88,7 @@ def test_lines_of_wikitext_are_not_documents(tmp_path):
 def test_columns_are_found_or_named(tmp_path, capfd):
     path = write_rows(tmp_path / "x.jsonl", [{"id": 1, "content": "seven"}])
     assert decode(load(path)) == "seven</s>"
-    assert "x.jsonl: uses content of the columns id, content" in capfd.readouterr().out
+    assert "x.jsonl: uses content; left out: id" in capfd.readouterr().out
     with pytest.raises(Problem, match="no column x. Its columns are: id, content. Pass --text-col"):
         load(path, text_column="x")
     write_rows(path, [{"content": "a", "text": "eight", "input_ids": [5]}])
@@ -152,12 +153,20 @@ def small_tokenizer(pattern: str | None) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
     tokenizer.pre_tokenizer = level
-    if pattern:
+    if pattern == "SentencePiece":
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="</s>"))
+        gaps = pre_tokenizers.Split(Regex(r"[\t\r\n]"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([gaps, pre_tokenizers.Metaspace()])
+    elif pattern:
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     options = {"special_tokens": ["</s>"], "show_progress": False}
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=level.alphabet(), **options)
     tokenizer.train_from_iterator([random_text(9, 3000)], trainer)
+    if pattern == "SentencePiece":
+        spaces = normalizers.Replace(" ", "▁")
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
@@ -180,6 +189,23 @@ def test_text_without_spaces_is_cut_too(tmp_path):
     with (tmp_path / "x.txt").open() as file:
         pieces = [piece["text"] for piece in block_dataset.text_pieces(file)]
     assert max(map(len, pieces)) <= 65 * block_dataset.PIECE and "".join(pieces) == "é" * 3_000_000
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt"])
+def test_bos_precedes_each_document_if_the_tokenizer_adds_it(suffix, tmp_path, monkeypatch):
+    monkeypatch.setattr(block_dataset, "PIECE", 64)
+    tokenizer = small_tokenizer(PATTERNS["GPT-2"])
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    single = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+    tokenizer.backend_tokenizer.post_processor = single
+    texts = [random_text(seed, 300).strip() for seed in range(3)]
+    path = write_rows(tmp_path / "x.jsonl", [{"text": text} for text in texts])
+    if suffix == ".txt":
+        path = tmp_path / "x.txt"
+        path.write_text("</s>".join(texts))
+    rows = block_dataset.load_blocks(str(path), tokenizer, Data(block_size=64))["train"]
+    assert ids_of(rows) == [token for text in texts for token in [*tokenizer(text)["input_ids"], 0]]
 
 
 @pytest.mark.slow  # measures time

@@ -86,13 +86,16 @@ def test_save_and_resume_use_little_device_memory(flags, deep_gpt2, texts, tmp_p
     assert abs(resume["device_after"] - moments) < unit
 
 
-def test_extra_tensors_of_single_ranks_need_as_many_processes(process_group, tmp_path):
+def test_full_file_and_extra_tensors_of_single_ranks(process_group, tmp_path):
+    """The extra tensors need as many processes."""
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"settings": settings(optimizer), "step": 2, "flags": {}, "identity": {"--seed": 0}}
     mean, seven = torch.zeros(2), torch.full((2,), 7.0)
     extra = checkpoint.extra_state("mine", {"mean": seven})
-    checkpoint.save(tmp_path / "x", checkpoint.snapshot(model, optimizer, state) | extra, state)
+    tensors = checkpoint.snapshot(model, optimizer, state) | extra
+    checkpoint.save(tmp_path / "x", tensors, state, full=True)
+    assert torch.equal(torch.load(tmp_path / "x/full.pt")["model"]["weight"], model.weight)
     extra = checkpoint.extra_state("mine", {"mean": mean})
     checkpoint.read(tmp_path / "x", extra)
     assert torch.equal(mean, seven)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, launch, losses, weights
+from conftest import ROOT, launch
 from fp16_worker import STRATEGIES
 from plain import loss_class
 from ten_steps import parse_args
@@ -131,36 +131,6 @@ def test_compiled_block_equals_eager(name):
     assert counters["inductor"]
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("fsdp", ["1", "2"])
-@pytest.mark.parametrize("script", SMALL)
-def test_compiled_scripts_train_like_eager_ones(
-    script, fsdp, t5_directory, pairs, gpt2_directory, texts, llama_directory, chats, tmp_path
-):
-    """FSDP with recomputation. T5 takes minutes because its batches have several lengths."""
-    data = {
-        "gpt2_fsdp": ["--model-name", gpt2_directory, "--dataset", texts[0],
-                      "--val-dataset", texts[1], "--block-size", "32"],
-        "llama_fsdp": ["--model-name", llama_directory, "--dataset", chats,
-                       "--max-seq-length", "64", "--no-packing"],
-        "T5_training": ["--model-name", t5_directory, "--dataset", pairs,
-                        "--rouge-samples", "0", "--source-length", "40", "--target-length", "8"],
-    }  # fmt: skip
-    for flag in ("--no-compile", "--compile"):
-        command = [*data[script], "--max-steps", "4", "--log-every", "1", "--batch-size", "2"]
-        command += [flag, "--fsdp", fsdp, "--activation-checkpointing", "--export-dtype", "fp32"]
-        launch(2, f"{script}.py", *command, "--output-dir", tmp_path / flag, timeout=3600)
-    eager, compiled = tmp_path / "--no-compile", tmp_path / "--compile"
-    for event in ("train", "val"):
-        assert losses(compiled, event) == pytest.approx(losses(eager, event), abs=1e-5)
-    expected = weights(eager / "final")
-    exported = weights(compiled / "final")
-    assert exported.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4)
 
 
 WIDTH = 64

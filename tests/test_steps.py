@@ -19,7 +19,6 @@ from plain import loss_class
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-import gpt2_fsdp
 from core import steps, weights
 from core.ranks import Problem
 from core.steps import MicroBatches, StepSampler, parameter_groups
@@ -91,7 +90,7 @@ SMALL = ["--model-name", "tiny", "--dataset", DOCSTRINGS, "--num-train-samples",
 LENGTHS = {  # and what needs no time
     "T5_training": ["--source-length", "32", "--target-length", "8", "--rouge-samples", "0"],
     "gpt2_fsdp": ["--block-size", "32"],
-    "llama_fsdp": ["--max-seq-length", "64"],
+    "llama_fsdp": ["--max-seq-length", "256"],
 }
 
 
@@ -143,17 +142,6 @@ def test_warmup_that_is_not_shorter_than_the_run_is_refused():
         steps.schedule("linear", 5, 5, 5, 0.85)
     assert steps.schedule("linear", 1, 1, 5, 0.85)(0) > 0
     assert steps.schedule("step", 5, 5, 5, 0.85)(0) == 1
-
-
-@pytest.mark.parametrize("more", [[], ["--epochs", "2"]])
-def test_step_schedule_falls_each_epoch(more, texts, tmp_path):
-    """--warmup-ratio has no effect on it."""
-    flags = ["--model-name", "tiny", "--dataset", texts[0], "--val-dataset", texts[1],
-             "--block-size", 32, "--batch-size", 9, "--log-every", 1, "--save-every", 0,
-             "--lr", 1e-3, "--lr-schedule", "step", "--gamma", 0.5]  # fmt: skip
-    assert start(gpt2_fsdp, *flags, *more, "--output-dir", tmp_path) == 0
-    rates = [line["lr"] for line in live_metrics(tmp_path, "train")]
-    assert rates == [1e-3] * 4 + [5e-4] * 4 * bool(more)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

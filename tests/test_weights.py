@@ -151,6 +151,20 @@ def test_older_and_extra_keys_are_accepted(process_group, t5_directory, gpt2_dir
     assert torch.equal(source["transformer.wte.weight"], tensors["wte.weight"])
 
 
+def test_tensors_that_transformers_leaves_out_are_named(
+    process_group, llama_directory, tmp_path, capfd, monkeypatch
+):
+    """As of Qwen 3.5, whose layer that predicts one token more is no part of the model."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*"])
+    tensors = stored(llama_directory)
+    save_file(tensors | {"mtp.norm.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    config = LlamaForCausalLM.config_class.from_pretrained(llama_directory)
+    weights.new_model(LlamaForCausalLM, config, llama_directory)
+    assert "not trained" not in capfd.readouterr().out
+    weights.new_model(LlamaForCausalLM, config, tmp_path)
+    assert "1 tensors of" in (out := capfd.readouterr().out) and "as mtp.norm.weight, are no" in out
+
+
 @pytest.mark.parametrize("name", [
     "model.decoder.version", "model.encoder.embed_positions.weights",
     "transformer.h.0.attn.causal_mask", "transformer.h.0.attn.attention.masked_bias",
@@ -321,6 +335,18 @@ def test_length_is_limited_by_positions_if_the_config_has_some():
         weights.check_length("--block-size", 64, config)
     with pytest.raises(ranks.Problem, match="--block-size 64 is above the model's 32 positions"):
         weights.check_length("--block-size", 64, transformers.GPT2Config(n_positions=32))
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_length_is_limited_by_the_original_positions_of_longrope(by_layer):
+    """A longer sequence would change the loss of others in its batch."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 8.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    config = transformers.LlamaConfig(max_position_embeddings=256, head_dim=16)
+    config.rope_parameters = {"full_attention": rope | factors} if by_layer else rope | factors
+    weights.check_length("--max-seq-length", 32, config)
+    with pytest.raises(ranks.Problem, match="--max-seq-length 64 is above the model's 32 pos"):
+        weights.check_length("--max-seq-length", 64, config)
 
 
 def test_layerdrop_is_switched_off(process_group, capfd):

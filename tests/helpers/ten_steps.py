@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import sys
@@ -132,7 +133,8 @@ def run(script: types.ModuleType, args: Any, device: torch.device) -> tuple[int,
     train = script.train
 
     def train_and_keep(*values: Any) -> bool:
-        seen.update(zip(train.__code__.co_varnames, values, strict=False))
+        names = inspect.unwrap(train).__code__.co_varnames
+        seen.update(zip(names, values, strict=False))
         seen["initial_adapters"] = {
             weights.plain_name(name): whole(parameter).clone()
             for name, parameter in seen["model"].named_parameters()

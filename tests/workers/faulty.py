@@ -2,13 +2,12 @@
 
 raise: raise NCCL's exception class. nan: set the parameters to NaN. hang: sleep in the forward
 pass. full: limit files to 100 kB, as if the disk were full, until the next step. full for good: the
-same until the end. once: SIGKILL, but not after a restart by torchrun.
+same until the end.
 """
 
 import importlib
 import os
 import resource
-import signal
 import sys
 import time
 from pathlib import Path
@@ -50,8 +49,6 @@ if __name__ == "__main__":
                 script.summed_loss = lambda *_: time.sleep(100)
             if fault.startswith("full"):
                 limit(100_000)
-            if fault == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-                os.kill(os.getpid(), signal.SIGKILL)
 
     def keep_model(*args: object) -> torch.nn.Module:
         """Wrap the model, and keep it."""
